@@ -17,9 +17,8 @@ from typing import Any
 from rich.table import Table
 from torch import nn
 
-from autoparallel.api import plan
 from autoparallel.capture import OpGraph, capture, find_blocks
-from autoparallel.errors import AutoparallelError, InfeasibleError, PlanError
+from autoparallel.errors import AutoparallelError, InfeasibleError, PlanError, shown
 from autoparallel.export import FORMATS, Exported, export_plan
 from autoparallel.garbage import collected_later
 from autoparallel.partition import Splits
@@ -27,11 +26,13 @@ from autoparallel.partition.microbatch import batch_size
 from autoparallel.planning.by_hand import ByHand
 from autoparallel.planning.options import Options, check_call, check_cluster, options_of
 from autoparallel.planning.plan_by_hand import plan_by_hand
+from autoparallel.planning.plan_graph import plan_graph
 from autoparallel.planning.server_traffic import ServerAdvice, server_advice
 from autoparallel.plans import Plan
 from autoparallel.plans.reports.text import ReportConsole
 from autoparallel.plans.reports.units import bytes_str, seconds_str
 from autoparallel.plans.roles import roles_of
+from autoparallel.search import Progress
 from cost_models import Cluster
 
 Uses = Callable[[ByHand], bool]
@@ -119,13 +120,16 @@ def fastest(alternatives: Sequence[Alternative]) -> Alternative | None:
 
 def advise(model: nn.Module, cluster: Cluster | str | Path, *, example_inputs: Sequence[Any] | None = None,
            example_kwargs: Mapping[str, Any] | None = None, memory_limit_bytes: float | None = None,
-           optimizer: str = "adamw", search_s: float = 60.0, uneven: float = 0.0) -> Advice:
+           optimizer: str = "adamw", search_s: float = 5.0, uneven: float = 0.0,
+           progress: Callable[[str], object] | None = None) -> Advice:
     """Which techniques to use for one training step of ``model`` on ``cluster``, by the planner's prices.
 
     example_inputs, example_kwargs: the arguments of a call with the global batch, as for `autoparallel.plan`.
     memory_limit_bytes: per device; None: what a plan may take (see `autoparallel.plan`).
-    search_s: seconds for a joint search beside the plans by hand; 0: none.
+    search_s: seconds of a joint search's work beside the plans by hand (as ``time_limit_s`` of `autoparallel.plan`); 0:
+        none. With more it may find a faster plan.
     uneven: how much the devices' steps vary, by chance: standard deviation over mean, for parameter servers.
+    progress: called with a line of text for each plan that was priced, and during the search.
 
     Raises CaptureError, InputError, ClusterError, PlanError as `autoparallel.plan` does.
     """
@@ -135,22 +139,32 @@ def advise(model: nn.Module, cluster: Cluster | str | Path, *, example_inputs: S
         raise PlanError(f"search_s is {search_s!r}: give seconds, 0 or more")
     if isinstance(uneven, bool) or not isinstance(uneven, (int, float)) or not 0 <= uneven <= 1:
         raise PlanError(f"uneven is {uneven!r}: give the share by which steps vary, from 0 to 1")
+    if progress is not None and not callable(progress):
+        raise PlanError(f"progress is {shown(progress)}: give a function of a line of text, or None")
+    says = progress or (lambda line: None)
     options = options_of({"optimizer": optimizer, "memory_limit_bytes": memory_limit_bytes})
     with collected_later():
         graph = capture(model, example_inputs or (), example_kwargs or {})
     limit = options.limit_bytes(cluster)
-    priced = _Priced(Splits(graph), cluster, Options(optimizer=optimizer), limit)
+    priced = _Priced(Splits(graph), cluster, Options(optimizer=optimizer), limit, says)
     found = tuple(priced.all())
     found = (*found, *priced.with_recompute(found))
     searched = None
     if search_s:
         with suppress(InfeasibleError):
-            searched = plan(model, cluster, example_inputs=example_inputs, example_kwargs=example_kwargs, joint=True,
-                            memory_limit_bytes=memory_limit_bytes, optimizer=optimizer, time_limit_s=search_s)
+            searched = plan_graph(graph, cluster, None, None, True,
+                                  replace(options, time_limit_s=search_s, progress=_told_by(says)))
     best = fastest(found)
     return Advice(cluster, limit, found, tuple(_techniques(found, best)), tuple(_changes(priced, found)), searched,
                   _exports(best.plan) if best is not None and best.plan is not None else {},
                   _servers(graph, cluster, found, searched, uneven))
+
+
+def _told_by(says: Callable[[str], object]) -> Progress:
+    def tell(phase: str, best_s: float, bound_s: float) -> None:
+        says(f"joint search ({phase}): " + (f"best {seconds_str(best_s)}" if best_s < math.inf else "no plan yet"))
+
+    return tell
 
 
 @dataclass(frozen=True)
@@ -161,6 +175,7 @@ class _Priced:
     cluster: Cluster
     options: Options
     limit_bytes: float
+    says: Callable[[str], object]
 
     def all(self) -> Iterator[Alternative]:
         """Every division of the devices, with ZeRO; with micro-batches and recompute where it does not fit without."""
@@ -186,8 +201,11 @@ class _Priced:
         try:
             made = plan_by_hand(self.split, self.cluster, replace(self.options, by_hand=hand), hand)
         except AutoparallelError as error:
+            self.says(f"{hand}: none")
             return Alternative(hand, None, False, str(error))
-        return Alternative(hand, made, made.prediction.peak_bytes <= self.limit_bytes)
+        fits = made.prediction.peak_bytes <= self.limit_bytes
+        self.says(f"{hand}: {seconds_str(made.prediction.step_s)}" + ("" if fits else ", does not fit"))
+        return Alternative(hand, made, fits)
 
 
 def _divisions(graph: OpGraph, cluster: Cluster) -> Iterator[ByHand]:

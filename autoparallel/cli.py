@@ -7,13 +7,17 @@ plan fits; 130 interrupted. What takes long is imported by the command that need
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from autoparallel import capacity_cli, plan_cli
 from autoparallel.errors import AutoparallelError, InfeasibleError, InputError, printable
 from autoparallel.models import load_model
+
+if TYPE_CHECKING:
+    from autoparallel.planning.by_hand import ByHand
+    from autoparallel.plans import Plan
 
 app = typer.Typer(help="The fastest correct way to run a PyTorch model on these devices.", no_args_is_help=True,
                   pretty_exceptions_enable=False,
@@ -85,7 +89,7 @@ def plan(
     if shape and _product(shape) != count:
         raise InputError(f"--mesh {mesh} has {_product(shape)} devices and --devices says {count}: give one of them")
     machine = autoparallel.Cluster.load(cluster, num_devices=count, software=software)
-    by_hand, compare_by_hand = _by_hand(by_hand), _by_hand(compare_by_hand)
+    by_hand, compare_by_hand = _by_hand(by_hand, count), _by_hand(compare_by_hand, count)
     if compare_by_hand is None and by_hand is None and baseline is None:
         compare_by_hand = "usual"
     elif compare_by_hand == "none":
@@ -193,7 +197,7 @@ def launch(
     """
     from autoparallel.launch.agent import run_command
 
-    plan_file = Path(words[0]) if words[0].endswith(".json") else None
+    plan_file = Path(words[0]) if words[0].endswith((".json", ".json.gz")) else None
     command = words if plan_file is None else words[1:]
     done = run_command(command, plan=plan_file, ranks=ranks, nodes=nodes, node_rank=node_rank, master=master,
                        max_restarts=max_restarts)
@@ -205,6 +209,9 @@ def export(
     plan: Annotated[Path, typer.Argument(help="a plan's file")],
     to: Annotated[str, typer.Option(help="fsdp2, torchtitan, megatron, deepspeed or accelerate")],
     output: Annotated[Path | None, typer.Option(help="a folder for the files, which are printed without")] = None,
+    model: Annotated[str | None, typer.Option(help="the plan's model, as for autoparallel plan: prices what was "
+                                              "exported")] = None,
+    cluster: Annotated[str | None, typer.Option(help="for --model: the plan's, if it was a TOML file")] = None,
 ) -> None:
     """Write a plan down for another framework, and list what it cannot say.
 
@@ -213,7 +220,8 @@ def export(
     import autoparallel
     from autoparallel.plans.reports.units import seconds_str
 
-    made = autoparallel.export_plan(autoparallel.Plan.load(plan), to)
+    searched = autoparallel.Plan.load(plan)
+    made = autoparallel.export_plan(searched, to)
     if output is None:
         for text in made.files.values():
             typer.echo(printable(text), nl=False)
@@ -223,7 +231,22 @@ def export(
     for one in made.lost:
         price = "" if one.seconds is None else f" (+{seconds_str(one.seconds)} a step)"
         typer.secho(printable(f"not expressed: {one.what}; instead: {one.instead}{price}"), err=True)
-    typer.secho(f"to price what was exported: autoparallel plan MODEL --by-hand {made.by_hand}", err=True)
+    if model is None:
+        typer.secho(f"--model MODEL prices what was exported: {made.by_hand}", err=True)
+    else:
+        priced = _priced(searched, made.by_hand, model, cluster).prediction
+        typer.secho(f"what was exported, {made.by_hand}: a step takes {seconds_str(priced.step_s)}, and the plan's "
+                    f"{seconds_str(searched.prediction.step_s)}", err=True)
+
+
+def _priced(searched: Plan, by_hand: ByHand, model: str, cluster: str | None) -> Plan:
+    """The plan by hand for the model, batch and devices of a plan."""
+    import autoparallel
+
+    batch, *length = next(iter(searched.model.inputs.values()))
+    machine = autoparallel.Cluster.load(cluster or searched.cluster, num_devices=_product(searched.axes[0]))
+    network, args, kwargs = load_model(model, batch, length[0] if length else 1, searched.model.dtype)
+    return autoparallel.plan(network, machine, example_inputs=args, example_kwargs=kwargs, by_hand=by_hand)
 
 
 @app.command()
@@ -238,7 +261,8 @@ def advise(
     memory_limit: Annotated[str | None, typer.Option(help="per device, for example 70GiB")] = None,
     dtype: Annotated[str, typer.Option(help="bfloat16, float16 or float32")] = "bfloat16",
     optimizer: Annotated[str, typer.Option(help="whose state is counted: adamw, sgd, ...")] = "adamw",
-    time_limit: Annotated[float, typer.Option(help="seconds for a joint search beside plans by hand; 0: none")] = 60.0,
+    time_limit: Annotated[float, typer.Option(help="seconds of a joint search's work, beside plans by hand; 0: none")
+                          ] = 5.0,
     uneven: Annotated[float, typer.Option(min=0, max=1, help="by how much workers' steps vary, for parameter servers; "
                                           "0.3: 30 %")] = 0.0,
     output: Annotated[Path | None, typer.Option(help="a folder for the plan, and for its files by framework")] = None,
@@ -250,8 +274,10 @@ def advise(
 
     machine = autoparallel.Cluster.load(cluster, num_devices=devices, software=software)
     network, args, kwargs = load_model(model, global_batch or 2 * devices, sequence_length, dtype)
-    found = autoparallel.advise(network, machine, example_inputs=args, example_kwargs=kwargs, optimizer=optimizer,
-                                memory_limit_bytes=_bytes(memory_limit), search_s=time_limit, uneven=uneven)
+    with plan_cli.Progress(time_limit) as progress:
+        found = autoparallel.advise(network, machine, example_inputs=args, example_kwargs=kwargs, optimizer=optimizer,
+                                    memory_limit_bytes=_bytes(memory_limit), search_s=time_limit, uneven=uneven,
+                                    progress=progress.says)
     print_advice(found, ReportConsole())
     if output is not None and found.best is not None and found.best.plan is not None:
         output.mkdir(parents=True, exist_ok=True)
@@ -266,9 +292,10 @@ def advise(
 def import_(
     file: Annotated[Path, typer.Argument(help="Megatron-LM's arguments (any text), DeepSpeed's .json, accelerate's "
                                          ".yaml, a torchtitan recipe (.py)")],
+    devices: Annotated[int | None, typer.Option(min=1, help="of the job, for files that do not state it")] = None,
 ) -> None:
     """Print another framework's settings as a plan by hand, for --by-hand and --compare-by-hand."""
-    typer.echo(_by_hand(f"@{file}"))
+    typer.echo(_by_hand(f"@{file}", devices))
 
 
 @app.command()
@@ -397,15 +424,17 @@ def clusters() -> None:
         typer.echo(name)
 
 
-def _by_hand(text: str | None) -> str | None:
+def _by_hand(text: str | None, devices: int | None) -> str | None:
     """A plan by hand as text; of ``@file``, as the file says it."""
     if text is None or not text.startswith("@"):
         return text
     import autoparallel
 
-    found = autoparallel.import_plan(text[1:])
+    found = autoparallel.import_plan(text[1:], devices)
     for name in found.ignored:
         typer.secho(printable(f"{text[1:]}: {name} is not part of a plan by hand: left out"), fg="yellow", err=True)
+    for one in found.missing:
+        typer.secho(printable(f"{text[1:]} does not state {one}"), fg="yellow", err=True)
     return str(found.by_hand)
 
 

@@ -37,13 +37,14 @@ def nearest(name: str, known: Collection[str]) -> str:
     return f" (is it {close[0]!r}?)" if close else ""
 
 
-def write_whole(path: str | Path, text: str) -> None:
-    """Write a text file through a temporary one in its folder: where that fails, an old file stays as it was.
+def write_whole(path: str | Path, text: str | bytes) -> None:
+    """Write a file, text as UTF-8, through a temporary one in its folder: where that fails, an old file stays as it
+    was.
 
     A link is followed. Raises OSError when it cannot be written, UnicodeEncodeError for text that UTF-8 has not.
     """
     target = Path(os.path.realpath(path))
-    data = text.encode("utf-8")
+    data = text.encode("utf-8") if isinstance(text, str) else text
     if target.exists() and not target.is_file():  # a pipe, a terminal: nothing to keep
         target.write_bytes(data)
         return

@@ -34,6 +34,15 @@ def test_the_best_is_the_fastest_that_fits() -> None:
     assert prices["dp=4,zero=1"] == by_hand.prediction.step_s
 
 
+def test_it_tells_how_far_it_is_and_searches_the_same_graph(monkeypatch: pytest.MonkeyPatch) -> None:
+    told = list[str]()
+    monkeypatch.setattr("autoparallel.compiler.capture", lambda *call: pytest.fail("traced again"))
+    found = autoparallel.advise(Decoder(), CLUSTER, example_inputs=(IDS,), search_s=1.0, progress=told.append)
+    assert found.searched is not None
+    assert {str(one.by_hand) for one in found.alternatives} <= {line.split(": ")[0] for line in told}
+    assert any(line.startswith("joint search (") and "best" in line for line in told)
+
+
 def test_techniques_have_the_prices_of_plans_with_and_without_them() -> None:
     found = advice()
     for one in found.techniques:
@@ -79,6 +88,8 @@ def test_the_report_names_all() -> None:
 
 
 def test_seconds_are_checked() -> None:
+    with pytest.raises(PlanError, match="progress is 3"):
+        autoparallel.advise(torch.nn.Linear(4, 4), CLUSTER, example_inputs=(torch.zeros(4, 4),), progress=3)  # type: ignore[arg-type]
     with pytest.raises(PlanError, match="search_s is -1"):
         autoparallel.advise(torch.nn.Linear(4, 4), CLUSTER, example_inputs=(torch.zeros(4, 4),), search_s=-1)
 

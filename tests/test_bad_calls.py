@@ -89,7 +89,7 @@ class World:
             "local_batch": (p.local_batch, {"batch": (self.x,)}),
             "dataloader": (lambda **kwargs: list(p.dataloader(**kwargs)), {
                 "dataset": TensorDataset(torch.randn(16, 4)), "batch_size": 8, "shuffle": False, "seed": 0,
-                "collate_fn": None, "per_sample": False, "drop_last": True}),
+                "collate_fn": None, "per_sample": False, "drop_last": False}),
             "load_state_dict": (p.load_state_dict, {"state_dict": copy.deepcopy(p.state_dict()), "strict": True}),
             "load_pretrained": (p.load_pretrained, {"path": self.folder / "weights", "strict": True}),
             "save_pretrained": (p.save_pretrained, {"save_directory": self.folder / "weights",

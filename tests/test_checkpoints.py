@@ -344,7 +344,16 @@ def test_checkpoints_are_read_without_ranks(ranks: Any, tmp_path: Path) -> None:
     assert read.keys() == expected.keys() and all(torch.equal(read[name], value) for name, value in expected.items())
     again = call(app, ["checkpoint", "convert", str(tmp_path / "runs"), str(tmp_path / "out")])
     assert "has files" in str(again.exception)
-    assert "has no checkpoint" in str(call(app, ["checkpoint", "inspect", str(tmp_path / "out")]).exception)
+    said = str(call(app, ["checkpoint", "inspect", str(tmp_path / "out")]).exception)
+    assert "has no checkpoint" in said and "files of weights, which from_pretrained reads" in said
+    for inside in ("checkpoint-3/autoparallel", "epoch_0/autoparallel/model-0"):  # as Trainer and accelerate have it
+        shutil.copytree(tmp_path / "runs", tmp_path / "theirs" / inside)
+        folder = tmp_path / "theirs" / inside.split("/")[0]
+        assert "weights read" in call(app, ["checkpoint", "verify", str(folder)]).stdout
+    said = str(call(app, ["checkpoint", "inspect", str(tmp_path / "theirs")]).exception)
+    assert "give one of the checkpoints in it, such as" in said
+    (tmp_path / "last.ckpt").write_bytes(b"")
+    assert "torch.load reads" in str(call(app, ["checkpoint", "inspect", str(tmp_path / "last.ckpt")]).exception)
     next((tmp_path / "runs/step-3").glob("*.distcp")).write_bytes(b"")
     assert "cannot be read" in str(call(app, ["checkpoint", "verify", str(tmp_path / "runs")]).exception)
 

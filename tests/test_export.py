@@ -155,9 +155,10 @@ def test_plans_pass_megatron_s_checks_or_are_refused_with_the_rule(by_hand: str,
         return
     made = autoparallel.export_plan(plan, "megatron")
     [path] = made.save(tmp_path)
-    found = autoparallel.import_plan(path).by_hand
-    wanted = {**vars(made.by_hand), "schedule": None, "shards": None, "dp": None, "micro_batch": None}
-    assert {**vars(found), "micro_batch": None} == wanted
+    found = autoparallel.import_plan(path, num_devices=4)
+    assert found.by_hand == made.by_hand and found.missing == ()
+    unstated = autoparallel.import_plan(path)
+    assert unstated.by_hand.dp is None and "give num_devices (--devices)" in unstated.missing[0]
 
 
 @pytest.mark.slow
@@ -178,8 +179,37 @@ def test_types_are_reported() -> None:
 # ------------------------------------------------------------------------------------------------ the others' readers
 
 
-@pytest.mark.parametrize("by_hand", ["dp=4", "dp=4,zero=1", "dp=4,zero=2,micro_batch=1", "dp=4,zero=3", "dp=2,tp=2",
-                                     "dp=2,cp=2", "dp=2,pp=2,zero=1"])
+_DEEPSPEED = ["dp=4", "dp=4,zero=1", "dp=4,zero=2,micro_batch=1", "dp=4,zero=3", "dp=2,tp=2", "dp=2,cp=2",
+              "dp=2,pp=2,zero=1", "dp=2,pp=2,schedule=gpipe", "dp=4,recompute=full", "dp=4,recompute=selective",
+              "dp=2,tp=2,sequence_parallel"]
+
+
+@pytest.mark.parametrize("by_hand", _DEEPSPEED)
+def test_deepspeed_s_file_comes_back_the_same(by_hand: str, tmp_path: Path) -> None:
+    made = autoparallel.export_plan(planned(by_hand), "deepspeed")
+    [path] = made.save(tmp_path)
+    found = autoparallel.import_plan(path)
+    assert found == autoparallel.import_plan(path, num_devices=4)
+    assert (found.by_hand, found.ignored, found.missing) == (made.by_hand, (), ())
+    assert (found.by_hand.dp or 1) * found.by_hand.tp * found.by_hand.cp * found.by_hand.pp == 4
+
+
+def test_a_batch_that_deepspeed_refuses_is_refused(tmp_path: Path) -> None:
+    path = tmp_path / "ds_config.json"
+    path.write_text('{"train_batch_size": 10, "train_micro_batch_size_per_gpu": 4, "gradient_accumulation_steps": 1}')
+    with pytest.raises(PlanError, match="train_batch_size 10 is no multiple of"):
+        autoparallel.import_plan(path)
+
+
+def test_devices_that_a_file_does_not_have_are_refused(tmp_path: Path) -> None:
+    [path] = autoparallel.export_plan(planned("dp=2,tp=2"), "deepspeed").save(tmp_path)
+    with pytest.raises(PlanError, match="and the cluster has 8 devices"):
+        autoparallel.import_plan(path, num_devices=8)
+    with pytest.raises(PlanError, match="num_devices is 0"):
+        autoparallel.import_plan(path, num_devices=0)
+
+
+@pytest.mark.parametrize("by_hand", _DEEPSPEED[:7])
 def test_deepspeed_reads_its_configuration(by_hand: str, tmp_path: Path) -> None:
     config = pytest.importorskip("deepspeed.runtime.config")
     made = autoparallel.export_plan(planned(by_hand), "deepspeed")
@@ -190,12 +220,11 @@ def test_deepspeed_reads_its_configuration(by_hand: str, tmp_path: Path) -> None
     data.pop("sequence_parallel_size", None)  # it is taken as a share of this one process
     read = config.DeepSpeedConfig({**data, "train_batch_size": 8 // ranks})  # as of one rank
     assert read.zero_optimization_stage == made.by_hand.zero
-    found = autoparallel.import_plan(path).by_hand
-    assert {**vars(found), "micro_batch": None} == {**vars(made.by_hand), "dp": None, "micro_batch": None}
 
 
 @pytest.mark.parametrize("by_hand", ["dp=4", "dp=4,zero=2", "dp=4,zero=3,recompute=full", "dp=4,zero=3,shards=2",
-                                     "dp=2,tp=2,zero=3", "dp=2,cp=2,zero=2", "tp=4"])
+                                     "dp=2,tp=2,zero=3", "dp=2,cp=2,zero=2", "tp=4", "dp=4,zero=1", "cp=4",
+                                     "dp=4,zero=2,recompute=selective", "dp=4,recompute=full"])
 def test_accelerate_reads_its_configuration(by_hand: str, tmp_path: Path) -> None:
     args = pytest.importorskip("accelerate.commands.config.config_args")
     from accelerate.parallelism_config import ParallelismConfig
@@ -207,8 +236,8 @@ def test_accelerate_reads_its_configuration(by_hand: str, tmp_path: Path) -> Non
     if sizes := read.parallelism_config:
         config = ParallelismConfig(**{key.removeprefix("parallelism_config_"): size for key, size in sizes.items()})
         assert config.total_size == 4
-    found = autoparallel.import_plan(path).by_hand
-    assert found == made.by_hand
+    found = autoparallel.import_plan(path)
+    assert found.by_hand == made.by_hand and "add micro_batch=... to the plan by hand" in found.missing[0]
 
 
 #: Of `torchtitan.config.ParallelismConfig` at b5bcd76c6.
@@ -223,7 +252,8 @@ TORCHTITAN = {
 
 @pytest.mark.parametrize("by_hand", ["dp=4", "dp=4,zero=3", "dp=4,zero=3,shards=2", "dp=2,tp=2,sequence_parallel",
                                      "dp=2,cp=2,zero=3", "dp=2,pp=2,micro_batch=1,recompute=full",
-                                     "dp=4,zero=2,micro_batch=1"])
+                                     "dp=4,zero=2,micro_batch=1", "dp=4,zero=1", "dp=2,cp=2",
+                                     "dp=2,pp=2,schedule=gpipe"])
 def test_a_recipe_for_torchtitan(by_hand: str, tmp_path: Path) -> None:
     made = autoparallel.export_plan(planned(by_hand), "torchtitan")
     [path] = made.save(tmp_path)
@@ -236,8 +266,8 @@ def test_a_recipe_for_torchtitan(by_hand: str, tmp_path: Path) -> None:
                  "pipeline_parallel"):
         product *= ast.literal_eval(given[f"{name}_degree"])
     assert product == 4
-    found = autoparallel.import_plan(path).by_hand
-    assert {**vars(found), "micro_batch": None} == {**vars(made.by_hand), "micro_batch": None}
+    found = autoparallel.import_plan(path)
+    assert (found.by_hand, found.ignored, found.missing) == (made.by_hand, (), ())
 
 
 @pytest.mark.parametrize(("by_hand", "to", "said"), [
@@ -261,12 +291,16 @@ def test_what_is_lost_has_its_price() -> None:
     assert lost_one.seconds == pytest.approx(plan.prediction.forward_s / 2)
 
 
-def test_axes_on_which_all_compute_the_same_are_refused() -> None:
-    model = torch.nn.Linear(8, 8)
-    plan = autoparallel.plan(model, Cluster.load("h100-sxm", num_devices=4), example_inputs=(torch.zeros(4, 8),))
-    if "S" not in str(plan.strategies["input"]):
-        with pytest.raises(PlanError, match="all ranks of axis axis0 compute the same"):
-            autoparallel.export_plan(plan, "megatron")
+def test_axes_on_which_all_compute_the_same_are_data_parallel_instead() -> None:
+    plan = autoparallel.plan(torch.nn.Linear(8, 8), Cluster.load("h100-sxm", num_devices=4), mesh_shape=(4,),
+                             example_inputs=(torch.zeros(4, 8),))
+    assert "S" not in str(plan.strategies["input"])
+    made = autoparallel.export_plan(plan, "megatron")
+    assert made.lost[0].what == "the same work on all ranks of axis0 (4 ranks)"
+    assert made.lost[0].instead == "these ranks are data-parallel" and made.by_hand == ByHand(dp=4, micro_batch=1)
+    odd = replace(plan, model=replace(plan.model, inputs={"input": (6, 8)}))
+    with pytest.raises(PlanError, match=r"not expressible: the same work .*: 4 do not divide a batch of 6\."):
+        autoparallel.export_plan(odd, "megatron")
 
 
 def test_names_that_would_be_programs_are_refused() -> None:
@@ -292,6 +326,7 @@ def test_settings_that_a_plan_by_hand_cannot_say_are_named(tmp_path: Path) -> No
                     '{"device": "cpu"}}}')
     found = autoparallel.import_plan(path)
     assert found.by_hand == ByHand(zero=3) and found.ignored == ("zero_optimization.offload_optimizer",)
+    assert len(found.missing) == 2  # ranks, and micro-batches
 
 
 def test_the_command_line_exports_and_imports(tmp_path: Path) -> None:
@@ -301,7 +336,15 @@ def test_the_command_line_exports_and_imports(tmp_path: Path) -> None:
     assert told.exit_code == 0, told.output
     told = run(app, ["import", str(tmp_path / "megatron_args.sh")])
     assert told.stdout.strip() == "tp=2,micro_batch=4,sequence_parallel"
+    assert "does not state the number of ranks" in told.stderr
+    told = run(app, ["import", str(tmp_path / "megatron_args.sh"), "--devices", "4"])
+    assert told.stdout.strip() == "dp=2,tp=2,micro_batch=4,sequence_parallel" and not told.stderr
     config = Path(__file__).parents[1] / "benchmarks/configs/small-llama.json"
     told = run(app, ["plan", str(config), "--devices", "4", "--sequence-length", "128", "--by-hand",
-                     f"@{tmp_path / 'megatron_args.sh'}"])
+                     f"@{tmp_path / 'megatron_args.sh'}", "--output", str(tmp_path / "small.json")])
     assert told.exit_code == 0 and "tensor parallel 2 with sequence parallelism" in told.stdout
+    told = run(app, ["export", str(tmp_path / "small.json"), "--to", "accelerate", "--model", str(config)])
+    assert "ZeRO 2 or 3" in str(told.exception)  # accelerate's rule
+    told = run(app, ["export", str(tmp_path / "small.json"), "--to", "torchtitan", "--model", str(config)])
+    priced, ours = told.stderr.splitlines()[-1].split(": a step takes ")[1].split(", and the plan's ")
+    assert priced == ours  # a plan by hand, exported as it is

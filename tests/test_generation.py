@@ -24,6 +24,9 @@ def generated(name: str, mesh: tuple[int, ...], how: dict[str, Any]) -> dict[str
     call = {"attention_mask": torch.ones_like(ids), "max_new_tokens": NEW, "use_cache": True, **how}
     greedy = parallel.generate(ids, do_sample=False, **call)
     compiled = parallel._state.forms.compiled - known
+    more = parallel.generate(ids, do_sample=False, num_beams=2, **call) if not how else None
+    beams = None if more is None else torch.equal(more, model.generate(ids, do_sample=False, num_beams=2, **call))
+    by_beams = parallel._state.forms.compiled - known - compiled
     torch.manual_seed(3)
     expected = [model.generate(ids, do_sample=True, **call) for _ in range(2)]
     torch.manual_seed(3)
@@ -34,13 +37,40 @@ def generated(name: str, mesh: tuple[int, ...], how: dict[str, Any]) -> dict[str
     return {"greedy": torch.equal(greedy, model.generate(ids, do_sample=False, **call)),
             "drawn": all(map(torch.equal, drawn, expected)) and not torch.equal(*drawn), "compiled": compiled,
             "first": torch.equal(again, drawn[0]), "own": bool(after == torch.rand(())) == (dist.get_rank() > 0),
-            "more": parallel._state.forms.compiled - known - compiled}
+            "beams": beams, "compiled by beams": by_beams,
+            "more": parallel._state.forms.compiled - known - compiled - by_beams}
 
 
 @pytest.mark.parametrize(("name", "mesh"), [pytest.param("llama", (2, 2), marks=pytest.mark.slow), ("gpt2", (4,))])
 def test_tokens_are_one_process_s_and_two_programs_suffice(ranks: Any, name: str, mesh: tuple[int, ...]) -> None:
     for found in ranks(4).run(generated, name, mesh, {}, timeout_s=200):
-        assert found == {"greedy": True, "drawn": True, "first": True, "own": True, "compiled": 2, "more": 0}
+        assert found == {"greedy": True, "drawn": True, "first": True, "own": True, "compiled": 2, "more": 0,
+                         "beams": True, "compiled by beams": 2}
+
+
+def searched_by_beams(name: str, mesh: tuple[int, ...], hows: list[dict[str, Any]]) -> list[tuple[bool, int]]:
+    model: Any = CASES[name].build().eval()
+    ids = torch.arange(20).reshape(4, 5)
+    parallel: Any = autoparallel.compile(model, mesh_of(*mesh), example_kwargs={"input_ids": ids}, baseline="ddp")
+    found = []
+    for how in hows:
+        known = parallel._state.forms.compiled
+        call = {"attention_mask": torch.ones_like(ids), "max_new_tokens": NEW, "use_cache": True, **how}
+        torch.manual_seed(3)
+        expected = model.generate(ids, **call)
+        torch.manual_seed(3)
+        found.append((torch.equal(parallel.generate(ids, **call), expected), parallel._state.forms.compiled - known))
+    return found
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("name", "mesh"), [("gpt2", (4,)), ("llama", (2, 2))])
+def test_beams_take_two_programs_too(ranks: Any, name: str, mesh: tuple[int, ...]) -> None:
+    """Beams move between the rows of the cache, which lie in shards."""
+    hows = [{"num_beams": 3, "do_sample": False}, {"num_beams": 3, "do_sample": True, "length_penalty": 0.5},
+            {"num_beams": 3, "do_sample": False, "num_return_sequences": 2, "early_stopping": True}]
+    for found in ranks(4).run(searched_by_beams, name, mesh, hows, timeout_s=200):
+        assert found == [(True, 2), (True, 0), (True, 0)]
 
 
 @pytest.mark.slow

@@ -15,6 +15,7 @@ from torch.utils.data import DataLoader, Dataset, default_collate, get_worker_in
 
 import autoparallel
 from autoparallel.errors import AutoparallelError
+from autoparallel.runtime.batches import tell_of_rest
 from tests.support.ranks import mesh_of
 from tests.support.tiers import slow
 
@@ -133,7 +134,7 @@ def ragged(samples: list[Tensor]) -> dict[str, Tensor]:
 def short_ones(shape: tuple[int, ...], options: dict[str, Any], collate: Any) -> tuple[list[float], int, list[Any]]:
     dataset = Lines(19)
     parallel = autoparallel.compile(Total(), mesh_of(*shape), **options)
-    loader = parallel.dataloader(dataset, BATCH, collate_fn=collate, per_sample=collate is cut, drop_last=False)
+    loader = parallel.dataloader(dataset, BATCH, collate_fn=collate, per_sample=collate is cut)
     losses, shapes = [], []
     for _ in range(2):
         for batch in loader:
@@ -146,7 +147,7 @@ def short_ones(shape: tuple[int, ...], options: dict[str, Any], collate: Any) ->
     ((4,), {"baseline": "ddp"}, cut), ((2, 2), {"baseline": "ddp"}, padded), ((2, 2), {"pins": PINS}, cut)])
 def test_the_short_last_batch_is_a_batch(ranks: Any, shape: tuple[int, ...], options: dict[str, Any], collate: Any
                                         ) -> None:
-    """Three samples, of which a rank of four has none (it was left out, whatever drop_last said)."""
+    """Three samples, of which a rank of four has none; left out only if drop_last=True says so, as torch does."""
     expected = [Total()(**batch).item() for batch in DataLoader(Lines(19), BATCH, collate_fn=collate)]
     found = ranks(4).run(short_ones, shape, options, collate, timeout_s=100)
     for losses, length, rows in found:
@@ -154,6 +155,16 @@ def test_the_short_last_batch_is_a_batch(ranks: Any, shape: tuple[int, ...], opt
         assert [whole for whole, _ in rows] == [8, 8, 3] * 2
     if options == {"baseline": "ddp"}:
         assert [rows[2][1] for *_, rows in found] == [1, 1, 1, 0]
+
+
+def test_a_last_batch_that_micro_batches_do_not_divide_is_told_before(caplog: pytest.LogCaptureFixture) -> None:
+    tell_of_rest(Lines(19), 8, 2)
+    [told] = caplog.messages
+    assert told.startswith("the last batch has 3 samples, which step's 2 micro-batches do not divide")
+    assert told.endswith("parallel.dataloader(..., drop_last=True) leaves it out")
+    tell_of_rest(Lines(20), 8, 2)
+    tell_of_rest(iter(Lines(19)), 8, 2)  # of a length that is not known
+    assert len(caplog.messages) == 1
 
 
 class Noisy(Dataset[dict[str, Tensor]]):

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import base64
+import gzip
 import json
 import os
+import random
 import re
 import stat
 import subprocess
@@ -17,7 +20,7 @@ from typer.testing import CliRunner
 
 import autoparallel
 from autoparallel.cli import app
-from autoparallel.errors import LaunchError
+from autoparallel.errors import LaunchError, PlanError
 from autoparallel.launch.environment import identity_of
 from autoparallel.launch.local import free_port
 from autoparallel.launch.manifest import FORMATS, Job, manifest
@@ -85,7 +88,7 @@ def job_of(plan_file: Path, command: tuple[str, ...] = ("python", "train.py"), *
 def test_clients_of_the_platforms_take_them(to: str, plan_file: Path) -> None:
     """What a client library does not know of is dropped by it: all that we wrote must come back."""
     plan, document = yaml.safe_load_all(manifest(to, job_of(plan_file, nodes=2, gpus=True)))
-    assert json.loads(plan["data"]["plan.json"]) == json.loads(plan_file.read_text())
+    assert gzip.decompress(mounted_plan(plan)) == plan_file.read_bytes()
     if to == "pytorchjob":
         models = pytest.importorskip("kubeflow.training.models")
         client = pytest.importorskip("kubernetes.client")
@@ -102,6 +105,37 @@ def test_clients_of_the_platforms_take_them(to: str, plan_file: Path) -> None:
     assert kind.from_dict(document).to_dict() == document
     broken = {**document, "spec": {**document["spec"], "noSuchField": 1}}
     assert kind.from_dict(broken).to_dict() != broken  # the comparison does tell
+
+
+def mounted_plan(config_map: dict[str, Any]) -> bytes:
+    """As Kubernetes mounts it."""
+    return base64.b64decode(config_map["binaryData"]["plan.json.gz"])
+
+
+def test_compressed_plans_are_plans(plan_file: Path, tmp_path: Path) -> None:
+    plan = autoparallel.Plan.load(plan_file)
+    plan.save(tmp_path / "plan.json.gz")
+    assert (tmp_path / "plan.json.gz").read_bytes()[:2] == b"\x1f\x8b"
+    assert autoparallel.Plan.load(tmp_path / "plan.json.gz") == plan
+    ready, _ = yaml.safe_load_all(manifest("jobset", job_of(tmp_path / "plan.json.gz")))
+    assert mounted_plan(ready) == (tmp_path / "plan.json.gz").read_bytes()  # not compressed again
+    (tmp_path / "plan.json.gz").write_bytes((tmp_path / "plan.json.gz").read_bytes()[:-20])
+    with pytest.raises(PlanError, match="cannot read the plan file"):
+        autoparallel.Plan.load(tmp_path / "plan.json.gz")
+
+
+@pytest.mark.parametrize(("size", "said"), [
+    (90_000, None), (200_000, "# kubectl apply --server-side -f FILE, or kubectl create -f FILE.\n"), (800_000, "")])
+def test_plans_within_the_limits_of_kubernetes(size: int, said: str | None, plan_file: Path) -> None:
+    job, noise = job_of(plan_file), random.Random(7).randbytes(size)
+    plan_file.write_bytes(noise)  # which cannot be compressed
+    if said == "":
+        with pytest.raises(LaunchError, match=r"compressed plan takes 106\d{4} bytes, and a ConfigMap holds 1048576"):
+            manifest("jobset", job)
+        return
+    text = manifest("jobset", job)
+    assert text.startswith("#") == (said is not None) and (said or "") in text
+    assert gzip.decompress(mounted_plan(next(yaml.safe_load_all(text)))) == noise
 
 
 def run(command: list[str], environment: dict[str, str], cwd: Path) -> str:
@@ -160,9 +194,13 @@ def test_the_command_of_a_container_runs(to: str, job: Job, tmp_path: Path, expe
         assert source == job.plan_file and spec["envs"] == {"AUTOPARALLEL_PLAN": mounted}
         command = ["bash", "-c", spec["run"].replace("=29500", f"={port}")]
         environment = {"SKYPILOT_NUM_NODES": "1", "SKYPILOT_NODE_RANK": "0", "SKYPILOT_NODE_IPS": "127.0.0.1"}
-    assert mounted == "/etc/autoparallel/plan.json"
+    plan = Path(job.plan_file)
+    if to != "skypilot":
+        assert mounted == "/etc/autoparallel/plan.json.gz"
+        plan = tmp_path / "mounted"
+        plan.write_bytes(mounted_plan(documents[0]))
     written(tmp_path, "torchrun", f'#!/bin/bash\nexec {sys.executable} -m torch.distributed.run "$@"\n')
-    environment |= {"PATH": f"{tmp_path}:{os.environ['PATH']}", "AUTOPARALLEL_PLAN": job.plan_file}
+    environment |= {"PATH": f"{tmp_path}:{os.environ['PATH']}", "AUTOPARALLEL_PLAN": str(plan)}
     assert run(command, environment, tmp_path) == f"torchrun 2 {expected}"
 
 

@@ -5,14 +5,15 @@ from __future__ import annotations
 from typing import Any
 
 from autoparallel.errors import PlanError
-from autoparallel.export.degrees import Degrees, Lost, more_reductions_s
+from autoparallel.export.degrees import Degrees, Lost, more_reductions_s, sharded_by_context
 from autoparallel.plans import Plan
 
 FILE = "accelerate.yaml"
 
 
-def accelerate(plan: Plan, degrees: Degrees) -> tuple[dict[str, str], list[Lost]]:
-    """The configuration, and what is lost. Raises PlanError with the rule of accelerate's that a plan breaks."""
+def accelerate(plan: Plan, degrees: Degrees) -> tuple[dict[str, str], Degrees]:
+    """The configuration, and the degrees that it has. Raises PlanError with the rule of accelerate's that a plan
+    breaks."""
     import yaml
 
     hand = degrees.hand
@@ -29,7 +30,11 @@ def accelerate(plan: Plan, degrees: Degrees) -> tuple[dict[str, str], list[Lost]
         config |= {"distributed_type": "FSDP", "fsdp_config": _fsdp(plan, degrees), "parallelism_config": {
             f"parallelism_config_{name}_size": size for name, size in (
                 ("dp_replicate", replicas), ("dp_shard", shards), ("tp", hand.tp), ("cp", hand.cp))}}
-    return {FILE: yaml.safe_dump(config, sort_keys=False)}, _lost(plan, degrees, plain)
+    said = degrees.losing([*sharded_by_context(hand), *_lost(plan, degrees, plain)],
+                          zero=2 if not plain and hand.zero < 2 and degrees.shards * hand.cp > 1 else hand.zero,
+                          micro_batch=None, sequence_parallel=False,
+                          recompute="full" if hand.recompute == "full" and not plain else "none")
+    return {FILE: yaml.safe_dump(config, sort_keys=False)}, said
 
 
 def _fsdp(plan: Plan, d: Degrees) -> dict[str, Any]:

@@ -13,8 +13,9 @@ FILE = "ds_config.json"
 VERSION = "0.19.8"
 
 
-def deepspeed(plan: Plan, degrees: Degrees) -> tuple[dict[str, str], list[Lost]]:
-    """The configuration, and what is lost. Raises PlanError with the rule of DeepSpeed's that a plan breaks."""
+def deepspeed(plan: Plan, degrees: Degrees) -> tuple[dict[str, str], Degrees]:
+    """The configuration, and the degrees that it has. Raises PlanError with the rule of DeepSpeed's that a plan
+    breaks."""
     hand = degrees.hand
     _check(plan, degrees)
     config: dict[str, Any] = {
@@ -38,7 +39,9 @@ def deepspeed(plan: Plan, degrees: Degrees) -> tuple[dict[str, str], list[Lost]]
     if hand.recompute in ("full", "offload"):
         config["activation_checkpointing"] = {"cpu_checkpointing": hand.recompute == "offload"}
     lost = [states_lost(plan)] if plan.hybrid.offload.is_away and not _offloaded(plan, degrees) else []
-    return {FILE: json.dumps(config, indent=2) + "\n"}, [*lost, *_lost(degrees)]
+    said = degrees.losing([*lost, *_lost(degrees)], schedule=None, sequence_parallel=False,
+                          recompute="none" if hand.recompute == "selective" else hand.recompute)
+    return {FILE: json.dumps(config, indent=2) + "\n"}, said
 
 
 def _offloaded(plan: Plan, degrees: Degrees) -> dict[str, Any]:

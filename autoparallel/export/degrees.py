@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any
 
 from autoparallel.errors import PlanError, shown
 from autoparallel.planning.by_hand import ByHand
 from autoparallel.plans import Plan
-from autoparallel.plans.roles import Roles, roles_of
+from autoparallel.plans.roles import AxisRole, Roles, roles_of
 
 #: Roles from the slowest links to the fastest, as frameworks lay out their ranks.
 _ORDER = ("data", "expert", "context", "tensor")
@@ -29,7 +31,7 @@ class Lost:
 class Degrees:
     """``hand``: the plan's degrees, also as a plan by hand to price. ``layers``: repeated blocks, in order.
     ``layers_by_stage``: their number on each pipeline stage. ``batch``, ``sequence``: of the whole batch (0: not
-    known). ``lost``: what the degrees leave out."""
+    known). ``lost``: what the degrees leave out; of it ``changed``: roles that are data-parallel instead."""
 
     hand: ByHand
     roles: Roles
@@ -38,6 +40,7 @@ class Degrees:
     batch: int
     sequence: int
     lost: tuple[Lost, ...]
+    changed: tuple[Lost, ...] = ()
 
     @property
     def dp(self) -> int:
@@ -60,34 +63,89 @@ class Degrees:
     def micro_batch(self) -> int:
         return self.batch // (self.dp * self.roles.micro_batches)
 
+    def losing(self, lost: Sequence[Lost], **hand: Any) -> Degrees:
+        """With more that is lost, and other values of the plan by hand."""
+        return replace(self, lost=(*self.lost, *lost), hand=replace(self.hand, **hand))
+
 
 def degrees_of(plan: Plan) -> Degrees:
-    """The degrees of a plan. Raises PlanError for plans that have none: axes on which all ranks compute the same,
-    stages on different numbers of ranks, several axes cut unlike any degree, or a file without facts of the model."""
-    roles, hybrid = roles_of(plan), plan.hybrid
+    """The degrees of a plan. Axes on which all ranks compute the same, and stages on different numbers of ranks, are
+    data-parallel instead, which is listed. Raises PlanError, with what is listed, for batches that the ranks cannot
+    share evenly; and for a file without facts of the model."""
     if not plan.model.inputs:
         raise PlanError("the plan's file says nothing of the model's shapes (it is older than exports): plan again")
     _check_names(plan)
-    if idle := [axis.name for axis in roles.axes if axis.role == "replicated" and axis.size > 1]:
-        raise PlanError(f"all ranks of axis {idle[0]} compute the same in this plan, which is no degree of "
-                        "parallelism: plan for fewer devices, or larger batches")
-    if hybrid.replicas:
-        raise PlanError(f"the plan's stages have {list(hybrid.replicas)} ranks, and frameworks give each the same "
-                        "number: plan again without stage_replicas")
-    batch = next(iter(plan.model.inputs.values()))[0]
+    roles, layers, changed = roles_of(plan), _layers(plan), tuple[Lost, ...]()
+    if idle := [axis for axis in roles.axes if axis.role == "replicated" and axis.size > 1]:
+        said = " and ".join(f"{axis.name} ({axis.size} ranks)" for axis in idle)
+        roles, changed = _as_data(plan, roles, "replicated", f"the same work on all ranks of {said}", changed)
+    if plan.hybrid.replicas:
+        what = f"a pipeline whose stages have {list(plan.hybrid.replicas)} ranks"
+        roles, changed = _as_data(plan, roles, "pipeline", what, changed)
+    elif len(layers) < roles.pipeline_ranks * roles.virtual and roles.pipeline_ranks > 1:
+        what = f"{roles.pipeline_ranks * roles.virtual} pipeline stages, of {len(layers)} layers"
+        roles, changed = _as_data(plan, roles, "pipeline", what, changed)
+    return _made(plan, roles, changed)
+
+
+def as_data(plan: Plan, degrees: Degrees, role: str, what: str) -> Degrees:
+    """With all ranks of a role ("tensor", ..., "pipeline") data-parallel instead: each takes rows of the batch, and a
+    shard of what they had divided. ``what``: of the plan, that is lost. Raises PlanError, with what is lost, if the
+    batch has no rows for them."""
+    return _made(plan, *_as_data(plan, degrees.roles, role, what, degrees.changed))
+
+
+def _as_data(plan: Plan, roles: Roles, role: str, what: str, changed: tuple[Lost, ...]
+             ) -> tuple[Roles, tuple[Lost, ...]]:
+    divided = role in ("tensor", "expert", "pipeline")  # parameters, too
+    axes = tuple(AxisRole(axis.name, axis.size, "data", divided or axis.shards) if axis.role == role else axis
+                 for axis in roles.axes)
+    wanted = roles.micro_batches
+    if role == "pipeline":
+        axes = (AxisRole("pipeline", roles.pipeline_ranks, "data", True), *axes)
+        wanted = max(1, wanted // roles.pipeline_ranks)
+        roles = replace(roles, pipeline_ranks=1, virtual=1, schedule="1f1b")
+    roles = replace(roles, axes=axes, zero_stage=3 if divided else roles.zero_stage)
+    batch = _batch(plan)
+    if batch % roles.data:
+        listed = "".join(f"; {one.what}" for one in changed)
+        raise PlanError(f"not expressible: {what}{listed}. Nor can these ranks be data-parallel instead: {roles.data} "
+                        f"do not divide a batch of {batch}. Plan for a batch of a multiple of {roles.data}, or for "
+                        "fewer devices")
+    roles = replace(roles, micro_batches=max(n for n in range(1, wanted + 1) if batch // roles.data % n == 0))
+    kept = f", with parameters in shards (ZeRO {roles.zero_stage})" if divided else ""
+    count = f", {roles.micro_batches} micro-batches" if roles.micro_batches != plan.hybrid.micro_batches else ""
+    return roles, (*changed, Lost(what, f"these ranks are data-parallel{kept}{count}"))
+
+
+def _batch(plan: Plan) -> int:
+    return next(iter(plan.model.inputs.values()))[0]
+
+
+def _made(plan: Plan, roles: Roles, changed: tuple[Lost, ...]) -> Degrees:
+    """Degrees of these roles, with what they leave out beside ``changed``. Raises PlanError for batches that are cut
+    unevenly."""
+    layers, batch = _layers(plan), _batch(plan)
     sequence = next((shape[1] for shape in plan.model.inputs.values() if len(shape) == 2), 0)
+    lost = [*changed, *_lost(plan, roles, layers)]
     if batch % (roles.data * roles.micro_batches):
+        listed = f"; not expressible either: {'; '.join(one.what for one in lost)}" if lost else ""
         raise PlanError(f"the plan cuts a batch of {batch} unevenly over {roles.data} data-parallel ranks and "
-                        f"{roles.micro_batches} micro-batches: give a batch that they divide")
-    sharded = roles.shards if roles.zero_stage else 1
+                        f"{roles.micro_batches} micro-batches: give a batch that they divide{listed}")
+    by_stage: tuple[int, ...] = (len(layers),)
+    if roles.pipeline_ranks > 1:
+        by_stage, moved = _layers_by_stage(plan, layers)
+        lost += moved
+    shards = roles.shards if roles.zero_stage else 1
+    if roles.degree("expert") > 1 and shards not in (1, roles.data):
+        lost.append(Lost(f"parameters in shards among {shards} of {roles.data} data-parallel ranks", "among all"))
+        shards = roles.data
     hand = ByHand(dp=roles.data, tp=roles.tensor, pp=roles.pipeline_ranks, cp=roles.context, ep=roles.degree("expert"),
-                  zero=roles.zero_stage, shards=None if sharded in (1, roles.data) else sharded,
+                  zero=roles.zero_stage, shards=None if shards in (1, roles.data) else shards,
                   schedule=_schedule(roles), virtual=roles.virtual,
-                  micro_batch=batch // (roles.data * roles.micro_batches) if roles.micro_batches > 1 else None,
+                  micro_batch=batch // (roles.data * roles.micro_batches),
                   recompute=roles.recompute, sequence_parallel=roles.sequence_parallel)
-    layers = _layers(plan)
-    by_stage, moved = _layers_by_stage(plan, layers)
-    return Degrees(hand, roles, layers, by_stage, batch, sequence, (*_lost(plan, roles, layers), *moved))
+    return Degrees(hand, roles, layers, by_stage, batch, sequence, tuple(lost), changed)
 
 
 def _check_names(plan: Plan) -> None:
@@ -117,20 +175,24 @@ def _layers(plan: Plan) -> tuple[str, ...]:
 
 
 def _layers_by_stage(plan: Plan, layers: tuple[str, ...]) -> tuple[tuple[int, ...], list[Lost]]:
-    """Layers on each stage, with each cut at the nearest start of a layer, and the cuts that moved. Raises PlanError
-    if there are fewer layers than stages."""
-    if len(layers) < plan.hybrid.stages:
-        raise PlanError(f"the plan has {plan.hybrid.stages} pipeline stages and the model {len(layers)} layers: "
-                        "frameworks cut between layers, so plan for at most as many stages")
-    starts, moved = [0], []
+    """Layers on each stage, of at least as many layers, with each cut at the nearest start of a layer; and the cuts
+    that moved."""
+    starts, moved = [0], dict[str, int]()
     for stage, (path, before) in enumerate(plan.model.stage_starts, 1):
         inside = [number for number, layer in enumerate(layers) if (path + ".").startswith(layer + ".")]
         wanted = inside[0] + round(before) if inside else len(layers) if stage > 1 else 1
         start = min(max(wanted, starts[-1] + 1), len(layers) - plan.hybrid.stages + stage)
         if not inside or start != inside[0] or before:
-            moved.append(Lost(f"stage {stage} begins in {path or 'no module'}", f"it begins with layer {start}"))
+            moved[path or "no module"] = start
         starts.append(start)
-    return tuple(end - start for start, end in zip(starts, [*starts[1:], len(layers)], strict=True)), moved
+    lost = [Lost(f"pipeline stages that begin in {some(list(moved))}",
+                 f"they begin with the layers {some([str(start) for start in moved.values()])}")] if moved else []
+    return tuple(end - start for start, end in zip(starts, [*starts[1:], len(layers)], strict=True)), lost
+
+
+def some(names: Sequence[str]) -> str:
+    """The first of them, and how many there are."""
+    return ", ".join(names[:_SOME]) + (f", ... ({len(names)} in all)" if len(names) > _SOME else "")
 
 
 def _lost(plan: Plan, roles: Roles, layers: tuple[str, ...]) -> list[Lost]:
@@ -141,9 +203,8 @@ def _lost(plan: Plan, roles: Roles, layers: tuple[str, ...]) -> list[Lost]:
         found.append(Lost(f"the order of axes, {said} (slowest links first)", "data x context x tensor"))
     for axis in roles.axes:
         if axis.departures:
-            some = ", ".join(axis.departures[:_SOME]) + (", ..." if len(axis.departures) > _SOME else "")
-            found.append(Lost(f"{len(axis.departures)} products on axis {axis.name} that are not {axis.role}-parallel "
-                              f"({some})", f"{axis.role}-parallel, as the others"))
+            found.append(Lost(f"products on axis {axis.name} that are not {axis.role}-parallel ("
+                              f"{some(axis.departures)})", f"{axis.role}-parallel, as the others"))
     if (copies := plan.hybrid.copies) > 1:
         found.append(Lost(f"{copies} micro-batches interleaved at a time", "one after the other",
                           plan.prediction.hidden_communication_s))
@@ -165,10 +226,24 @@ def more_reductions_s(plan: Plan, roles: Roles) -> float:
     return once * (roles.micro_batches - 1)
 
 
+def head_size(plan: Plan) -> int:
+    """Columns of an attention head, by the first projection of queries (0: not known)."""
+    rows = next((shape[0] for name, shape in plan.model.parameters.items() if name.endswith("q_proj.weight")), 0)
+    return rows // plan.model.heads if plan.model.heads else 0
+
+
+def sharded_by_context(hand: ByHand) -> list[Lost]:
+    """Of frameworks that keep parameters in shards over context-parallel ranks, whatever a plan does."""
+    if hand.cp == 1 or hand.zero:
+        return []
+    return [Lost("parameters whole on the context-parallel ranks", "in shards over them, gathered before use (FSDP)")]
+
+
 def states_lost(plan: Plan) -> Lost:
     """Optimizer states that leave the device in the plan, and not in the export."""
     where = {"host": "in the host's memory", "disk": "on disk"}[plan.hybrid.offload.states]
     return Lost(f"optimizer states {where}", "on the devices, in more of their memory")
 
 
-__all__ = ["Degrees", "Lost", "degrees_of", "more_reductions_s", "states_lost"]
+__all__ = ["Degrees", "Lost", "as_data", "degrees_of", "head_size", "more_reductions_s", "sharded_by_context", "some",
+           "states_lost"]

@@ -17,7 +17,7 @@ from autoparallel.planning.by_hand import ByHand
 from autoparallel.plans import Plan
 from cost_models.files import write_whole
 
-FORMATS: Mapping[str, Callable[[Plan, Degrees], tuple[dict[str, str], list[Lost]]]] = {
+FORMATS: Mapping[str, Callable[[Plan, Degrees], tuple[dict[str, str], Degrees]]] = {
     "accelerate": accelerate, "deepspeed": deepspeed, "fsdp2": fsdp2, "megatron": megatron, "torchtitan": torchtitan}
 
 
@@ -57,10 +57,10 @@ def export_plan(plan: Plan, to: str) -> Exported:
     if not isinstance(to, str) or to not in FORMATS:
         raise PlanError(f"unknown format {shown(to)}; there are {', '.join(sorted(FORMATS))}")
     degrees = degrees_of(plan)
-    files, lost = FORMATS[to](plan, degrees)
     if plan.hybrid.offload.is_away and to != "deepspeed":    # whose file says it, where it can
-        lost = [states_lost(plan), *lost]
-    return Exported(to, files, (*degrees.lost, *lost), degrees.hand)
+        degrees = degrees.losing([states_lost(plan)])
+    files, said = FORMATS[to](plan, degrees)
+    return Exported(to, files, said.lost, said.hand)
 
 
 __all__ = ["FORMATS", "Exported", "export_plan"]

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import math
 import re
+from dataclasses import replace
 from typing import Any
 
 import torch
 
-from autoparallel.errors import PlanError
-from autoparallel.export.degrees import Degrees, Lost
+from autoparallel.export.degrees import Degrees, Lost, as_data, head_size, some
 from autoparallel.export.fsdp2_template import TEMPLATE
 from autoparallel.export.tensor_styles import Styles, styles_of
 from autoparallel.plans import Plan
@@ -21,42 +22,76 @@ _SCHEDULES = {"gpipe": "ScheduleGPipe", "1f1b": "Schedule1F1B", "interleaved": "
               "zero_bubble": "ScheduleInterleavedZeroBubble"}
 
 
-def fsdp2(plan: Plan, degrees: Degrees) -> tuple[dict[str, str], list[Lost]]:
-    """The file, and what is lost. Raises PlanError for what torch has no public API for."""
+def fsdp2(plan: Plan, degrees: Degrees) -> tuple[dict[str, str], Degrees]:
+    """The file, and the degrees that it has: what torch has no public API for is data-parallel instead, and listed.
+    Raises PlanError, with the list, where the batch has no rows for more data-parallel ranks."""
     import jinja2
 
+    degrees = _expressible(plan, degrees)
     styles = _styles(plan, degrees)
-    _check(plan, degrees, styles)
-    lost = _lost(plan, degrees, styles)
+    degrees = degrees.losing(_lost(plan, degrees, styles), sequence_parallel=_is_along_sequence(degrees))
     environment = jinja2.Environment(trim_blocks=True, lstrip_blocks=True, keep_trailing_newline=True,
                                      undefined=jinja2.StrictUndefined)
-    text = environment.from_string(TEMPLATE).render(_values(plan, degrees, styles, [*degrees.lost, *lost]))
-    return {FILE: re.sub(r"\n{4,}", "\n\n\n", text)}, lost
+    text = environment.from_string(TEMPLATE).render(_values(plan, degrees, styles))
+    return {FILE: re.sub(r"\n{4,}", "\n\n\n", text)}, degrees
+
+
+def _expressible(plan: Plan, d: Degrees) -> Degrees:
+    if d.hand.cp > 1:
+        d = as_data(plan, d, "context", f"the sequence over {d.hand.cp} ranks (torch's context_parallel is "
+                    "experimental, and cuts buffers within a training loop)")
+    if d.hand.ep > 1:
+        d = as_data(plan, d, "expert", f"experts over {d.hand.ep} ranks (torch has no expert-parallel style)")
+    if d.hand.pp > 1 and not _decoder(plan, d):
+        d = as_data(plan, d, "pipeline", f"a pipeline of {d.hand.pp} ranks (it needs a decoder whose embedding, "
+                    "layers, norm and head, with a weight of its own, are modules in this order)")
+    if why := _no_styles(plan, d):
+        d = as_data(plan, d, "tensor", f"products over {d.hand.tp} tensor-parallel ranks ({why})")
+    wraps = d.dp > 1 or d.hand.recompute != "none"
+    return _without_zero_bubble(d) if wraps and d.hand.pp > 1 and d.roles.schedule == "zero_bubble" else d
+
+
+def _without_zero_bubble(d: Degrees) -> Degrees:
+    """fully_shard and checkpoint_wrapper know of whole backwards only: of a backward without the weights' gradients
+    they lose these, unsaid."""
+    fits = d.roles.micro_batches >= d.hand.pp * d.hand.virtual
+    schedule = "interleaved" if d.hand.virtual > 1 else "1f1b" if fits else "gpipe"
+    roles = replace(d.roles, schedule=schedule)
+    lost = Lost("schedule zero_bubble (torch's loses gradients with fully_shard and checkpoint_wrapper)",
+                f"schedule {schedule}")
+    return replace(d, roles=roles).losing([lost], schedule="gpipe" if schedule == "gpipe" else None)
 
 
 def _styles(plan: Plan, d: Degrees) -> Styles | None:
     axes = [number for number, axis in enumerate(d.roles.axes) if axis.role == "tensor" and axis.size > 1]
-    if len(axes) > 1:
-        raise PlanError("parallelize_module takes a mesh of one axis, and the plan has two tensor-parallel ones")
-    return styles_of(plan, axes[0]) if axes else None
+    return styles_of(plan, axes) if axes else None
 
 
-def _check(plan: Plan, d: Degrees, styles: Styles | None) -> None:
-    hand, uneven = d.hand, [size for size in (d.hand.tp,) if size > 1]
-    rules = [
-        (hand.cp > 1, "torch's context_parallel is experimental and cuts buffers inside a training loop, which a file "
-         "of functions cannot: leave out cp, or run the plan by autoparallel.compile"),
-        (hand.ep > 1, "torch has no expert-parallel style (torchtitan, Megatron-LM and DeepSpeed have one)"),
-        (styles is not None and not styles.any, "torch's ColwiseParallel and RowwiseParallel take nn.Linear and "
-         "nn.Embedding, and none of the products cut by this plan is one ("
-         + ", ".join(styles.left[:3] if styles else []) + ")"),
-        (bool(uneven) and any(plan.model.parameters.get(f"{name}.weight", (0,))[0] % hand.tp for name in
-                              (styles.columns if styles else [])), "columns are not divided evenly"),
-        (hand.pp > 1 and not _decoder(plan, d), "pipelines need a decoder whose embedding, layers, norm and head (with "
-         "a weight of its own) are modules in this order"),
-    ]
-    if said := [text for breaks, text in rules if breaks]:
-        raise PlanError("a file for torch alone cannot say this plan: " + "; ".join(said))
+def _no_styles(plan: Plan, d: Degrees) -> str:
+    """Why parallelize_module cannot cut the plan's tensor-parallel products ("": it can)."""
+    styles = _styles(plan, d)
+    if styles is None:
+        return ""
+    if not styles.any:
+        return ("ColwiseParallel and RowwiseParallel take nn.Linear and nn.Embedding, and none of these is one: "
+                + some(styles.left))
+    uneven = [name for name in (*styles.columns, *styles.rows) if _parts(plan, name) % d.hand.tp]
+    return f"they do not divide the rows or heads of {some(uneven)} evenly" if uneven else ""
+
+
+def _parts(plan: Plan, name: str) -> int:
+    """The parts into which the columns of a projection may be cut: its heads, where they are known."""
+    rows, columns = plan.model.parameters.get(f"{name}.weight", (0, 0))
+    size = head_size(plan)
+    if size and name.endswith(("q_proj", "k_proj", "v_proj")):
+        return rows // size
+    return columns // size if size and name.endswith("o_proj") else rows
+
+
+def _is_along_sequence(d: Degrees) -> bool:
+    """Whether all tensor-parallel axes, which are one in the file, cut norms along the sequence."""
+    tensor = [axis for axis in d.roles.axes if axis.role == "tensor" and axis.size > 1]
+    return bool(tensor) and all(axis.sequence for axis in tensor)
 
 
 def _decoder(plan: Plan, d: Degrees) -> dict[str, str]:
@@ -84,58 +119,47 @@ def _lost(plan: Plan, d: Degrees, styles: Styles | None) -> list[Lost]:
         names = [re.sub(r"\.\d+\.", ".*.", name) for name in styles.left]
         found.append(Lost(f"tensor parallelism of {', '.join(dict.fromkeys(names))}",
                           "whole on every rank of the axis: torch has no style for it"))
+    if d.hand.sequence_parallel and not _is_along_sequence(d):
+        found.append(Lost("norms along the sequence on one of two tensor-parallel axes", "norms on whole sequences"))
     if plan.hybrid.reduce_dtype and not d.hand.zero and d.hand.tp == d.hand.pp == 1:
         found.append(Lost(f"gradients summed in {plan.hybrid.reduce_dtype}", "in the parameters' dtype (DDP)"))
     return found
 
 
-def _values(plan: Plan, d: Degrees, styles: Styles | None, lost: list[Lost]) -> dict[str, Any]:
-    axes = _mesh(d)
-    data = [axis for axis in d.roles.axes if axis.role == "data" and axis.size > 1]
-    wraps = d.hand.zero > 0 or (bool(data) and (d.hand.tp > 1 or d.hand.pp > 1))
-    names = [name for name, _ in axes]
+def _values(plan: Plan, d: Degrees, styles: Styles | None) -> dict[str, Any]:
+    wraps = d.hand.zero > 0 or (d.dp > 1 and (d.hand.tp > 1 or d.hand.pp > 1))
+    axes = _mesh(d, wraps)
     rules = _rules(d, styles)
     written = " ".join(style for _, style in rules) + "parallelize_module() ParallelStyle()"
     written += " DTensor() Replicate() Shard()" if d.hand.sequence_parallel else ""
     written += " loss_parallel()" if styles and styles.head else ""
-    sharding = _data_axes(d, wraps)
     return {
-        "roles": str(d.roles), "ranks": d.ranks, "torch_version": torch.__version__.split("+")[0], "lost": lost,
-        "shape": tuple(size for _, size in axes), "names": tuple(names), "layers": _layers(d), "wraps": wraps,
-        "ddp": bool(data) and not wraps, "data": sharding, "data_ranks": d.dp,
+        "roles": str(d.roles), "ranks": d.ranks, "torch_version": torch.__version__.split("+")[0], "lost": d.lost,
+        "shape": tuple(axis.size for axis in axes), "names": tuple(axis.name for axis in axes),
+        "layers": _layers(d), "wraps": wraps,
+        "ddp": d.dp > 1 and not wraps, "data": [axis.name for axis in axes if axis.role == "data"],
         "reshard": d.hand.zero == 3, "keeps": d.hand.zero in (0, 1) and wraps,
         "reduce_dtype": plan.hybrid.reduce_dtype if wraps else None,
         "styles": rules, "placements": [name for name in ("DTensor", "Replicate", "Shard") if f"{name}(" in written],
         "classes": sorted(name for name in _CLASSES if f"{name}(" in written),
-        "tensor": next((a.name for a in d.roles.axes if a.role == "tensor"), None),
+        "tensor": next((axis.name for axis in axes if axis.role == "tensor"), None),
         "sequence": d.hand.sequence_parallel, "loss_parallel": bool(styles and styles.head),
         "recompute": d.hand.recompute, "micro_batches": d.roles.micro_batches,
         "pipeline": _pipeline(plan, d) if d.hand.pp > 1 else None}
 
 
-def _mesh(d: Degrees) -> list[tuple[str, int]]:
-    """Axes of the mesh, with one of size 1 over which nothing is sharded where FSDP only adds gradients up."""
-    axes = [(axis.name, axis.size) for axis in d.roles.axes if axis.size > 1]
-    wraps = d.hand.zero > 0 or d.hand.tp > 1 or d.hand.pp > 1
-    data = [name for name, _ in axes if _axis(d, name).role == "data"]
-    if data and wraps and not any(axis.shards for axis in d.roles.axes):
-        axes.insert(max(i for i, (name, _) in enumerate(axes) if name in data) + 1, ("unsharded", 1))
-    return ([("pipeline", d.hand.pp)] if d.hand.pp > 1 else []) + axes
-
-
-def _data_axes(d: Degrees, wraps: bool) -> list[str]:
-    """The axes for fully_shard: those that replicate, then the one that shards."""
-    data = [axis for axis in d.roles.axes if axis.role == "data" and axis.size > 1]
-    shards = [axis.name for axis in data if axis.shards]
-    if len(shards) > 1 or len(data) - len(shards) > 1:
-        raise PlanError("a file for torch alone cannot say this plan: fully_shard takes one axis that replicates and "
-                        f"one that shards, and the plan has {[axis.name for axis in data]}")
-    whole = [axis.name for axis in data if not axis.shards]
-    return whole + (shards or (["unsharded"] if wraps and whole else []))
-
-
-def _axis(d: Degrees, name: str) -> AxisRole:
-    return next(axis for axis in d.roles.axes if axis.name == name)
+def _mesh(d: Degrees, wraps: bool) -> list[AxisRole]:
+    """The file's mesh: axes of a role are one, and of data-parallel ones there is one that replicates and one that
+    shards (of size 1 where FSDP only adds gradients up)."""
+    axes = [axis for axis in d.roles.axes if axis.size > 1]
+    groups = [[axis for axis in axes if axis.role == "data" and not axis.shards],
+              [axis for axis in axes if axis.role == "data" and axis.shards],
+              [axis for axis in axes if axis.role == "tensor"]]
+    found = [AxisRole("_".join(axis.name for axis in group), math.prod(axis.size for axis in group), group[0].role)
+             for group in groups if group]
+    if wraps and groups[0] and not groups[1]:
+        found.insert(1, AxisRole("unsharded", 1, "data"))
+    return ([AxisRole("pipeline", d.hand.pp, "pipeline")] if d.hand.pp > 1 else []) + found
 
 
 def _layers(d: Degrees) -> str:

@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 import ast
+import math
 import shlex
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from autoparallel.errors import PlanError
+from autoparallel.errors import PlanError, shown
 from autoparallel.export.megatron_rules import LAYOUT, Flags, flags_of, layout_stages
 from autoparallel.planning.by_hand import ByHand
 from autoparallel.plans.files import data_of, text_of
 
+_INSTANCES = "num-distributed-optimizer-instances"
 #: Arguments that are read; and those that divide or delay the step's work in ways that a plan by hand cannot say.
 _MEGATRON_READ = {"tensor-model-parallel-size", "pipeline-model-parallel-size", "context-parallel-size",
                   "expert-model-parallel-size", "expert-tensor-parallel-size", "sequence-parallel", LAYOUT,
@@ -22,29 +24,36 @@ _MEGATRON_READ = {"tensor-model-parallel-size", "pipeline-model-parallel-size", 
                   "recompute-num-layers", "recompute-activations", "recompute-modules", "num-layers",
                   "num-virtual-stages-per-pipeline-rank", "num-layers-per-virtual-pipeline-stage",
                   "cpu-offloading-num-layers"}
-_OTHERS = ("optimizer-cpu-offload", "fine-grained-activation-offloading",
-               "num-distributed-optimizer-instances", "outer-dp-sharding-strategy", "tensor-parallel-num-weight-shards",
-               "decoder-first-pipeline-num-layers", "decoder-last-pipeline-num-layers", "use-tp-pp-dp-mapping",
-               "torch-fsdp2-no-reshard-after-forward")
+_OTHERS = ("optimizer-cpu-offload", "fine-grained-activation-offloading", _INSTANCES, "outer-dp-sharding-strategy",
+           "tensor-parallel-num-weight-shards", "decoder-first-pipeline-num-layers",
+           "decoder-last-pipeline-num-layers", "use-tp-pp-dp-mapping", "torch-fsdp2-no-reshard-after-forward")
 
 
 @dataclass(frozen=True)
 class Imported:
     """``by_hand``: the degrees, for `autoparallel.plan(..., by_hand=...)`. ``ignored``: settings of the file that
-    divide or delay the step's work, and that a plan by hand cannot say."""
+    divide or delay the step's work, and that a plan by hand cannot say. ``missing``: what the file does not state of a
+    plan by hand, and how to give it."""
 
     by_hand: ByHand
     ignored: tuple[str, ...] = ()
+    missing: tuple[str, ...] = ()
 
 
-def import_plan(path: str | Path) -> Imported:
+def import_plan(path: str | Path, num_devices: int | None = None) -> Imported:
     """The plan that a file says: DeepSpeed's JSON, accelerate's YAML, a torchtitan recipe (.py), or any text with
     Megatron-LM's arguments.
 
-    Raises PlanError for a file that cannot be read or is none of these, and for values that a plan cannot have.
+    num_devices: of the job, for files that do not state it (Megatron-LM's never do).
+
+    Raises PlanError for a file that cannot be read or is none of these, for values that a plan cannot have, and if its
+    degrees do not make up ``num_devices``.
     """
+    if num_devices is not None and (isinstance(num_devices, bool) or not isinstance(num_devices, int)
+                                    or num_devices < 1):
+        raise PlanError(f"num_devices is {shown(num_devices)}: give a whole number, 1 or more")
     text, suffix = text_of(path), Path(path).suffix
-    reader: Callable[[str, str], Imported]
+    reader: Callable[[str, str, int | None], Imported]
     if suffix == ".json":
         reader = _deepspeed
     elif suffix in (".yaml", ".yml"):
@@ -56,17 +65,29 @@ def import_plan(path: str | Path) -> Imported:
     else:
         raise PlanError(f"{path} is none of: DeepSpeed's .json, accelerate's .yaml, a torchtitan recipe's .py, a text "
                         "with Megatron-LM's arguments (--tensor-model-parallel-size 8 ...)")
-    return reader(text, str(path))
+    found = reader(text, str(path), num_devices)
+    hand = found.by_hand if num_devices is None else found.by_hand.on(num_devices)
+    ranks = ["the number of ranks, and with it dp: give num_devices (--devices)"] if hand.dp is None else []
+    parts = ["the sequences of a micro-batch: add micro_batch=... to the plan by hand (without it "
+             + ("one" if hand.pp > 1 else "all of a rank's") + ")"] if hand.micro_batch is None else []
+    return replace(found, by_hand=hand, missing=(*ranks, *parts))
 
 
-def _megatron(text: str, origin: str) -> Imported:
+def _experts(ep: int, dp: int | None) -> int:
+    """Of expert-parallel ranks those among data-parallel ones: a plan by hand deals experts over the tensor-parallel
+    ranks of its own accord."""
+    return ep if dp is None else math.gcd(ep, dp)
+
+
+def _megatron(text: str, origin: str, num_devices: int | None) -> Imported:
     lines = [line for line in text.splitlines() if not line.lstrip().startswith("#")]
     try:
         words = shlex.split("\n".join(lines).replace("\\\n", " "), comments=True)
     except ValueError as error:
         raise PlanError(f"{origin} is no shell text: {error}") from error
     ends = [number for number, word in enumerate(words) if word in (")", ";", "&&")]
-    flags = flags_of([word for number, word in enumerate(words) if number not in ends], 1, {})
+    flags = flags_of([word for number, word in enumerate(words) if number not in ends],
+                     num_devices or 1, {})
     known = set(flags.given) & (_MEGATRON_READ | set(_OTHERS))
     if not known:
         raise PlanError(f"{origin} has none of Megatron-LM's arguments (--tensor-model-parallel-size 8 ...)")
@@ -76,12 +97,16 @@ def _megatron(text: str, origin: str) -> Imported:
         zero = {"no_shard": 0, "optim": 1, "optim_grads": 2}.get(named, 3)
     elif flags.on("use-torch-fsdp2"):
         zero = 3
+    dp = flags.dp if num_devices is not None else None
+    instances = flags.number(_INSTANCES) if zero and dp is not None else 1
     values: dict[str, Any] = {
-        "tp": flags.tp, "pp": flags.pp, "cp": flags.cp, "ep": flags.ep, "zero": zero, "virtual": _virtual(flags),
+        "dp": dp, "tp": flags.tp, "pp": flags.pp, "cp": flags.cp, "ep": _experts(flags.ep, dp), "zero": zero,
+        "shards": dp // instances if instances > 1 and dp is not None else None, "virtual": _virtual(flags),
         "sequence_parallel": flags.on("sequence-parallel") and flags.tp > 1,
         "micro_batch": flags.number("micro-batch-size") if flags.on("micro-batch-size") else None,
         "recompute": _recompute(flags)}
-    ignored = [f"--{name}" for name in flags.given if name in _OTHERS]
+    known_instances = {_INSTANCES, "outer-dp-sharding-strategy"} if instances > 1 else set[str]()
+    ignored = [f"--{name}" for name in flags.given if name in _OTHERS and name not in known_instances]
     if flags.on(LAYOUT) and len({stage.count("t") for stage in layout_stages(str(flags[LAYOUT]))}) > 1:
         ignored.append(f"--{LAYOUT}")
     return Imported(ByHand(**values), tuple(ignored))
@@ -102,7 +127,7 @@ def _virtual(flags: Flags) -> int:
     return flags.number("num-virtual-stages-per-pipeline-rank")
 
 
-def _deepspeed(text: str, origin: str) -> Imported:
+def _deepspeed(text: str, origin: str, num_devices: int | None) -> Imported:
     data = data_of(text, origin)
     if not isinstance(data, dict) or not {"zero_optimization", "train_batch_size", "train_micro_batch_size_per_gpu",
                                           "pipeline", "tensor_parallel"} & set(data):
@@ -113,7 +138,9 @@ def _deepspeed(text: str, origin: str) -> Imported:
     stages = (data.get("pipeline") or {}).get("stages", 1)
     shards = zero.get("mics_shard_size", -1)
     again = data.get("activation_checkpointing")
-    values: dict[str, Any] = {"tp": max(1, (data.get("tensor_parallel") or {}).get("autotp_size", 1)), "zero": stage,
+    values: dict[str, Any] = {
+              "dp": _ranks_of(data, origin), "tp": max(1, (data.get("tensor_parallel") or {}).get("autotp_size", 1)),
+              "zero": stage,
               "cp": data.get("sequence_parallel_size", 1), "pp": 1 if stages == "auto" else stages,
               "ep": (data.get("expert_parallel") or {}).get("autoep_size", 1),
               "shards": shards if shards > 0 else None, "micro_batch": None if micro == "auto" else micro,
@@ -124,11 +151,24 @@ def _deepspeed(text: str, origin: str) -> Imported:
     return Imported(ByHand(**values), tuple(ignored))
 
 
+def _ranks_of(data: Mapping[str, Any], origin: str) -> int | None:
+    """Data-parallel ranks: what is missing in DeepSpeed's own check of the batch, if all three sizes are numbers."""
+    keys = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps")
+    sizes = [data[key] for key in keys if isinstance(data.get(key), int) and data[key] > 0]
+    if len(sizes) < len(keys):
+        return None
+    batch, micro, accumulated = sizes
+    if batch % (micro * accumulated):
+        raise PlanError(f"{origin}: train_batch_size {batch} is no multiple of train_micro_batch_size_per_gpu x "
+                        f"gradient_accumulation_steps = {micro} x {accumulated}, which DeepSpeed refuses")
+    return int(batch // (micro * accumulated))
+
+
 def _counts(setting: Any) -> bool:
     return not (isinstance(setting, Mapping) and setting.get("device") in (None, "none"))
 
 
-def _accelerate(text: str, origin: str) -> Imported:
+def _accelerate(text: str, origin: str, num_devices: int | None) -> Imported:
     import yaml
 
     try:
@@ -148,7 +188,7 @@ def _accelerate(text: str, origin: str) -> Imported:
     is_fsdp = data["distributed_type"] == "FSDP"
     shards = size("dp_shard", 1 if sizes else left or 1) if is_fsdp else 1
     dp = size("dp_replicate") * shards if sizes else left
-    zero = _zero_of(fsdp) if is_fsdp and shards > 1 else 0
+    zero = _zero_of(fsdp) if is_fsdp and shards * cp > 1 else 0
     ignored = [f"fsdp_config.{key}" for key in ("fsdp_offload_params",) if fsdp.get(key) is True]
     ignored += [key for key in ("deepspeed_config", "megatron_lm_config") if data.get(key)]
     values: dict[str, Any] = {
@@ -164,7 +204,7 @@ def _zero_of(fsdp: Mapping[str, Any]) -> int:
             "HYBRID_SHARD": 3}.get(strategy, 3)
 
 
-def _torchtitan(text: str, origin: str) -> Imported:
+def _torchtitan(text: str, origin: str, num_devices: int | None) -> Imported:
     try:
         tree = ast.parse(text)
     except SyntaxError as error:
@@ -182,24 +222,30 @@ def _torchtitan(text: str, origin: str) -> Imported:
                     found[keyword.arg] = ast.literal_eval(keyword.value)
     if "ParallelismConfig" not in named:
         raise PlanError(f"{origin} has no ParallelismConfig(...): a torchtitan recipe is required")
-    return Imported(ByHand(**_of_torchtitan(found, named)), ("spmd_backend",) if found.get("spmd_backend") else ())
+    ignored = ("spmd_backend",) if found.get("spmd_backend") else ()
+    return Imported(ByHand(**_of_torchtitan(found, named, num_devices)), ignored)
 
 
-def _of_torchtitan(found: Mapping[str, Any], named: set[str]) -> dict[str, Any]:
+def _of_torchtitan(found: Mapping[str, Any], named: set[str], num_devices: int | None) -> dict[str, Any]:
     tp, pp = found.get("tensor_parallel_degree", 1), found.get("pipeline_parallel_degree", 1)
     replicas, shards = found.get("data_parallel_replicate_degree", 1), found.get("data_parallel_shard_degree", -1)
+    cp = found.get("context_parallel_degree", 1)
+    if shards == -1 and num_devices is not None:
+        shards = max(1, num_devices // (replicas * tp * pp * cp))
+    dp = None if shards == -1 else replicas * shards
     reshard = found.get("fsdp_reshard_after_forward", "default")
-    zero = 0 if shards == 1 else {"always": 3, "never": 2}.get(reshard, 3 if pp == 1 else 2)
+    zero = 0 if shards * cp == 1 else {"always": 3, "never": 2}.get(reshard, 3 if pp == 1 else 2)
     named_schedule = found.get("pipeline_parallel_schedule", "1F1B")
     schedule = {"GPipe": "gpipe", "InterleavedZeroBubble": "zero_bubble", "Interleaved1F1B": "interleaved"}.get(
         named_schedule)
     parts = found.get("module_fqns_per_model_part")
     tokens, sequence = found.get("num_tokens_per_microbatch_per_dp_rank"), found.get("max_context_length")
     each = found.get("num_pp_microbatches", 1) if pp > 1 else 1
-    return {"dp": None if shards == -1 else replicas * shards, "tp": tp, "pp": pp,
-            "cp": found.get("context_parallel_degree", 1), "ep": found.get("expert_parallel_degree", 1), "zero": zero,
+    return {"dp": dp, "tp": tp, "pp": pp, "cp": cp, "ep": _experts(found.get("expert_parallel_degree", 1), dp),
+            "zero": zero,
             "shards": shards if zero and replicas > 1 and shards > 0 else None,
-            "schedule": schedule if pp > 1 else None, "virtual": len(parts) // pp if parts and pp > 1 else 1,
+            "schedule": schedule if pp > 1 and schedule != "interleaved" else None,
+            "virtual": len(parts) // pp if parts and pp > 1 else 1,
             "micro_batch": max(1, tokens // sequence // each) if tokens and sequence else None,
             "recompute": "full" if "FullAC" in named else "selective" if "SelectiveAC" in named else "none",
             "sequence_parallel": bool(tp > 1 and found.get("enable_sequence_parallel", True))}

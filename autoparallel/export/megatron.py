@@ -14,8 +14,9 @@ FILE = "megatron_args.sh"
 Argument = tuple[str, ...]
 
 
-def megatron(plan: Plan, degrees: Degrees) -> tuple[dict[str, str], list[Lost]]:
-    """A shell file that sets MEGATRON_ARGS, and what is lost. Raises PlanError with the rule that a plan breaks."""
+def megatron(plan: Plan, degrees: Degrees) -> tuple[dict[str, str], Degrees]:
+    """A shell file that sets MEGATRON_ARGS, and the degrees that it has. Raises PlanError with the rule that a plan
+    breaks."""
     lost: list[Lost] = []
     arguments = [*_degrees(degrees, lost), *_pipeline(degrees, lost), *_storage(plan, degrees, lost),
                  *_recompute(plan, degrees, lost), *_batches(plan, degrees), *_model(plan, degrees)]
@@ -24,13 +25,14 @@ def megatron(plan: Plan, degrees: Degrees) -> tuple[dict[str, str], list[Lost]]:
     if faults := broken(flags):
         raise PlanError("Megatron-LM would refuse this plan: " + "; ".join(f"{rule.text} (rule {rule.name!r})"
                                                                            for rule in faults))
+    said = degrees.losing(lost, schedule=None)
     lines = ["# Arguments of this plan for Megatron-LM, checked against " + VERSION + ".",
              f"# {degrees.roles}, on {degrees.ranks} processes.",
-             *(f"# Not expressed: {one.what}. Instead: {one.instead}." for one in (*degrees.lost, *lost)),
+             *(f"# Not expressed: {one.what}. Instead: {one.instead}." for one in said.lost),
              *(f"export {name}={value}" for name, value in environment.items()),
              "MEGATRON_ARGS=(", *(f"  {shlex.join(argument)}" for argument in arguments), ")", "",
              "# torchrun ... pretrain_gpt.py \"${MEGATRON_ARGS[@]}\" and the model's size, data and optimizer", ""]
-    return {FILE: "\n".join(lines)}, lost
+    return {FILE: "\n".join(lines)}, said
 
 
 def _degrees(d: Degrees, lost: list[Lost]) -> list[Argument]:

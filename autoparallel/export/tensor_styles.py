@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
 from autoparallel.plans import Plan
@@ -13,9 +13,9 @@ _EMBEDDING, _LINEAR = "embedding", "linear"
 
 @dataclass
 class Styles:
-    """Of one tensor-parallel axis. ``columns``, ``rows``: nn.Linear modules whose results stay cut, and those that
-    take them. ``whole_columns``, ``whole_rows``: those whose results, or arguments, are whole. ``embeddings``: cut by
-    vocabulary. ``head``: the columns of the loss's logits. ``norms``: cut along the sequence. ``inside``: modules
+    """Of tensor-parallel axes, taken as one. ``columns``, ``rows``: nn.Linear modules whose results stay cut, and those
+    that take them. ``whole_columns``, ``whole_rows``: those whose results, or arguments, are whole. ``embeddings``: cut
+    by vocabulary. ``head``: the columns of the loss's logits. ``norms``: cut along the sequence. ``inside``: modules
     between norms. ``left``: products that torch has no style for, which every rank computes whole."""
 
     columns: list[str] = field(default_factory=list)
@@ -41,16 +41,16 @@ class _Line:
     layout: str
 
 
-def styles_of(plan: Plan, axis: int) -> Styles:
-    """The styles of modules on one axis."""
+def styles_of(plan: Plan, axes: Sequence[int]) -> Styles:
+    """The styles of modules on these axes; products that are cut in two ways over them have none."""
     found, stored = Styles(), parameters_of(plan)
     for block in plan.blocks:
         for path in block.paths:
-            lines = list(_lines(block.lines, "" if path == "outside blocks" else path, axis))
+            lines = list(_lines(block.lines, "" if path == "outside blocks" else path, axes))
             cut = {parent for parent in {_parent(line.module) for line in lines} if _stays_cut(lines, parent)}
             for line in lines:
                 alone = sum(other.module == line.module for other in lines) == 1  # as in an nn.Linear
-                _sort(found, line, _parent(line.module) in cut, stored, axis, lines if alone else [])
+                _sort(found, line, _parent(line.module) in cut, stored, axes, lines if alone else [])
             if path != "outside blocks":
                 parts = list(dict.fromkeys(line.module[len(path) + 1:].split(".")[0] for line in lines
                                            if line.module.startswith(path + ".")))
@@ -60,10 +60,21 @@ def styles_of(plan: Plan, axis: int) -> Styles:
     return found
 
 
-def _lines(lines: tuple[tuple[str, str, str], ...], path: str, axis: int) -> Iterator[_Line]:
+def _lines(lines: tuple[tuple[str, str, str], ...], path: str, axes: Sequence[int]) -> Iterator[_Line]:
     for name, strategy, layout in lines:
         *module, op = name.split(" ")
-        yield _Line(".".join(filter(None, (path, *module))), op, strategy.split("·")[axis], layout.split("·")[axis])
+        yield _Line(".".join(filter(None, (path, *module))), op, _on(strategy.split("·"), axes),
+                    _on(layout.split("·"), axes))
+
+
+def _on(values: Sequence[str], axes: Sequence[int]) -> str:
+    """The value on all axes, or "mixed".
+
+    >>> _on(("b0", "n", "n"), [1, 2]), _on(("n", "k"), [0, 1])
+    ('n', 'mixed')
+    """
+    found = {values[axis] for axis in axes}
+    return found.pop() if len(found) == 1 else "mixed"
 
 
 def _parent(module: str) -> str:
@@ -80,13 +91,13 @@ def _stays_cut(lines: list[_Line], parent: str) -> bool:
     return all(line.layout[0] == "S" for line in inside[first:last]) and first == 0
 
 
-def _sort(found: Styles, line: _Line, cut: bool, stored: dict[str, tuple[str, ...]], axis: int, lines: list[_Line]
-          ) -> None:
+def _sort(found: Styles, line: _Line, cut: bool, stored: dict[str, tuple[str, ...]], axes: Sequence[int],
+          lines: list[_Line]) -> None:
     """``lines``: of the same block; none if the module has other ops too."""
     if line.strategy in ("repeat", "part"):
         return
     weight = stored.get(f"{line.module}.weight", ())
-    placement = weight[axis] if weight else ""
+    placement = _on(weight, axes) if weight else ""
     if line.op == _EMBEDDING and line.layout == "P" and placement == "S(0)" and not _is_shared(line, stored):
         found.embeddings.append(line.module)
     elif lines and line.op == _LINEAR and line.strategy == "n" and placement == "S(0)":

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from autoparallel.errors import PlanError
-from autoparallel.export.degrees import Degrees, Lost, more_reductions_s
+from autoparallel.export.degrees import Degrees, Lost, more_reductions_s, sharded_by_context
 from autoparallel.plans import Plan
 
 FILE = "autoparallel_recipe.py"
@@ -37,11 +37,13 @@ def planned() -> Trainer.Config:
 '''
 
 
-def torchtitan(plan: Plan, degrees: Degrees) -> tuple[dict[str, str], list[Lost]]:
-    """The recipe, and what is lost. Raises PlanError with the rule of torchtitan's that a plan breaks."""
+def torchtitan(plan: Plan, degrees: Degrees) -> tuple[dict[str, str], Degrees]:
+    """The recipe, and the degrees that it has. Raises PlanError with the rule of torchtitan's that a plan breaks."""
     hand = degrees.hand
     _check(plan, degrees)
-    lost = _lost(plan, degrees)
+    by_context = sharded_by_context(hand)
+    said = degrees.losing([*by_context, *_lost(plan, degrees)], zero=2 if hand.zero == 1 or by_context else hand.zero,
+                          shards=1 if by_context and degrees.dp > 1 else hand.shards)
     parallelism = _parallelism(degrees)
     tokens = degrees.micro_batch * degrees.sequence
     training: dict[str, Any] = {
@@ -52,12 +54,12 @@ def torchtitan(plan: Plan, degrees: Degrees) -> tuple[dict[str, str], list[Lost]
     kind = {"full": "FullAC", "selective": "SelectiveAC"}.get(hand.recompute)
     text = _TEMPLATE.format(
         roles=degrees.roles, ranks=degrees.ranks, version=VERSION,
-        lost="".join(f"\nNot expressed: {one.what}. Instead: {one.instead}." for one in (*degrees.lost, *lost)) + "\n"
-        if degrees.lost or lost else "",
+        lost="".join(f"\nNot expressed: {one.what}. Instead: {one.instead}." for one in said.lost) + "\n"
+        if said.lost else "",
         parallelism=_arguments(parallelism), training=_arguments(training),
         imports=f"from torchtitan.distributed.activation_checkpoint import {kind}\n" if kind else "",
         recompute=f"    config.activation_checkpoint = {kind}.Config()\n" if kind else "")
-    return {FILE: text}, lost
+    return {FILE: text}, said
 
 
 def _arguments(values: dict[str, Any]) -> str:

@@ -22,11 +22,11 @@ from torch.utils.data import DataLoader
 from autoparallel.errors import InputError
 from autoparallel.integrations.batches import first_batches, joined_loader
 from autoparallel.integrations.prepared import Call, Preparation, move_optimizer
+from autoparallel.runtime.checkpoint.job import IN_OTHERS
 from autoparallel.runtime.module import ParallelModule
 from autoparallel.runtime.scaler import GradScaler
 from autoparallel.runtime.step_log import StepLine
 
-_FOLDER = "autoparallel"
 _OTHERS = (DistributedType.FSDP, DistributedType.DEEPSPEED, DistributedType.MEGATRON_LM, DistributedType.XLA)
 
 
@@ -153,7 +153,7 @@ class AutoparallelAccelerator(Accelerator):
         with self._without_parallel() as pairs:
             folder = super().save_state(output_dir, safe_serialization, **options)
         for number, (model, optimizer) in enumerate(pairs):
-            model.save(Path(folder) / _FOLDER / f"model-{number}", optimizer, step=0)
+            model.save(Path(folder) / IN_OTHERS / f"model-{number}", optimizer, step=0)
         return folder
 
     def load_state(self, input_dir: str | None = None, load_kwargs: dict[str, Any] | None = None, **options: Any
@@ -163,7 +163,7 @@ class AutoparallelAccelerator(Accelerator):
         with self._without_parallel() as pairs:
             super().load_state(input_dir, load_kwargs, **options)
         for number, (model, optimizer) in enumerate(pairs):
-            folder = Path(input_dir) / _FOLDER / f"model-{number}"
+            folder = Path(input_dir) / IN_OTHERS / f"model-{number}"
             if not folder.exists():
                 raise InputError(f"{input_dir} has no state of a parallel module: give a folder of this class's "
                                  "save_state")

@@ -20,10 +20,10 @@ from autoparallel.errors import InputError, shown
 from autoparallel.integrations.accelerator import AutoparallelAccelerator
 from autoparallel.integrations.batches import first_batches, one_of, rows_of
 from autoparallel.integrations.loss import with_loss
+from autoparallel.runtime.checkpoint.job import IN_OTHERS
 from autoparallel.runtime.module import ParallelModule
 
 _Base: Any = object  # a Trainer, where the mixin is used
-_FOLDER = "autoparallel"
 
 
 class AutoparallelTraining(_Base):
@@ -219,13 +219,13 @@ class AutoparallelTraining(_Base):
 
     def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
         assert isinstance(self.model, ParallelModule)
-        self.model.save(Path(output_dir) / _FOLDER, self.optimizer.optimizer, step=self.state.global_step)
+        self.model.save(Path(output_dir) / IN_OTHERS, self.optimizer.optimizer, step=self.state.global_step)
         if self.args.should_save:
             torch.save(self.lr_scheduler.state_dict(), Path(output_dir) / "scheduler.pt")
 
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: Any = None) -> None:
         """Weights before training; those of a whole run are loaded with its optimizer, when there is one."""
-        if (Path(resume_from_checkpoint) / _FOLDER).exists():
+        if (Path(resume_from_checkpoint) / IN_OTHERS).exists():
             return
         if isinstance(self.model, ParallelModule):
             self.model.load_pretrained(resume_from_checkpoint)
@@ -235,7 +235,7 @@ class AutoparallelTraining(_Base):
     def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
         if checkpoint is None:
             return
-        folder = Path(checkpoint) / _FOLDER
+        folder = Path(checkpoint) / IN_OTHERS
         if not folder.exists():
             return  # weights only
         assert isinstance(self.model, ParallelModule)

@@ -6,6 +6,7 @@ Slurm's sbatch, Open MPI's host files, Ray Train and Ascend's rank tables (1.0).
 
 from __future__ import annotations
 
+import base64
 import json
 import math
 import re
@@ -18,10 +19,13 @@ from typing import Any
 from autoparallel.errors import LaunchError
 from autoparallel.launch.world import PLAN_FILE
 from autoparallel.plans import Plan
+from autoparallel.plans.files import packed
 
 PORT = 29500
 _PLAN_FOLDER = "/etc/autoparallel"
-_CONFIG_MAP_BYTES = 2**20  # Kubernetes' limit
+_MOUNTED = f"{_PLAN_FOLDER}/plan.json.gz"  # as in a ConfigMap
+#: Kubernetes' limits: of a ConfigMap, and of the annotations to which `kubectl apply` copies it.
+_CONFIG_MAP_BYTES, _ANNOTATION_BYTES = 2**20, 2**18
 
 
 @dataclass(frozen=True)
@@ -116,7 +120,7 @@ from ray.train.torch import TorchTrainer
 def train(config):
     with tempfile.TemporaryDirectory() as folder:
         plan = Path(folder, "plan.json")
-        plan.write_text(config["plan"])
+        plan.write_bytes(config["plan"])
         os.environ[{variable!r}] = str(plan)
         sys.argv = config["arguments"]
         sys.path.insert(0, str(Path(sys.argv[0]).parent))
@@ -125,7 +129,7 @@ def train(config):
 
 if __name__ == "__main__":
     resources = {resources!r}
-    config = {{"plan": Path({plan_file!r}).read_text(), "arguments": {arguments!r}}}
+    config = {{"plan": Path({plan_file!r}).read_bytes(), "arguments": {arguments!r}}}
     TorchTrainer(train, train_loop_config=config, scaling_config=ScalingConfig(
         num_workers={ranks}, use_gpu={gpus!r}, resources_per_worker=resources, placement_strategy="PACK")).fit()
 '''
@@ -152,7 +156,7 @@ def kubeflow(job: Job) -> str:
     pod = {"volumes": [volume], "containers": [container]}
     patch = {"manager": "autoparallel/manifest", "trainingRuntimeSpec": {"template": {"spec": {"replicatedJobs": [
         {"name": "node", "template": {"spec": {"template": {"spec": pod}}}}]}}}}
-    return yaml_of(_config_map(job), {
+    return _with_plan(job, {
         "apiVersion": "trainer.kubeflow.org/v1alpha1", "kind": "TrainJob", "metadata": {"name": job.name},
         "spec": {"runtimeRef": {"apiGroup": "trainer.kubeflow.org", "kind": "ClusterTrainingRuntime",
                                 "name": "torch-distributed"}, "trainer": trainer, "runtimePatches": [patch]}})
@@ -164,7 +168,7 @@ def pytorchjob(job: Job) -> str:
         job, "pytorch", ["torchrun", "--no-python", *job.command], [])}}
     replicas = {"Master": {"replicas": 1, **replica},
                 **({"Worker": {"replicas": job.nodes - 1, **replica}} if job.nodes > 1 else {})}
-    return yaml_of(_config_map(job), {
+    return _with_plan(job, {
         "apiVersion": "kubeflow.org/v1", "kind": "PyTorchJob", "metadata": {"name": job.name},
         "spec": {"nprocPerNode": str(job.per_node), "pytorchReplicaSpecs": replicas}})
 
@@ -179,7 +183,7 @@ def jobset(job: Job) -> str:
     pod = {**_pod(job, "node", command, [index]), "restartPolicy": "Never"}
     spec = {"parallelism": job.nodes, "completions": job.nodes, "completionMode": "Indexed", "backoffLimit": 0,
             "template": {"spec": pod}}
-    return yaml_of(_config_map(job), {
+    return _with_plan(job, {
         "apiVersion": "jobset.x-k8s.io/v1alpha2", "kind": "JobSet", "metadata": {"name": job.name},
         "spec": {"network": {"enableDNSHostnames": True, "subdomain": job.name},
                  "replicatedJobs": [{"name": "workers", "replicas": 1, "template": {"spec": spec}}]}})
@@ -223,16 +227,22 @@ def _resources(job: Job, key: str) -> dict[str, Any]:
 
 
 def _plan_variable() -> dict[str, str]:
-    return {"name": PLAN_FILE, "value": f"{_PLAN_FOLDER}/plan.json"}
+    return {"name": PLAN_FILE, "value": _MOUNTED}
 
 
-def _config_map(job: Job) -> dict[str, Any]:
-    text = Path(job.plan_file).read_text()
-    if len(text.encode()) > _CONFIG_MAP_BYTES * 0.95:
-        raise LaunchError(f"the plan has {len(text.encode())} bytes, and a ConfigMap holds {_CONFIG_MAP_BYTES}: put it "
+def _with_plan(job: Job, document: Mapping[str, Any]) -> str:
+    """A ConfigMap with the plan, compressed, and the document. Raises LaunchError for plans that none holds."""
+    text = base64.b64encode(packed(Path(job.plan_file).read_bytes())).decode()
+    config_map = {"apiVersion": "v1", "kind": "ConfigMap", "metadata": {"name": f"{job.name}-plan"},
+                  "binaryData": {Path(_MOUNTED).name: text}}
+    size = len(json.dumps(config_map))
+    if size > _CONFIG_MAP_BYTES * 0.95:
+        raise LaunchError(f"the compressed plan takes {size} bytes, and a ConfigMap holds {_CONFIG_MAP_BYTES}: put it "
                           f"into the image and set {PLAN_FILE} there")
-    return {"apiVersion": "v1", "kind": "ConfigMap", "metadata": {"name": f"{job.name}-plan"},
-            "data": {"plan.json": text}}
+    large = "" if size < _ANNOTATION_BYTES * 0.95 else (
+        f"# The plan takes {size} bytes, and kubectl apply copies it to annotations, which hold {_ANNOTATION_BYTES}: "
+        "write\n# kubectl apply --server-side -f FILE, or kubectl create -f FILE.\n")
+    return large + yaml_of(config_map, document)
 
 
 def _device(plan: Plan) -> str:

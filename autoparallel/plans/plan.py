@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from autoparallel.errors import PlanError, shown
 from autoparallel.plans.facts import ModelFacts
-from autoparallel.plans.files import check_plan, data_of, nearest, text_of
+from autoparallel.plans.files import check_plan, data_of, nearest, packed, text_of
 from autoparallel.plans.reading import read
 from autoparallel.plans.record import Record
 from autoparallel.schedule.step_config import Hybrid
@@ -329,8 +329,10 @@ class Plan:
         return f'{text[:-2]},\n "record": {compact}\n}}'
 
     def save(self, path: str | Path) -> None:
-        """Write the plan as JSON. Raises PlanError when the file cannot be written; one that was there stays then."""
-        _write(path, self.to_json())
+        """Write the plan as JSON, compressed by gzip if the name ends in ".gz". Raises PlanError when the file cannot
+        be written; one that was there stays then."""
+        text = self.to_json()
+        _write(path, packed(text.encode()) if str(path).endswith(".gz") else text)
 
     @staticmethod
     def load(path: str | Path) -> Plan:
@@ -358,7 +360,7 @@ class Plan:
         return plan
 
 
-def _write(path: str | Path, text: str) -> None:
+def _write(path: str | Path, text: str | bytes) -> None:
     try:
         write_whole(path, text)
     except (OSError, TypeError, ValueError) as error:

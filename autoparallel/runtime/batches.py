@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+import logging
+from collections.abc import Callable, Mapping, Sized
 from typing import Any
 
 import torch
@@ -17,6 +18,8 @@ from autoparallel.runtime import data, initialise, streams
 from autoparallel.runtime.batch_form import Form
 from autoparallel.runtime.form import Compiled
 from autoparallel.runtime.state import State
+
+_LOG = logging.getLogger("autoparallel")
 
 
 def as_call(batch: Any) -> tuple[tuple[Any, ...], Mapping[str, Any]]:
@@ -65,10 +68,20 @@ def loader(state: State, trace: Callable[..., Compiled], dataset: Dataset[Any], 
         return streams.streamed_loader(dataset, batch_size, lambda batch: form_of(batch, True), state.device, seed=seed,
                                        collate=collate, drop_last=drop_last, as_dtensors=state.inputs.are_local,
                                        options=options)
+    if not drop_last:
+        tell_of_rest(options.get("sampler") or dataset, batch_size, state.hybrid.micro_batches)
     whole = collate is not None and not per_sample
     form = form_of(data.example_batch(dataset, batch_size, collate, by_row=not whole), whole)
     return data.sharded_loader(dataset, form, state.device, batch_size, shuffle=shuffle, seed=seed, collate=collate,
                                drop_last=drop_last, as_dtensors=state.inputs.are_local, options=options)
+
+
+def tell_of_rest(samples: Any, batch_size: int, micro_batches: int) -> None:
+    """Warn, before the epoch, of a last batch that `ParallelModule.step` will refuse."""
+    rest = len(samples) % batch_size if isinstance(samples, Sized) else 0
+    if rest % micro_batches:
+        _LOG.warning("the last batch has %d samples, which step's %d micro-batches do not divide: it will refuse this "
+                     "batch. parallel.dataloader(..., drop_last=True) leaves it out", rest, micro_batches)
 
 
 def _layouts_of(batch: Any, compiled: Compiled) -> dict[int, Layout]:

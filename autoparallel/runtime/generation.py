@@ -76,6 +76,5 @@ def _leaves_cache_open(model: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
     config = kwargs.get("generation_config") or model.generation_config
     said = ("past_key_values", "cache_implementation", "assistant_model", "prompt_lookup_num_tokens",
             "custom_generate")
-    beams = kwargs.get("num_beams") or config.num_beams or 1
-    return (len(args) < 2 and not any(kwargs.get(name) is not None for name in said) and beams == 1
+    return (len(args) < 2 and not any(kwargs.get(name) is not None for name in said)
             and config.cache_implementation is None and kwargs.get("use_cache", config.use_cache) is not False)

@@ -278,7 +278,7 @@ class ParallelModule(nn.Module):
 
     def dataloader(self, dataset: Dataset[Any], batch_size: int, *, shuffle: bool = False, seed: int = 0,
                    collate_fn: Callable[[list[Any]], Any] | None = None, per_sample: bool = False,
-                   drop_last: bool = True, **options: Any) -> data.ShardedLoader | streams.StreamedLoader:
+                   drop_last: bool = False, **options: Any) -> data.ShardedLoader | streams.StreamedLoader:
         """Batches of ``batch_size`` samples over all ranks; each rank reads the samples of its shards only.
 
         A sample (or the result of ``collate_fn`` on a list of samples) is a call of the model: a mapping of keyword
@@ -299,7 +299,8 @@ class ParallelModule(nn.Module):
         that they read the same. Its position is its own `state_dict`, or else what was read is skipped. Samples of
         different lengths: `autoparallel.padded_to` as the ``collate_fn``.
 
-        ``drop_last`` (True, unlike torch's) skips a last incomplete batch; with False it is a call of another form.
+        A last incomplete batch is a call of another form, for which the model is compiled once more (and announced);
+        ``drop_last=True`` skips it, every epoch.
         Further options are those of torch's DataLoader; of a ``sampler`` all ranks take the first rank's order. With
         ``pin_memory=True`` batches are read into pinned memory and copied to the device one ahead, while the model
         computes; two are then on the device. It changes nothing on a CPU.

@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 import torch.utils._pytree as pytree
+from torch.distributed.tensor import DTensor, Replicate
 
 from autoparallel.errors import InputError
 
@@ -111,7 +112,21 @@ def _functional() -> Any:
             self.values = self.values.index_copy(2, at, value_states)
             return self.keys, self.values
 
+        def reorder_cache(self, beam_idx: torch.Tensor) -> None:
+            if self.is_initialized:
+                self.keys, self.values = (_rows(kept, beam_idx) for kept in (self.keys, self.values))
+
     return FunctionalStaticLayer
+
+
+def _rows(kept: Any, rows: torch.Tensor) -> Any:
+    """These rows of a tensor, the same on all ranks, in its layout."""
+    if not isinstance(kept, DTensor):
+        return kept.index_select(0, rows.to(kept.device))
+    whole = [Replicate() if placement.is_shard(0) else placement for placement in kept.placements]
+    parts = kept.redistribute(placements=whole).to_local().index_select(0, rows.to(kept.device))
+    chosen = DTensor.from_local(parts, kept.device_mesh, whole, run_check=False, shape=kept.shape, stride=kept.stride())
+    return chosen.redistribute(placements=kept.placements)
 
 
 def takes_static_cache(model: Any) -> bool:

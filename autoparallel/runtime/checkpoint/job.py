@@ -39,6 +39,8 @@ from autoparallel.runtime.state import State
 
 _FLAT = StateDictOptions(flatten_optimizer_state_dict=True)
 _VERSION = 1
+#: Of the folder within checkpoints of other libraries' loops (transformers' Trainer, accelerate).
+IN_OTHERS = "autoparallel"
 _NAME = re.compile(r"step-(\d+)")
 
 
@@ -242,10 +244,12 @@ def _published(written: Path, about: Checkpoint, plan: Plan, keep: int | None) -
 
 
 def newest(path: Path, step: int | None) -> Checkpoint | None:
-    """The checkpoint of this step, the newest, or the one that the folder is; None if there is none."""
+    """The checkpoint of this step, the newest, or the one that the folder is; also within a checkpoint of transformers'
+    Trainer or accelerate. None if there is none."""
     if (path / "about.json").exists():
         return Checkpoint.at(path)
-    found = checkpoints(path)
+    inside = next((one for one in (path / IN_OTHERS / "model-0", path / IN_OTHERS) if one.is_dir()), path)
+    found = checkpoints(inside)
     if step is None:
         return found[-1] if found else None
     for checkpoint in found:
@@ -267,4 +271,4 @@ def _empty_like(value: torch.Tensor, device: torch.device) -> torch.Tensor:
     return torch.zeros_like(value, device=device)
 
 
-__all__ = ["Checkpoint", "Job", "Saving", "checkpoints", "newest", "reason"]
+__all__ = ["IN_OTHERS", "Checkpoint", "Job", "Saving", "checkpoints", "newest", "reason"]

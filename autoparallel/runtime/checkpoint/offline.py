@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import warnings
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,7 +15,7 @@ from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
 from autoparallel.errors import InputError
 from autoparallel.runtime.checkpoint.files import Entry, Writer, bytes_of, split
-from autoparallel.runtime.checkpoint.job import Checkpoint, newest, reason
+from autoparallel.runtime.checkpoint.job import IN_OTHERS, Checkpoint, newest, reason
 
 _AT_A_TIME = 2**30  # bytes of tensors that are read together
 _PREFIX = "model."
@@ -35,10 +36,10 @@ class Contents:
 
 def contents(folder: str | os.PathLike[str], step: int | None = None) -> Contents:
     """The contents of the newest checkpoint of a folder (of ``step``, if given; or of the folder, if it is a checkpoint
-    itself). Raises InputError if there is none."""
+    itself, also one of transformers' Trainer or accelerate). Raises InputError if there is none."""
     found = newest(Path(folder), step)
     if found is None:
-        raise InputError(f"{folder} has no checkpoint of parallel.save")
+        raise InputError(f"{folder} has no checkpoint of parallel.save{_instead(Path(folder))}")
     try:
         stored = dcp.FileSystemReader(found.path).read_metadata().state_dict_metadata
     except (OSError, RuntimeError, ValueError, EOFError) as error:
@@ -51,12 +52,23 @@ def contents(folder: str | os.PathLike[str], step: int | None = None) -> Content
     return Contents(found, tuple(weights), state)
 
 
+def _instead(path: Path) -> str:
+    """What to give for a folder or file of another kind."""
+    if path.is_file():
+        return ": it is a file (Lightning's .ckpt has whole tensors, which torch.load reads)"
+    if having := sorted(path.glob(f"*/{IN_OTHERS}"), key=lambda one: one.stat().st_mtime):
+        return f": give one of the checkpoints in it, such as {having[-1].parent}"
+    return ": it has files of weights, which from_pretrained reads" if list(path.glob("*.safetensors")) else ""
+
+
 def read(found: Contents) -> Iterator[tuple[str, torch.Tensor]]:
     """Each weight, whole. Raises InputError for one that cannot be read."""
     for part in split(found.weights, _AT_A_TIME):
         values = {entry.name: torch.empty(entry.shape, dtype=entry.dtype) for entry in part}
         try:
-            dcp.load({"model": values}, checkpoint_id=found.checkpoint.path, no_dist=True)
+            with warnings.catch_warnings():
+                warnings.filterwarnings("ignore", "torch.distributed is disabled")  # as is meant
+                dcp.load({"model": values}, checkpoint_id=found.checkpoint.path, no_dist=True)
         except (Exception, CheckpointException) as error:  # the latter is no Exception
             raise InputError(f"{found.checkpoint.path}: {part[0].name} to {part[-1].name} cannot be read: "
                              f"{reason(error)}") from error
