@@ -47,7 +47,7 @@ def epochs(pins: dict[str, Any] | None, options: dict[str, Any]) -> tuple[list[f
     """Losses of two epochs, which samples this rank read in them, and the loader's length."""
     dataset = Numbered()
     parallel = autoparallel.compile(Weighted(), mesh_of(2, 2), pins=pins, **options)
-    loader = parallel.dataloader(dataset, BATCH, shuffle=True, seed=5)
+    loader = parallel.dataloader(dataset, BATCH, shuffle=True, seed=5, drop_last=True)
     dataset.read.clear()
     losses = []
     for epoch in range(2):

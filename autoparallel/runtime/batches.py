@@ -68,12 +68,13 @@ def loader(state: State, trace: Callable[..., Compiled], dataset: Dataset[Any], 
         return streams.streamed_loader(dataset, batch_size, lambda batch: form_of(batch, True), state.device, seed=seed,
                                        collate=collate, drop_last=drop_last, as_dtensors=state.inputs.are_local,
                                        options=options)
-    if not drop_last:
-        tell_of_rest(options.get("sampler") or dataset, batch_size, state.hybrid.micro_batches)
     whole = collate is not None and not per_sample
     form = form_of(data.example_batch(dataset, batch_size, collate, by_row=not whole), whole)
-    return data.sharded_loader(dataset, form, state.device, batch_size, shuffle=shuffle, seed=seed, collate=collate,
-                               drop_last=drop_last, as_dtensors=state.inputs.are_local, options=options)
+    sharded = data.sharded_loader(dataset, form, state.device, batch_size, shuffle=shuffle, seed=seed, collate=collate,
+                                  drop_last=drop_last, as_dtensors=state.inputs.are_local, options=options)
+    if not drop_last:
+        tell_of_rest(options.get("sampler") or dataset, batch_size, state.hybrid.micro_batches)
+    return sharded
 
 
 def tell_of_rest(samples: Any, batch_size: int, micro_batches: int) -> None:
