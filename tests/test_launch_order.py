@@ -69,7 +69,8 @@ def pipeline(schedule: str, zero_stage: int, recompute: str = "none", stages: in
 
 @pytest.mark.parametrize(("case_name", "mesh_shape", "hybrid"), [
     ("mlp", (2,), pipeline("gpipe", 1)), ("gpt2", (2,), pipeline("1f1b", 3)),
-    ("bert", (2,), pipeline("interleaved", 2, "full", 4)), ("mlp", (2,), pipeline("zero_bubble", 2)),
+    ("bert", (2,), pipeline("interleaved", 2, "full", 4)), ("bert", (2,), pipeline("zero_bubble", 3)),
+    slow("gpt2", (2,), pipeline("zero_bubble", 2)),
     slow("llama", (2,), pipeline("1f1b", 3, "selective")), slow("gpt2", (2,), pipeline("1f1b", 1, "full", 2, (1, 2))),
 ], ids=str)
 def test_simulated_collectives_and_messages_of_pipelines_are_those_of_the_run(
@@ -81,7 +82,7 @@ def test_simulated_collectives_and_messages_of_pipelines_are_those_of_the_run(
 @pytest.mark.slow
 @pytest.mark.parametrize("recompute", ["none", "selective", "full"])
 @pytest.mark.parametrize("zero_stage", [0, 1, 2, 3])
-@pytest.mark.parametrize(("schedule", "stages"), [("gpipe", 2), ("1f1b", 2), ("interleaved", 4)])
+@pytest.mark.parametrize(("schedule", "stages"), [("gpipe", 2), ("1f1b", 2), ("interleaved", 4), ("zero_bubble", 2)])
 @pytest.mark.parametrize(("case_name", "mesh_shape"), [("mlp", (4,)), ("gpt2", (2,)), ("bert", (2,)),
                                                        ("llama", (2, 2)), ("vit", (2,)), ("t5", (2,))])
 def test_simulated_collectives_and_messages_of_pipelines_in_each_model(
@@ -90,6 +91,8 @@ def test_simulated_collectives_and_messages_of_pipelines_in_each_model(
 ) -> None:
     if (case_name, stages, recompute) == ("llama", 4, "full"):
         pytest.skip("a block cut apart is recomputed later than simulated (autoparallel/schedule/README.md)")
+    if (schedule, recompute) == ("zero_bubble", "selective"):
+        pytest.skip("refused (PlanError): a backward in two parts cannot recompute selectively")
     for seed in (1, 2):
         check_order(case_name, mesh_shape, seed, pipeline(schedule, zero_stage, recompute, stages), monkeypatch)
 

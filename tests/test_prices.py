@@ -225,3 +225,14 @@ def test_small_gradients_share_a_bucket() -> None:
     assert float(prices.redistribution.bucket_s(prices.groups[0], np.array(2.0 * BUCKET_BYTES),
                                                BUCKET_BYTES)) == float(
         collectives.all_reduce_s(2 * BUCKET_BYTES, prices.groups[0]))
+
+
+def test_what_never_runs_costs_nothing_and_warns_of_nothing() -> None:
+    """Also between layouts with no path, whose seconds are infinite."""
+    space = StrategySpace(graph_of("mlp"), (4, 4))
+    prices = Prices(space, Cluster.load("h100-sxm", num_devices=16)).redistribution
+    assert any(np.isinf(prices.table(use.meta).seconds).any() for use in space.uses)
+    with np.errstate(all="raise"):
+        for use in space.uses:
+            once, never = prices.use_s(use), prices.use_s(use, (0, 0))
+            assert np.array_equal(never, np.where(np.isinf(once), np.inf, 0.0))

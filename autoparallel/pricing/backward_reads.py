@@ -84,7 +84,7 @@ class BackwardReads:
         if not self.counts.views[use.source]:
             return None
         view = self._views.get(use.source)
-        for timed in self.reads.steps_of_view(use):
+        for timed in self.reads.steps_of(use):
             view = self._alone(timed, view)
         return view
 

@@ -93,7 +93,15 @@ class ExecutionCounts:
         if self.of_parameter[use.source]:
             forward = count if self.hybrid.zero_stage == 3 else some
             backward = count if self.hybrid.zero_stage >= 2 else some
-        return UseTimes(forward, again * count, backward if use.target in self.space.differentiated else 0)
+        repeats = self.parts_reading(use, stage) if again else 0
+        return UseTimes(forward, repeats * count, backward if use.target in self.space.differentiated else 0)
+
+    def parts_reading(self, use: TensorUse, stage: int | None = None) -> int:
+        """How many parts of a backward (zero bubble has two) read an op's operand: the second computes the gradient of
+        a weight, the first those of other operands. The first stage has one part."""
+        on_first = not self.one_for_all and (self.stages_of[use.target][0] if stage is None else stage) == 0
+        reads = use.meta.requires_grad and self.blocks.of[use.target] is None
+        return 2 if self.hybrid.puts_off_weights and reads and not on_first else 1
 
     def count(self, index: int, stage: int | None = None) -> int:
         """Micro-batches per rank of a stage that has the decision (default: the first such stage)."""

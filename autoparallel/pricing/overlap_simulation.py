@@ -32,6 +32,7 @@ from autoparallel.pricing.rank_reads import (
     TimedStep,
     micro_batches_are_equivalent,
 )
+from autoparallel.pricing.split_backward import SplitBackward, StepsOf
 from autoparallel.pricing.step_cost import ALL_EXPOSED, Exposed
 from autoparallel.schedule.async_windows import TOP, Pair
 from autoparallel.schedule.backward_gathers import Finish
@@ -297,18 +298,30 @@ class RankStep:
 
         self._backward(step, {*early, *self._sums_s, *self.leaves.reduced}, arrived=arrived)
 
-    def backward_of_inputs(self, step: StepTasks) -> None:
-        """The first part of a backward in two parts; of the first stage nothing."""
-        if self.stage:
-            self._backward(step, ())
-
-    def backward_of_weights(self, step: StepTasks, pending: Pending) -> None:
-        """The second part, which reduces the gradients of weights; of the first stage all of backward."""
+    def backward_of_inputs(self, step: StepTasks) -> BackwardReads | None:
+        """The first part of a backward in two parts, of the first stage nothing; returns what the second part reads."""
         if not self.stage:
+            return None
+        again, later = BackwardReads(self.reads, lambda *steps: self._begin_again(step, *steps)), self.split.later
+        self._backward(step, again.by_decision.keys() - later, again.read, sent=self.split.first)
+        return again
+
+    def backward_of_weights(self, step: StepTasks, pending: Pending, again: BackwardReads | None) -> None:
+        """The second part, which reduces the gradients of weights; of the first stage all of backward."""
+        if again is None:
             self.backward(step, pending, last=False)
-        else:
-            for timed in self.leaves.backward:
+            return
+        for index in (index for one in self.split.put_off for index in one.decisions):
+            again.read(index)
+            for timed in reversed(self.split.second.get(index, ())):
                 step.run(timed.backward.per(self.count), _targets("reduce", [timed]))
+        again.settle()
+        for timed in self.leaves.backward:
+            step.run(timed.backward.per(self.count), _targets("reduce", [timed]))
+
+    @cached_property
+    def split(self) -> SplitBackward:
+        return SplitBackward(self.reads)
 
     def finish(self, step: StepTasks, pending: Pending) -> None:
         """After all micro-batches: reduce the gradients that these have not."""
@@ -428,13 +441,14 @@ class RankStep:
         step.compute((until[-1] - until[done]) / self.count, ("forward", done, len(until) - 2))
 
     def _backward(self, step: StepTasks, marked: Collection[int], before: Callable[[int], None] = _nothing,
-                  after: Callable[[int], None] = _nothing, arrived: Callable[[int], None] = _nothing) -> None:
+                  after: Callable[[int], None] = _nothing, arrived: Callable[[int], None] = _nothing,
+                  sent: StepsOf | None = None) -> None:
         """One backward pass; calls ``before``, ``arrived`` (where an op has made its parameters' gradients) and
-        ``after`` at the marked decisions."""
+        ``after`` at the marked decisions. ``sent``: the steps that it runs (default: all of `RankReads.sent`)."""
         if self.interleaved is not None:
             return self.interleaved.backward(step, self._backward_s, self.count, marked, (before, after, arrived))
-        until, done = self._backward_s, len(self.space)
-        for index in sorted({*marked, *self.reads.sent, *self._recomputed}, reverse=True):
+        until, done, sent = self._backward_s, len(self.space), self.reads.sent if sent is None else sent
+        for index in sorted({*marked, *sent, *self._recomputed}, reverse=True):
             step.compute((until[done] - until[index + 1]) / self.count, ("backward", done - 1, index + 1))
             done = index
             if index in marked:
@@ -443,7 +457,7 @@ class RankStep:
             step.compute((until[index + 1] - until[index]) / self.count, ("backward", index, index))
             if index in marked:
                 arrived(index)
-            for timed in reversed(self.reads.sent.get(index, ())):
+            for timed in reversed(sent.get(index, ())):
                 step.run(timed.backward.per(self.count), _targets("gradients of activations", [timed]))
             if index in marked:
                 after(index)

@@ -6,6 +6,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import NamedTuple
 
+from autoparallel.pricing.backward_reads import BackwardReads
 from autoparallel.pricing.overlap_simulation import Launch, Passed, Pending, RankStep, StepTasks, Wait
 from autoparallel.pricing.problem import SpacePricer
 from autoparallel.schedule.pipeline_tasks import Action, order_of
@@ -31,18 +32,19 @@ class PipelineRankStep:
     def communication(self) -> list[Launch | Wait | Passed]:
         """Launches and waits of collectives, sends, and waits for what is received, in the order of the rank."""
         step, left = StepTasks(), dict.fromkeys(self.stages, len(self.hybrid.micro_batches_of(self.rank)))
+        put_off = dict[tuple[int, int], BackwardReads | None]()
         for own, pending in self.stages.values():
             own.begin(step, pending)
         for action in order_of(self.hybrid, self.rank):
-            kind, stage, _ = action
+            kind, stage, micro_batch = action
             own, pending = self.stages[stage]
             step.events += self._passed(action, sent=False)
             if kind == "F":
                 own.forward(step, pending)
             elif kind == "W":
-                own.backward_of_weights(step, pending)
+                own.backward_of_weights(step, pending, put_off.pop((stage, micro_batch)))
             elif self.hybrid.puts_off_weights:
-                own.backward_of_inputs(step)
+                put_off[stage, micro_batch] = own.backward_of_inputs(step)
             else:
                 left[stage] -= 1
                 own.backward(step, pending, last=not left[stage])

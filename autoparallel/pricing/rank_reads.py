@@ -90,21 +90,22 @@ class RankReads:
         self.once_steps = dict[tuple[int, int], list[TimedStep]]()
         self.paths = defaultdict[int, list[list[TimedStep]]](list)
         self.shared_views = defaultdict[int, list[TimedStep]](list)
-        self._of_views = dict[tuple[int, int], list[TimedStep]]()
+        self._of_uses = dict[tuple[int, int], list[TimedStep]]()
         for move, before in zip(self.moves, self.once, strict=True):
             steps = self._timed_steps(move)
             if self.counts.of_parameter[move.use.source]:
                 self.once_steps[move.use.target, move.use.position] = steps[:before]
-                self.parameter_steps += steps[before:]
-                sent[move.use.target] += steps[before:] if self.synchronous else []
+                self.parameter_steps += (steps := steps[before:])
+                steps = steps if self.synchronous else []
+                sent[move.use.target] += steps
             else:
                 sent[move.use.target] += steps
                 if self.counts.views[move.use.source] and hybrid.copies > 1:
                     self.shared_views[move.use.target] += steps
                 else:
                     self.paths[move.use.target].append(steps)
-                if self.counts.views[move.use.source]:
-                    self._of_views[move.use.target, move.use.position] = steps
+            if hybrid.puts_off_weights or self.counts.views[move.use.source]:
+                self._of_uses[move.use.target, move.use.position] = steps
         self.sent = {target: steps for target, steps in sent.items() if steps}
 
     def _once(self) -> list[int]:
@@ -119,9 +120,17 @@ class RankReads:
                     shared_reads.add(use.target)
         return found
 
-    def steps_of_view(self, use: TensorUse) -> Sequence[TimedStep]:
-        """The steps of a use of a view of parameters."""
-        return self._of_views.get((use.target, use.position), ())
+    @property
+    def once_of_leaves(self) -> Sequence[int]:
+        """By move, the number of its first steps that run before the micro-batches, which read what these make."""
+        if self.counts.hybrid.zero_stage >= 2:
+            return self.once
+        return [len(move.path) if self.counts.of_parameter[move.use.source] else 0 for move in self.moves]
+
+    def steps_of(self, use: TensorUse) -> Sequence[TimedStep]:
+        """The steps among those of ``sent`` of a use; of a view of parameters, or of any use if backward has two
+        parts."""
+        return self._of_uses.get((use.target, use.position), ())
 
     def _reads(self, first: Sequence[int]) -> tuple[list[Read], dict[tuple[int, int], int | None]]:
         """The parameter reads, as `lower.overlap_pass.reads_of` finds them in the program, without the ``first`` steps
@@ -180,7 +189,8 @@ class RankReads:
                                     self.counts.summing(use).scale if step.backward in SUMS else 1.0)
         stream = self._stream(step.axis, message if times.backward else None)
         backward = Timed(times.backward * seconds[1], stream, message)
-        return step.forward, forward, forward._replace(seconds=times.again * seconds[0]), backward
+        again = times.again / self.counts.parts_reading(use, self.stage)
+        return step.forward, forward, forward._replace(seconds=again * seconds[0]), backward
 
     def _message(self, meta: TensorMeta, step: Step, action: str, source: Layout, target: Layout, scale: float
                  ) -> Message | None:

@@ -210,7 +210,7 @@ class RedistributionPrices:
         """Seconds for ``times`` (forward, backward) along the cheapest path for one of each; by (layout, layout)."""
         table, grad = self.table(meta), meta.requires_grad and self.training
         if times[0] == times[1] or not grad:
-            return times[0] * table.seconds
+            return times[0] * table.seconds if times[0] else np.where(table.seconds < np.inf, 0.0, np.inf)
         key = (meta.shape, meta.dtype.itemsize, meta.requires_grad, "forward")
         if key not in self._weighted:
 
