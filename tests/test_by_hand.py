@@ -73,6 +73,23 @@ def test_context_parallelism_sends_keys_around() -> None:
     assert block_of(plan)["self_attn scaled_dot_product_attention"][0] in ("b·ring", "b·queries")
 
 
+@pytest.mark.parametrize("zero", [1, 3])
+@pytest.mark.parametrize("degrees", ["dp=2,cp=2", "cp=4"])
+def test_context_parallelism_gathers_its_stored_weights(degrees: str, zero: int) -> None:
+    """A product cut by the shard of its weight that a rank stores would be tensor parallelism."""
+    plan = priced(f"{degrees},zero={zero}")
+    lines = block_of(plan)
+    assert lines["self_attn scaled_dot_product_attention"][0].split("·")[-1] in ("ring", "queries")
+    assert {strategy.split("·")[-1] for name, (strategy, _) in lines.items() if "_proj" in name} == {"b1"}
+    assert "context parallel" in plan.summary().lower() and "tensor parallel" not in plan.summary().lower()
+
+
+def test_what_context_parallelism_cannot_cut_is_named() -> None:
+    """Experts get flat tokens, which a shard of each sequence is not."""
+    said = plan_of("mixtral", Cluster.load("h100-sxm", num_devices=4), 8, by_hand="cp=4,zero=3").evidence.stop_reason
+    assert "a context-parallel axis does not cut routed_experts" in said and "along the sequence" in said
+
+
 def test_pipelines_run_micro_batches_by_schedule() -> None:
     plan = priced("pp=2,dp=2,micro_batch=1")
     assert (plan.hybrid.stages, plan.hybrid.pipeline_ranks, plan.hybrid.micro_batches) == (2, 2, 4)

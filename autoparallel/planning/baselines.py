@@ -13,8 +13,8 @@ parameters and activations may take; any other counts as a penalty. The search f
     |          | several axes: any)        |                       |                                       |
     | tensor   | matrices S, others I      | none                  | I -> R, P -> I                        |
     | sequence | the same                  | I -> R                | S(1) -> R, P -> S(1)                  |
-    | context  | as data (context shard:   | I -> R (S -> R)       | none; inputs are S(1)                 |
-    |          | as shard)                 |                       |                                       |
+    | context  | as data (context shard:   | I -> R (S -> R)       | none; inputs are S(1), products are   |
+    |          | as shard)                 |                       | cut along the sequence                |
     | expert   | experts S(0), others as   | I -> R; of experts    | none                                  |
     |          | data                      | none                  |                                       |
 
@@ -63,23 +63,25 @@ class Baseline:
         decision, s = self.space.decisions[index], self.space.strategy_sets[index]
         penalties = np.zeros(len(s.strategies))
         if decision.kind not in ("parameter", "input"):
-            return penalties + self._repeated(index)
+            return penalties + self._not_along_the_sequence(index)
         for axis, role in enumerate(self.roles):
             allowed = self._allowed_by_role(index, axis, role)
             penalties += ~np.array([r in allowed for r in s.array[:, axis]], dtype=bool)
         return penalties
 
-    def _repeated(self, index: int) -> np.ndarray:
-        """Context-parallel axes on which a product or attention is not cut, or cut by the batch, by strategy."""
+    def _not_along_the_sequence(self, index: int) -> np.ndarray:
+        """Context-parallel axes on which a product or attention is not cut, or cut by the batch, or computes with a
+        shard of its weight as tensor parallelism does, by strategy."""
         s, found = self.space.strategy_sets[index], np.zeros(len(self.space.strategy_sets[index].strategies))
         if s.rule is None or s.rule.op_class not in MATRIX:
             return found
         by_batch = len(s.output_metas[0].shape) > 2
-        whole = np.array([not row.factor or (by_batch and row.outputs[0].is_shard and row.outputs[0].dim == 0)
-                          for row in s.axis_strategies])
+        weights = [use.position for use in self.space.uses_by[index] if use.source in self._of_parameters]
+        other = np.array([not row.factor or (by_batch and row.outputs[0].is_shard and row.outputs[0].dim == 0)
+                          or any(row.inputs[position].is_shard for position in weights) for row in s.axis_strategies])
         for axis, role in enumerate(self.roles):
             if role in ("context", "context shard"):
-                found += whole[s.array[:, axis]]
+                found += other[s.array[:, axis]]
         return found
 
     def _allowed_by_role(self, index: int, axis: int, role: str) -> set[int]:
@@ -100,6 +102,17 @@ class Baseline:
             vector = len(s.output_metas[0].shape) < 2  # a bias is laid out as the product's result
             return {possible[p] for p in shards} | (whole if vector else set())
         return whole
+
+    @cached_property
+    def _of_parameters(self) -> frozenset[int]:
+        """Parameters, shared reads of them and their views."""
+        found: set[int] = set()
+        for decision, s in zip(self.space.decisions, self.space.strategy_sets, strict=True):
+            passes_on = decision.kind == "shared_read" or (s.rule is not None and s.rule.alias)
+            sources = {use.source for use in self.space.uses_by.get(decision.index, ())}
+            if decision.kind == "parameter" or (passes_on and sources and sources <= found):
+                found.add(decision.index)
+        return frozenset(found)
 
     @cached_property
     def _experts(self) -> frozenset[int]:

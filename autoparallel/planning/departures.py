@@ -24,7 +24,7 @@ def departures(by: Baseline, pricer: SpacePricer, strategies: Sequence[Strategy]
     for decision, s in zip(space.decisions, space.strategy_sets, strict=True):
         if by.decision_penalties(decision.index)[numbers[decision.index]] >= 1:
             if decision.kind == "op":
-                found.append(f"every rank of a context-parallel axis repeats {decision.name}")
+                found.append(f"a context-parallel axis does not cut {decision.name} along the sequence")
                 continue
             layout = layout_str(tuple(s.axis_strategies[r].outputs[0] for r in strategies[decision.index]))
             found.append(f"{decision.kind} {decision.name} is {layout}, not as the roles "

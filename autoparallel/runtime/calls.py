@@ -53,8 +53,8 @@ class Calls:
         with state.together.call(), use_numbers({n: leaves[n] for n in compiled.numbers}):
             outputs = self._run(compiled, leaves)
             results = [
-                value if layout is None else self._global_output(value, layout, compiled.space, number,
-                                                                 whole and number not in compiled.cached)
+                value if layout is None else initialise.taking_any_gradient(self._global_output(
+                    value, layout, compiled.space, number, whole and number not in compiled.cached))
                 for number, (value, layout) in enumerate(zip(outputs, compiled.program.output_layouts, strict=True))
             ]
         return pytree.tree_unflatten(results, compiled.space.graph.out_spec)

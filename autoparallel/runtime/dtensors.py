@@ -1,13 +1,16 @@
 """DTensors on the meshes of parallel modules, where torch answers for one shard as if it were the whole: refused.
 
-Assigning to ``.data`` changes nothing of a DTensor, and ``.item()``, ``float()`` and ``bool()`` of one that is sharded
-or a summand read this rank's part. (The one file that touches DTensor's op handlers and attributes.)
+Assigning to ``.data`` changes nothing of a DTensor, nor does writing to a selection along a sharded dim
+(``weight[3] = 0``, ``weight[2:9].mul_(2)``), which torch makes of a gathered copy; ``.item()``, ``float()`` and
+``bool()`` of one that is sharded or a summand read this rank's part. (The one file that touches DTensor's op handlers
+and attributes.)
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import cache
+from functools import cache, wraps
+from types import EllipsisType
 from typing import Any
 from weakref import WeakValueDictionary
 
@@ -23,6 +26,14 @@ Handler = Callable[[Any, tuple[Any, ...], dict[str, Any]], Any]
 _MESHES: WeakValueDictionary[int, DeviceMesh] = WeakValueDictionary()  # by id: equal meshes are several
 _NUMBER = torch.ops.aten._local_scalar_dense.default
 _DATA: Any = torch.Tensor.data
+_SET_ITEM, _GET_ITEM = torch.Tensor.__setitem__, torch.Tensor.__getitem__
+#: Methods of tensors that write in place.
+_IN_PLACE = [name for name in dir(torch.Tensor)
+             if (name.endswith("_") and not name.startswith("_")
+                 and name not in ("requires_grad_", "detach_", "share_memory_"))
+             or name in {f"__i{op}__" for op in ("add", "sub", "mul", "truediv", "floordiv", "mod", "pow", "and", "or",
+                                                 "xor", "lshift", "rshift")}]
+_BASIC = (int, slice, type(None), EllipsisType)
 
 
 def watch(mesh: DeviceMesh) -> None:
@@ -36,11 +47,12 @@ def is_watched(value: Any) -> bool:
     return isinstance(value, DTensor) and id(value.device_mesh) in _MESHES
 
 
-def set_handler(op: Any, handler: Handler) -> Handler | None:
-    """Let ``handler`` run ``op`` on DTensors; returns the handler before."""
+def set_handler(op: Any, handler: Handler | None) -> Handler | None:
+    """Let ``handler`` (None: DTensor's own way) run ``op`` on DTensors; returns the handler before."""
     handlers: dict[Any, Any] = DTensor._op_dispatcher._custom_op_handlers
-    before = handlers.get(op)
-    handlers[op] = handler
+    before: Handler | None = handlers.pop(op, None)
+    if handler is not None:
+        handlers[op] = handler
     return before
 
 
@@ -48,6 +60,9 @@ def set_handler(op: Any, handler: Handler) -> Handler | None:
 def _replace() -> None:
     set_handler(_NUMBER, _number)
     DTensor.data = property(_DATA.__get__, _set_data)  # type: ignore[assignment]
+    DTensor.__setitem__ = _set_item  # type: ignore[assignment]
+    for name in _IN_PLACE:
+        setattr(DTensor, name, _writing(getattr(torch.Tensor, name)))
 
 
 def _number(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -67,6 +82,36 @@ def _set_data(tensor: DTensor, value: Any) -> None:
                          "are in the local shard\n  Write into it: `with torch.no_grad(): tensor.copy_(value)`, with a "
                          "DTensor; a whole tensor as distribute_tensor(value, tensor.device_mesh, tensor.placements).")
     _DATA.__set__(tensor, value)
+
+
+def _writing(method: Callable[..., Any]) -> Callable[..., Any]:
+    """A method that writes in place, refused on a selection that is a copy."""
+
+    @wraps(method)
+    def written(tensor: DTensor, *args: Any, **kwargs: Any) -> Any:
+        if tensor._base is not None:
+            _refuse_copy(tensor, tensor._base)
+        return method(tensor, *args, **kwargs)
+
+    return written
+
+
+def _set_item(tensor: DTensor, index: Any, value: Any) -> None:
+    if is_watched(tensor) and all(isinstance(i, _BASIC) for i in (index if isinstance(index, tuple) else (index,))):
+        with torch.no_grad():
+            _refuse_copy(_GET_ITEM(tensor, index), tensor)
+    _SET_ITEM(tensor, index, value)
+
+
+def _refuse_copy(selected: Any, base: Any) -> None:
+    """Raises InputError if torch made a view of a DTensor of other memory than the DTensor's, for a gathered copy."""
+    if is_watched(base) and isinstance(selected, DTensor) and selected.numel() and (
+            selected._local_tensor.untyped_storage()._cdata != base._local_tensor.untyped_storage()._cdata):
+        raise InputError(f"writing to {list(selected.shape)} of a DTensor {list(base.shape)} with placements "
+                         f"{base.placements} changes nothing of it: a selection along a sharded dim is a copy\n"
+                         "  Write to the whole: `whole = tensor.full_tensor()`, on all ranks, and then `with "
+                         "torch.no_grad(): tensor.copy_(distribute_tensor(whole, tensor.device_mesh, "
+                         "tensor.placements))`.")
 
 
 __all__ = ["Handler", "is_watched", "set_handler", "watch"]

@@ -21,6 +21,7 @@ from weakref import WeakKeyDictionary, WeakSet, finalize
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
+from torch.utils.checkpoint import _StopRecomputationError
 
 from autoparallel.errors import InputError, MeshError, PeerError
 from autoparallel.kernels import collectives, groups
@@ -352,10 +353,11 @@ class Together:
     @contextmanager
     def call(self) -> Iterator[None]:
         """Context of a call that all ranks make. An error of this rank ends the call on all ranks; an error because
-        another rank failed becomes a PeerError. InputError passes: all ranks raise it before anything is sent."""
+        another rank failed becomes a PeerError. InputError passes: all ranks raise it before anything is sent; so does
+        the end of what `torch.utils.checkpoint` computes again, which is at the same place on all ranks."""
         try:
             yield
-        except InputError:
+        except (InputError, _StopRecomputationError):
             raise
         except BaseException as error:
             world = _world()

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Replicate, distribute_tensor
 
 from autoparallel.errors import InputError
 from autoparallel.layout import Layout, from_torch, local_box, to_torch
@@ -28,6 +28,19 @@ def as_dtensor(local: torch.Tensor, mesh: DeviceMesh, layout: Layout, shape: tup
         return DTensor.from_local(local, mesh, to_torch(layout), run_check=False)
     stride = torch.empty(shape, device="meta").stride()
     return DTensor.from_local(local, mesh, to_torch(layout), run_check=False, shape=torch.Size(shape), stride=stride)
+
+
+def taking_any_gradient(output: torch.Tensor) -> torch.Tensor:
+    """An output of a program, which takes a whole gradient where it is a DTensor (``output.backward(weights)``), and a
+    DTensor's where it is plain (of a loss to which terms of the parameters were added)."""
+    if output.grad_fn is not None:
+        if isinstance(output, DTensor):
+            mesh, placements = output.device_mesh, [Replicate() if p.is_partial() else p for p in output.placements]
+            output.register_hook(lambda g: g if g is None or isinstance(g, DTensor) else distribute_tensor(
+                g, mesh, placements, src_data_rank=None))
+        else:
+            output.register_hook(lambda g: g.full_tensor() if isinstance(g, DTensor) else g)
+    return output
 
 
 class _LocalShards(torch.autograd.Function):

@@ -15,6 +15,7 @@ from weakref import WeakKeyDictionary, WeakSet, ref
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from autoparallel.errors import InputError
@@ -79,9 +80,20 @@ def _check(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
             raise InputError(f"{names[0]} cannot step parameters that lie on a mesh: {why}\n  Write {write}.")
     if not isinstance(optimizer, OffloadedOptimizer):
         _check_tier(optimizer, parameters)
+        _shard_states(optimizer)
+        optimizer.register_load_state_dict_post_hook(_shard_states)
     if steps_shards(type(optimizer)):
         step_shards(optimizer)
     _passed.add(optimizer)
+
+
+def _shard_states(optimizer: torch.optim.Optimizer) -> None:
+    """Lay whole states, of an optimizer of the original (`load_state_dict`), out as their parameters."""
+    for parameter, state in optimizer.state.items():
+        for name, value in state.items() if is_watched(parameter) else ():
+            if isinstance(value, Tensor) and not isinstance(value, DTensor) and value.dim() \
+                    and value.shape == parameter.shape:
+                state[name] = distribute_tensor(value, parameter.device_mesh, parameter.placements, src_data_rank=None)
 
 
 def _look_at_reset(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:

@@ -20,6 +20,7 @@ from autoparallel.runtime.optimizers import look_at_steps, offload_states
 from autoparallel.runtime.originals import Originals
 from autoparallel.runtime.shared import Ranks
 from autoparallel.runtime.state import State
+from autoparallel.runtime.whole_draws import draw_whole
 
 
 def place(root: nn.Module, state: State, compiled: Compiled) -> None:
@@ -29,6 +30,7 @@ def place(root: nn.Module, state: State, compiled: Compiled) -> None:
     model, mesh = state.model, state.mesh
     layouts, elsewhere = compiled.parameter_layouts, compiled.elsewhere
     watch(mesh)
+    draw_whole()
     look_at_steps()
     _make_shared_groups(state, sorted(set(compiled.shared.values())))
     everywhere = (INVARIANT,) * mesh.ndim

@@ -85,7 +85,7 @@ def _along(op: OpView, dims: Iterable[int], first: int | None = None) -> tuple[A
         if x.shape[dim] == 1:
             continue
         number = x.num_elements // prod(x.shape[first:]) if first is not None else _rows_of_groups(op)
-        sums, size = 2 if _CENTRED[op.target] else 1, 4.0 * number / x.num_elements
+        sums, size = 2 if _CENTRED[op.target] else 1, 4.0 * number / max(x.num_elements, 1)
         numbers = (Exchange("all_reduce", 0, size, sums, whole=True),
                    Exchange("all_reduce", 0, sums * size, 0, int(x.requires_grad), whole=True))
         rest: Placement = shard(dim - first) if first is not None else REPLICATE

@@ -1,0 +1,212 @@
+"""What scripts write to parameters between calls, and add to a step: equal to one process, or refused."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.distributed.tensor import distribute_tensor
+from torch.utils.checkpoint import checkpoint
+
+import autoparallel
+from autoparallel.errors import AutoparallelError, InputError
+from tests.support.ranks import mesh_of
+from tests.support.reference import gathered, gradients_of
+
+X, Y = torch.linspace(-2, 2, 64).view(8, 8).cos(), torch.arange(8)
+Made = dict[str, Tensor]
+
+
+class Net(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.norm, self.last = nn.Linear(8, 16), nn.LayerNorm(16), nn.Linear(16, 16)
+
+    def forward(self, x: Tensor, y: Tensor | None = None) -> Tensor:
+        made = self.last(self.norm(self.first(x)).tanh())
+        return made if y is None else F.cross_entropy(made, y)
+
+
+def net() -> Any:
+    torch.manual_seed(7)
+    return Net()
+
+
+def assert_equal(found: Made, expected: Made) -> None:
+    assert found.keys() == expected.keys()
+    for name, value in expected.items():
+        assert torch.allclose(found[name], value, rtol=1e-5, atol=1e-6), name
+
+
+def is_close_on(mesh_shape: tuple[int, ...], baseline: str, script: Callable[[Any], Made]) -> None:
+    """Run on each rank: the script's results with the parallel module are those with the model."""
+    expected = script(net())
+    parallel = autoparallel.compile(net(), mesh_of(*mesh_shape), baseline=baseline, example_inputs=(X,))
+    assert_equal(script(parallel), expected)
+
+
+# ------------------------------------------------------------------------------------------ writes to a part
+
+
+WRITES: dict[str, Callable[[Any], object]] = {
+    "item": lambda w: w.__setitem__((0, 0), 7.0), "last row": lambda w: w.__setitem__(-1, w[-1] * 2),
+    "rows": lambda w: w[2:9].mul_(3), "row": lambda w: w[12].zero_(), "rows of data": lambda w: w.data[:9].add_(1),
+    "in place": lambda w: w[2:9].__imul__(2), "columns": lambda w: w[:, 2:5].mul_(3),
+    "all": lambda w: w.view(-1).mul_(2),
+    "part of a view": lambda w: w.view(-1)[3:200].mul_(0), "transposed": lambda w: w.t().mul_(2),
+    "diagonal": lambda w: w.diagonal().mul_(2), "chunk": lambda w: w.chunk(4)[2].zero_(),
+}
+
+
+def write(baseline: str) -> list[str]:
+    """Writes to selections of a sharded weight; those that were refused."""
+    parallel = autoparallel.compile(net(), mesh_of(2), baseline=baseline, example_inputs=(X,))
+    refused = []
+    for name, change in WRITES.items():
+        model = net()
+        parallel.load_state_dict(model.state_dict())
+        with torch.no_grad():
+            change(model.last.weight)
+            try:
+                change(parallel.last.weight)
+            except (InputError, RuntimeError, NotImplementedError) as error:  # or in torch's words, not silently
+                refused.append(name if isinstance(error, InputError) else "")
+                continue
+        assert_equal(gathered(parallel.named_parameters()), gathered(model.named_parameters()))
+    return refused
+
+
+def test_a_write_to_a_part_is_done_or_refused(ranks: Any) -> None:
+    """torch selects along a sharded dim from a gathered copy: what is written to that changes nothing."""
+    for refused in ranks(2).run(write, "fsdp"):
+        assert {"item", "rows", "row", "rows of data", "in place", "part of a view"} <= set(refused)
+        assert not {"columns", "all"} & set(refused)
+    for refused in ranks(2).run(write, "ddp"):
+        assert not refused
+
+
+# ------------------------------------------------------------------------------------------- random numbers
+
+
+def draw(model: Any) -> Made:
+    """Weights by torch's initialisers, and noise."""
+    torch.manual_seed(3)
+    nn.init.kaiming_uniform_(model.first.weight)
+    nn.init.trunc_normal_(model.last.weight, std=0.1)
+    with torch.no_grad():
+        model.last.bias.add_(torch.randn_like(model.last.bias))
+        model.norm.weight.bernoulli_(0.5)
+        model.norm.bias.exponential_()
+        model.first.bias.copy_(F.dropout(model.norm.bias, 0.5))
+    made = gathered(model.named_parameters())
+    nn.init.eye_(model.last.weight)
+    return {**made, "eye": gathered([("", model.last.weight)])[""], "state": torch.get_rng_state().float()}
+
+
+def draw_after_other_seeds() -> None:
+    """Ranks with random states of their own: copies stay equal, and each rank's state is left as it was."""
+    mesh = mesh_of(2)
+    parallel = autoparallel.compile(net(), mesh, baseline="ddp", example_inputs=(X,))
+    torch.manual_seed(mesh.get_rank())
+    before = torch.get_rng_state()
+    nn.init.normal_(parallel.last.weight)
+    torch.testing.assert_close(parallel.last.weight.to_local(), torch.empty(16, 16).normal_(
+        generator=torch.Generator().manual_seed(0)))
+    assert mesh.get_rank() == 0 or torch.equal(torch.get_rng_state(), before)
+
+
+def draw_on_other_meshes() -> None:
+    """DTensors that are no parallel module's are drawn as torch does."""
+    mesh = mesh_of(2)
+    autoparallel.compile(net(), mesh, baseline="fsdp", example_inputs=(X,))
+    other = distribute_tensor(torch.zeros(4, 4), torch.distributed.init_device_mesh("cpu", (2,)), src_data_rank=None)
+    torch.manual_seed(1)
+    own = torch.empty(4, 4).normal_(generator=torch.Generator().manual_seed(1))
+    assert torch.equal(other.normal_().to_local(), own)
+
+
+@pytest.mark.parametrize(("shape", "baseline"), [((2,), "fsdp"), pytest.param((2, 2), "tensor_parallel",
+                                                                              marks=pytest.mark.slow)])
+def test_random_numbers_are_those_of_the_whole(ranks: Any, shape: tuple[int, ...], baseline: str) -> None:
+    """torch gives each shard of a CPU mesh the same rows."""
+    ranks(torch.Size(shape).numel()).run(is_close_on, shape, baseline, draw)
+
+
+def test_random_numbers_of_ranks_with_other_seeds(ranks: Any) -> None:
+    ranks(2).run(draw_after_other_seeds)
+    ranks(2).run(draw_on_other_meshes)
+
+
+# --------------------------------------------------------------------------------------------- what a step adds
+
+
+def regularised(model: Any) -> Made:
+    """Terms of the parameters are added to the loss; and elastic weights, by the square of gradients."""
+    model(X, Y).backward()
+    weights = {name: p.grad.detach() ** 2 for name, p in model.named_parameters()}
+    before = {name: p.detach() * 0.5 for name, p in model.named_parameters()}
+    model.zero_grad()
+    loss = model(X, Y) + 1e-2 * sum(p.pow(2).sum() + p.abs().sum() for p in model.parameters())
+    loss = loss + model.last.weight.norm()
+    loss = loss + 100 * sum((weights[name] * (p - before[name]) ** 2).sum() for name, p in model.named_parameters())
+    loss.backward()
+    return {**gradients_of(model), **gathered([("loss", loss.detach())])}
+
+
+def given_gradients(model: Any) -> Made:
+    """Backward of an output with a plain gradient."""
+    model(X).backward(torch.linspace(0, 1, 128).view(8, 16))
+    return gradients_of(model)
+
+
+def recomputed(model: Any) -> Made:
+    """Within torch's checkpoint, which stops early when it computes again."""
+    x = X.clone().requires_grad_()
+    for _ in range(2):
+        checkpoint(model, x, Y, use_reentrant=False).backward()
+    assert x.grad is not None
+    return {**gradients_of(model), **gathered([("x", x.grad)])}
+
+
+def resumed(model: Any) -> Made:
+    """With the states of an optimizer of the model in one process, before the first step and after it."""
+    single = net()
+    theirs = torch.optim.AdamW(single.parameters(), lr=1e-2, eps=1e-3)
+    single(X, Y).backward()
+    theirs.step()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, eps=1e-3)
+    for _ in range(2):
+        optimizer.load_state_dict(copy.deepcopy(theirs.state_dict()))
+        model.zero_grad()
+        model(X, Y).backward()
+        optimizer.step()
+    made = gathered(model.named_parameters())
+    states = ((f"state {name}", optimizer.state[p]["exp_avg"]) for name, p in model.named_parameters())
+    return {**made, **gathered(states)}
+
+
+@pytest.mark.parametrize("script", [regularised, given_gradients, recomputed, resumed])
+@pytest.mark.parametrize(("shape", "baseline"), [
+    ((2,), "fsdp"), pytest.param((2, 2), "tensor_parallel", marks=pytest.mark.slow),
+    pytest.param((2,), "ddp", marks=pytest.mark.slow)])
+def test_what_a_step_adds(ranks: Any, shape: tuple[int, ...], baseline: str, script: Callable[[Any], Made]) -> None:
+    ranks(torch.Size(shape).numel()).run(is_close_on, shape, baseline, script)
+
+
+def call_with_no_rows() -> None:
+    parallel = autoparallel.compile(net(), mesh_of(2), baseline="fsdp", example_inputs=(X,))
+    try:
+        made = parallel(torch.zeros(0, 8))
+        assert made.shape == (0, 16)
+    except AutoparallelError:
+        pass
+
+
+def test_a_batch_of_no_rows(ranks: Any) -> None:
+    """Is computed, or refused in our words."""
+    ranks(2).run(call_with_no_rows)
