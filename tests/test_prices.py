@@ -73,6 +73,20 @@ def test_a_bias_does_not_stand_in_for_the_gradient_of_an_input() -> None:
     assert backward_flops_s(bias=True) == pytest.approx(backward_flops_s(bias=False), rel=0.01)
 
 
+@pytest.mark.parametrize("times", [(0, 0), (0, 1), (1, 0), (2, 2)])
+def test_where_there_is_no_path_the_price_is_infinite_however_often_it_runs(times: tuple[float, float]) -> None:
+    """Also of what is hidden by overlap, thus counted zero times."""
+    space = StrategySpace(graph_of("llama"), (2, 2))
+    prices = Prices(space, Cluster.load("h100-sxm", num_devices=4, software="none")).redistribution
+    impossible = 0
+    for use in space.uses:
+        once, counted = prices.use_s(use), prices.use_s(use, times)
+        assert np.array_equal(np.isfinite(counted), np.isfinite(once))
+        assert not np.isnan(counted).any() and (any(times) or not counted[np.isfinite(once)].any())
+        impossible += int(np.isinf(once).sum())
+    assert impossible
+
+
 def test_accumulating_gradients_of_micro_batches_takes_time() -> None:
     """Each turn after the first reads two gradients and writes one: of whole parameters, or of the pieces stored."""
     cluster = Cluster.load("h100-sxm", num_devices=2, software="none")
