@@ -301,9 +301,9 @@ def import_(
 @app.command()
 def manifest(
     words: Annotated[list[str], typer.Argument(metavar="[PLAN.json] -- COMMAND", help="the plan (none with --servers), "
-                                               "and what a rank runs")],
+                                               "and what a rank runs (but for ranktable)")],
     to: Annotated[str, typer.Option(help="slurm, kubeflow, pytorchjob, jobset, skypilot, ray, mpi or ranktable")],
-    nodes: Annotated[int, typer.Option(min=1, help="hosts")] = 1,
+    nodes: Annotated[int | None, typer.Option(min=1, help="hosts; left out, as many as --hosts names, or 1")] = None,
     name: Annotated[str, typer.Option(help="of the job")] = "train",
     image: Annotated[str | None, typer.Option(help="container image with autoparallel and the script")] = None,
     hosts: Annotated[str | None, typer.Option(help="addresses a,b,... (or @ranktable.json) for mpi, ranktable")] = None,
@@ -327,8 +327,9 @@ def manifest(
     if servers:
         text = role_manifest(to, RoleJob(name, servers, workers, tuple(words), image, gpus, claim))
     else:
-        job = Job(name, Plan.load(words[0]), str(Path(words[0]).resolve()), nodes, tuple(words[1:]), image, gpus,
-                  _hosts(hosts))
+        named = _hosts(hosts)
+        job = Job(name, Plan.load(words[0]), str(Path(words[0]).resolve()), nodes or len(named) or 1, tuple(words[1:]),
+                  image, gpus, named)
         text = manifest(to, job)
     if output is None:
         typer.echo(text, nl=False)

@@ -30,8 +30,9 @@ _CONFIG_MAP_BYTES, _ANNOTATION_BYTES = 2**20, 2**18
 
 @dataclass(frozen=True)
 class Job:
-    """A plan on hosts. ``command``: what a rank runs; ``gpus``: whether each process takes a GPU; ``plan_file``: where
-    the platform's processes find the plan; ``hosts``: their addresses, for MPI and rank tables."""
+    """A plan on hosts. ``command``: what a rank runs (rank tables have none); ``gpus``: whether each process takes a
+    GPU; ``plan_file``: where the platform's processes find the plan; ``hosts``: their addresses, for MPI and rank
+    tables."""
 
     name: str
     plan: Plan
@@ -46,9 +47,6 @@ class Job:
         check_name(self.name)
         if self.nodes < 1 or self.ranks % self.nodes:
             raise LaunchError(f"the plan is for {self.ranks} devices, which {self.nodes} hosts cannot share evenly")
-        if not self.command:
-            raise LaunchError("write the command of a rank after --, as in autoparallel manifest plan.json --to slurm "
-                              "-- python train.py")
 
     @property
     def ranks(self) -> int:
@@ -196,9 +194,13 @@ FORMATS: Mapping[str, Callable[[Job], str]] = {
 
 
 def manifest(to: str, job: Job) -> str:
-    """The text of the file (or files, for a YAML with several documents). Raises LaunchError for an unknown format."""
+    """The text of the file (or files, for a YAML with several documents). Raises LaunchError for an unknown format, and
+    where a command is missing."""
     if to not in FORMATS:
         raise LaunchError(f"--to {to}: one of {', '.join(sorted(FORMATS))} is required")
+    if not job.command and to != "ranktable":
+        raise LaunchError("write the command of a rank after --, as in autoparallel manifest plan.json --to slurm "
+                          "-- python train.py")
     return FORMATS[to](job)
 
 

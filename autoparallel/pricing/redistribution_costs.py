@@ -210,7 +210,7 @@ class RedistributionPrices:
         """Seconds for ``times`` (forward, backward) along the cheapest path for one of each; by (layout, layout)."""
         table, grad = self.table(meta), meta.requires_grad and self.training
         if times[0] == times[1] or not grad:
-            return times[0] * table.seconds if times[0] else np.where(table.seconds < np.inf, 0.0, np.inf)
+            return _repeated(times[0], table.seconds)
         key = (meta.shape, meta.dtype.itemsize, meta.requires_grad, "forward")
         if key not in self._weighted:
 
@@ -221,8 +221,7 @@ class RedistributionPrices:
         more = times[0] - times[1]  # the rest runs in one direction only
         forward = np.minimum(self._weighted[key], table.seconds)
         one_way = forward if more > 0 else table.seconds - np.where(forward < np.inf, forward, 0.0)
-        both = min(times) * table.seconds if min(times) else 0.0  # not 0 * inf where there is no path
-        return both + abs(more) * one_way
+        return _repeated(min(times), table.seconds) + abs(more) * one_way
 
     def use_copies(self, use: TensorUse) -> np.ndarray:
         """Bytes of the redistributed copy (0: no redistribution); by (source strategy, target strategy)."""
@@ -246,3 +245,8 @@ class RedistributionPrices:
         rows = self.space.strategy_sets[use.source].outputs[use.output]
         columns = self.space.strategy_sets[use.target].inputs[use.position]
         return np.maximum(self._weighted[key][np.ix_(rows, columns)] - self.use_copies(use), 0.0)
+
+
+def _repeated(count: float, seconds: np.ndarray) -> np.ndarray:
+    """``count`` times these seconds; infinite where there is no path, also when it is never run (not 0 * inf)."""
+    return np.where(np.isfinite(seconds), count * np.where(np.isfinite(seconds), seconds, 0.0), np.inf)
