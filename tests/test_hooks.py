@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch.utils.flop_counter import FlopCounterMode
 
 import autoparallel
 from tests.support.overlapped import Tied
@@ -72,3 +73,14 @@ def test_hooks_of_parameters_are_called_once_a_step(ranks: Any, mesh_shape: tupl
             torch.testing.assert_close(x, expected[name], rtol=1e-5, atol=1e-6, msg=lambda m, n=name: f"{n}: {m}")
         names |= set(dict(found))
     assert names == set(expected)
+
+
+def test_flops_are_counted_of_the_call_and_not_of_its_trace(mesh_of_one: Any) -> None:
+    """FlopCounterMode sets hooks of all modules, and of values, which a trace cannot have."""
+    model, x = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.ReLU()), torch.ones(8, 4)
+    counts = []
+    for called in (model, autoparallel.compile(model, mesh_of_one)):
+        with FlopCounterMode(display=False) as counted:
+            called(x)
+        counts.append(counted.get_total_flops())
+    assert counts[0] == counts[1] == 2 * 8 * 4 * 4

@@ -44,17 +44,34 @@ def squared(outputs: Any, labels: Tensor, num_items_in_batch: Any = None) -> Ten
     return ((picked - 1).square() * kept).sum() / num_items_in_batch
 
 
+class Classified(nn.Module):
+    """A classifier that takes the number of items and does not read it, as BERT's do."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.embedding, self.out = nn.Embedding(64, 16), nn.Linear(16, 4)
+
+    def forward(self, input_ids: Tensor, attention_mask: Tensor, labels: Tensor, **kwargs: Any) -> dict[str, Tensor]:
+        logits = self.out((self.embedding(input_ids) * attention_mask[..., None]).mean(1))
+        return {"loss": nn.functional.cross_entropy(logits, labels[:, 0] % 4), "logits": logits}
+
+
 def trainer_of(cls: Any, folder: Path, ranks: int, options: dict[str, Any], **more: Any) -> Any:
     """A Trainer; ``ranks``: among how many the same batch is divided."""
     arguments = {
         "output_dir": str(folder), "per_device_train_batch_size": 8 // ranks, "per_device_eval_batch_size": 8 // ranks,
         "num_train_epochs": 2, "learning_rate": 1e-2, "logging_steps": 1, "report_to": [], "disable_tqdm": True,
         "save_strategy": "no", "seed": 3, "use_cpu": True, "dataloader_drop_last": True, "adam_epsilon": 1e-4}
-    build = options.pop("build", llama)
+    build, given = options.pop("build", llama), options.pop("given", False)
     more = {**more, **{name: options.pop(name) for name in ("data_collator", "compute_loss_func") if name in options}}
     padded = options.pop("padded", True)
     arguments.update(options)
-    return cls(model=build(), args=transformers.TrainingArguments(**arguments), train_dataset=Text(padded),
+    model = build()
+    if given:
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.5, momentum=0.9)
+        more["optimizers"] = optimizer, torch.optim.lr_scheduler.StepLR(optimizer, 2, 0.1)
+    return cls(model=model, args=transformers.TrainingArguments(**arguments), train_dataset=Text(padded),
                eval_dataset=Text(padded), **more)
 
 
@@ -113,6 +130,8 @@ FSDP, TENSOR = {"baseline": "fsdp"}, {"baseline": "tensor_parallel"}
     slow((4,), FSDP,
          {"padded": False, "data_collator": collated, "gradient_accumulation_steps": 2, "max_steps": 3}, None),
     ((4,), {"baseline": "ddp"}, {"build": adapted, "gradient_accumulation_steps": 2}, None),
+    ((4,), {"baseline": "ddp"}, {"build": Classified, "gradient_accumulation_steps": 2, "max_grad_norm": 0.1}, None),
+    ((4,), FSDP, {"given": True, "max_steps": 4}, 1),
     slow((4,), {"zero_stage": 1, "baseline": "ddp"},
          {"activation_checkpointing": True, "include_num_input_tokens_seen": "all"}, 1),
 ])

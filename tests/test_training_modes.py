@@ -216,3 +216,16 @@ def parts_in_eval_mode() -> list[str]:
 
 def test_parts_keep_their_mode(ranks: Any) -> None:
     assert ranks(4).run(parts_in_eval_mode) == [[]] * 4
+
+
+def test_a_mode_that_is_set_before_the_first_call_is_the_mode_of_that_call(mesh_of_one: Any) -> None:
+    """As Lightning puts modes back: by setting ``training`` of each module."""
+    class Halved(nn.Module):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return x if self.training else x / 2
+
+    parallel = autoparallel.compile(Halved(), mesh_of_one)
+    parallel.training = False
+    assert float(parallel(torch.ones(2)).sum()) == 1 and not parallel.training
+    parallel.training = True
+    assert float(parallel(torch.ones(2)).sum()) == 2

@@ -13,7 +13,7 @@ import sys
 import threading
 from collections import deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
 from operator import is_
 from typing import Any
@@ -23,6 +23,7 @@ import torch.utils._pytree as pytree
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.fx import Graph
+from torch.utils._python_dispatch import _get_current_dispatch_mode, _pop_mode_temporarily
 
 from autoparallel.capture import settings
 from autoparallel.capture.contents import Change, Inventory, Missing, description, is_plain, is_users, restore
@@ -45,6 +46,25 @@ def hooks_of_all() -> list[Any]:
     """The user's hooks of all modules (`torch.nn.modules.module.register_module_forward_hook` and its kin)."""
     return [hook for table in _HOOKS_OF_ALL.values() if table for hook in table.values()
             if is_users({"__name__": getattr(hook, "__module__", "")})]
+
+
+@contextmanager
+def uncounted() -> Iterator[None]:
+    """Without torch's FlopCounterMode, which counts what runs, and its hooks of all modules, which set hooks of values."""
+    before = {name: dict(table) for name, table in _HOOKS_OF_ALL.items()}
+    for table in _HOOKS_OF_ALL.values():
+        for key, hook in list(table.items()):
+            if getattr(hook, "__module__", "") == "torch.utils.module_tracker":
+                del table[key]
+    try:
+        with ExitStack() as stack:
+            while type(_get_current_dispatch_mode()).__module__ == "torch.utils.flop_counter":
+                stack.enter_context(_pop_mode_temporarily())
+            yield
+    finally:
+        for name, table in _HOOKS_OF_ALL.items():
+            table.clear()
+            table.update(before[name])
 
 
 @dataclass(frozen=True)

@@ -17,7 +17,7 @@ import torch.utils._pytree as pytree
 from torch.export import ExportedProgram
 
 from autoparallel.capture.contents import inside
-from autoparallel.capture.dependencies import recorder
+from autoparallel.capture.dependencies import recorder, uncounted
 from autoparallel.capture.numbers import as_symbols, as_tensors
 from autoparallel.capture.remedies import instead, lines_at, lines_of, makes_number
 from autoparallel.capture.tracing.frames import OWN
@@ -51,7 +51,7 @@ def trace(model: torch.nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]
     hooks = (model.register_forward_pre_hook(given.note, with_kwargs=True),
              model.register_forward_hook(given.check, with_kwargs=True), model.register_forward_hook(_returned))
     try:
-        with (_quiet(), torch.enable_grad(), functions_as_ops(), without_checks(), traced_methods(),
+        with (_quiet(), uncounted(), torch.enable_grad(), functions_as_ops(), without_checks(), traced_methods(),
               flex_attention_as_ops(), rows_by_value(), TracedCalls(known), as_symbols(model, numbers)):
             return torch.export.export(model, tuple(args), dict(kwargs), strict=False)
     except CaptureError:

@@ -134,6 +134,7 @@ class AutoparallelStrategy(DDPStrategy):
             setattr(self.model, name, made)
             for optimizer in self.optimizers:
                 self._preparation.when_traced(made, partial(move_optimizer, optimizer, child, made))
+            self._preparation.when_traced(made, partial(_move_toggled, self.model, child, made))
 
     def lightning_module_state_dict(self) -> dict[str, Any]:
         assert self.model is not None
@@ -180,6 +181,15 @@ def _in_one_order(loader: Any) -> Any:
         seed = decide_once(lambda: int(torch.empty((), dtype=torch.int64).random_()))
         loader.sampler.generator = torch.Generator().manual_seed(seed)
     return loader
+
+
+def _move_toggled(holder: Any, child: nn.Module, made: ParallelModule) -> None:
+    """What ``toggle_optimizer`` noted of the original's parameters holds for the parallel module's: it is traced between
+    that and ``untoggle_optimizer``."""
+    noted, own = holder._param_requires_grad_state, dict(nn.Module.named_parameters(made, remove_duplicate=False))
+    for name, parameter in child.named_parameters(remove_duplicate=False):
+        if parameter in noted and name in own:
+            noted[own[name]] = noted[parameter]
 
 
 def whole_state_dict(module: nn.Module) -> dict[str, Any]:

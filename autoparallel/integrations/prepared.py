@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial, wraps
 from typing import Any
@@ -43,9 +43,11 @@ class Preparation:
         made._state.whole_outputs = True
         for name in ("forward", "step"):
             made.__dict__[name] = self._prepared(made, getattr(made, name))
-        if call is None:  # summaries read parameters before the first call
-            made.__dict__["named_parameters"] = model.named_parameters
-            self.when_traced(made, partial(made.__dict__.pop, "named_parameters"))
+        if call is None:  # summaries read parameters before the first call; who puts modes back notes those of all modules
+            told = {"named_parameters": model.named_parameters, "named_modules": partial(_modules_to_be, made, model)}
+            made.__dict__.update(told)
+            for name in told:
+                self.when_traced(made, partial(made.__dict__.pop, name))
         return made
 
     def when_traced(self, model: ParallelModule, action: Callable[[], Any]) -> None:
@@ -66,6 +68,13 @@ class Preparation:
                 return call(*args, **kwargs)
 
         return prepared
+
+
+def _modules_to_be(made: ParallelModule, model: nn.Module, memo: set[nn.Module] | None = None, prefix: str = "",
+                   remove_duplicate: bool = True) -> Iterator[tuple[str, nn.Module]]:
+    """The modules that a parallel module will have, by their names, which are the original's before the trace."""
+    for name, module in model.named_modules(memo, prefix, remove_duplicate):
+        yield name, made if module is model else module
 
 
 def move_optimizer(optimizer: torch.optim.Optimizer, model: nn.Module, parallel: ParallelModule) -> None:

@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+import torch.utils._pytree as pytree
 from accelerate.utils import convert_to_fp32
 from torch import nn
 from torch.distributed.tensor import DTensor
@@ -20,8 +21,10 @@ from autoparallel.errors import InputError, shown
 from autoparallel.integrations.accelerator import AutoparallelAccelerator
 from autoparallel.integrations.batches import first_batches, one_of, rows_of
 from autoparallel.integrations.loss import with_loss
+from autoparallel.integrations.prepared import move_optimizer
 from autoparallel.runtime.checkpoint.job import IN_OTHERS
 from autoparallel.runtime.module import ParallelModule
+from autoparallel.runtime.tracing import first_form
 
 _Base: Any = object  # a Trainer, where the mixin is used
 
@@ -97,6 +100,8 @@ class AutoparallelTraining(_Base):
         self.model.train()
         call = (), self._prepare_inputs(joined or batches[0])
         parallel = self.accelerator.preparation.parallelise(self.model, call)
+        if self.optimizer is not None:  # Trainer(optimizers=(...)), made of the original's parameters
+            move_optimizer(self.optimizer, self.model, parallel)
         self.model = self.model_wrapped = parallel
         self.accelerator.prepare_model(parallel)
 
@@ -117,7 +122,7 @@ class AutoparallelTraining(_Base):
         assert isinstance(model, ParallelModule)
         scaler = self.accelerator.scaler
         with nullcontext() if scaler is None else scaler.scaling():
-            joined = None if self._own_loss else _joined(batches)
+            joined = None if self._own_loss or not _reads_items(model) else _joined(batches)
             if joined is not None:
                 return self._forward_and_backward(model, joined, 1.0, num_items_in_batch)
             share = 1.0 if _counts_items(self) and num_items_in_batch is not None else 1.0 / len(batches)
@@ -301,6 +306,17 @@ def _counts_items(trainer: Any) -> bool:
     """Whether the loss is divided by ``num_items_in_batch``, of the whole step."""
     return bool(trainer.model_accepts_loss_kwargs or trainer.compute_loss_func is not None
                 or trainer.label_smoother is not None)
+
+
+def _reads_items(model: ParallelModule) -> bool:
+    """Whether the loss is divided by ``num_items_in_batch``, where the model is given it. Some take it and do not read
+    it (BERT's classifiers): such losses are means of their batches, which the Trainer adds up."""
+    graph = first_form(model._state).micro.whole
+    _, names = pytree.tree_unflatten(list(range(graph.in_spec.num_leaves)), graph.in_spec)
+    if "num_items_in_batch" not in names:
+        return True
+    paths = {graph.nodes[ref.node].path for ref in graph.consumers if graph.nodes[ref.node].kind == "input"}
+    return str(names["num_items_in_batch"]) in paths
 
 
 def _with_items(trainer: Any, batch: Mapping[str, Any], batches: Sequence[Mapping[str, Any]], items: Any = None

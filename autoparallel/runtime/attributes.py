@@ -49,6 +49,8 @@ def set_on_original(module: nn.Module, name: str, value: Any) -> bool:
     its own state, and after the first trace tensors and submodules. A setter of the original runs on ``module``."""
     refuse_setting(name)
     state: State | None = module.__dict__.get("_state")
+    if name == "training" and state is not None and not state.forms:
+        state.model.training = value  # the first trace takes the original's modes
     if state is None or name in _OWN or isinstance(getattr(type(module), name, None), property):
         return False
     described = inspect.getattr_static(type(state.model), name, None)

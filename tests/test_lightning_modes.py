@@ -1,0 +1,108 @@
+"""Lightning sets modes and freezes parameters of submodules that are traced in between: on a mesh of one as without."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils.data import DataLoader, TensorDataset
+
+lightning = pytest.importorskip("lightning")
+
+VARIABLES = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "LOCAL_WORLD_SIZE": "1", "GROUP_RANK": "0",
+             "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29513", "TORCHELASTIC_RUN_ID": "x"}
+
+
+@pytest.fixture
+def as_torchrun(mesh_of_one: Any) -> Iterator[None]:
+    os.environ.update(VARIABLES)
+    yield
+    for name in VARIABLES:
+        os.environ.pop(name, None)
+
+
+class Generator(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.model = nn.Sequential(nn.Linear(8, 16), nn.BatchNorm1d(16, 0.8), nn.LeakyReLU(0.2, inplace=True),
+                                   nn.Linear(16, 16), nn.Tanh())
+
+    def forward(self, z: Tensor) -> Tensor:
+        return self.model(z).view(len(z), 1, 4, 4) * (1.0 if self.training else 0.5)
+
+
+class Discriminator(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.model = nn.Sequential(nn.Linear(16, 16), nn.LeakyReLU(0.2), nn.BatchNorm1d(16), nn.Linear(16, 1))
+
+    def forward(self, image: Tensor) -> Tensor:
+        return self.model(image.flatten(1)) * (1.0 if self.training else 0.5)
+
+
+class Gan(lightning.LightningModule):
+    """Lightning's example: example_input_array, toggled optimizers, a picture after each epoch."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.automatic_optimization = False
+        self.generator, self.discriminator = Generator(), Discriminator()
+        self.example_input_array = torch.ones(2, 8)
+        self.seen: list[float] = []
+
+    def forward(self, z: Tensor) -> Tensor:
+        return self.generator(z)
+
+    def training_step(self, batch: Any) -> None:
+        images = batch[0]
+        judge = nn.functional.binary_cross_entropy_with_logits
+        z = torch.sin(torch.arange(len(images) * 8).view(-1, 8) + self.global_step).type_as(images)
+        valid, fake = torch.ones(len(images), 1), torch.zeros(len(images), 1)
+        generating, judging = self.optimizers()
+        for optimizer, loss_of in (
+                (generating, lambda: judge(self.discriminator(self(z)), valid)),
+                (judging, lambda: (judge(self.discriminator(images), valid)
+                                   + judge(self.discriminator(self(z).detach()), fake)) / 2)):
+            self.toggle_optimizer(optimizer)
+            loss = loss_of()
+            optimizer.zero_grad()
+            self.manual_backward(loss)
+            optimizer.step()
+            self.untoggle_optimizer(optimizer)
+            self.seen.append(float(loss.detach()))
+
+    def validation_step(self, batch: Any) -> None:
+        self.seen.append(float(self(torch.ones(len(batch[0]), 8)).square().mean()))
+
+    def on_train_epoch_end(self) -> None:
+        self.seen.append(float(self(torch.ones(3, 8).type_as(self.generator.model[0].weight)).abs().sum()))
+
+    def configure_optimizers(self) -> list[torch.optim.Optimizer]:
+        return [torch.optim.Adam(part.parameters(), lr=1e-2, betas=(0.5, 0.999), eps=1e-4)
+                for part in (self.generator, self.discriminator)]
+
+
+def fitted(strategy: Any, validates: bool, summarised: bool) -> tuple[list[float], list[bool]]:
+    """What was seen, and the modes that modules are in at last."""
+    images = DataLoader(TensorDataset(torch.sin(torch.arange(16.0 * 16)).view(16, 1, 4, 4)), batch_size=8)
+    module = Gan()
+    lightning.Trainer(accelerator="cpu", devices=1, strategy=strategy, max_epochs=2, logger=False,
+                      enable_progress_bar=False, enable_model_summary=summarised, enable_checkpointing=False,
+                      ).fit(module, images, images if validates else None)
+    return module.seen, [part.training for part in module.modules()]
+
+
+@pytest.mark.parametrize(("validates", "summarised"), [(True, False), (False, False), (False, True)])
+def test_the_gan_example(as_torchrun: None, validates: bool, summarised: bool) -> None:
+    """The first calls are in eval mode (Lightning's sanity check, its summary), or while one part is frozen."""
+    from autoparallel.integrations import AutoparallelStrategy
+
+    expected, modes = fitted("auto", validates, summarised)
+    found, our_modes = fitted(AutoparallelStrategy(), validates, summarised)
+    assert found == pytest.approx(expected, rel=1e-5)
+    assert our_modes == modes
