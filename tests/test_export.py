@@ -169,6 +169,21 @@ def test_experts_are_exported_to_megatron() -> None:
     assert "whole experts" in lost[0].what  # without sequence parallelism Megatron has no experts over tensor ranks
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("by_hand", ["dp=2,tp=2", "dp=4,ep=2,zero=2", "dp=4"])
+def test_experts_come_back_from_torchtitan(by_hand: str, tmp_path: Path) -> None:
+    """Its expert-parallel ranks are tensor-parallel ones first, over which a plan by hand deals experts by itself."""
+    made = autoparallel.export_plan(of_experts(by_hand), "torchtitan")
+    [path] = made.save(tmp_path)
+    assert autoparallel.import_plan(path).by_hand == made.by_hand
+
+
+def test_a_program_for_torch_alone_is_not_read_back(tmp_path: Path) -> None:
+    [path] = autoparallel.export_plan(planned("dp=4,zero=3"), "fsdp2").save(tmp_path)
+    with pytest.raises(PlanError, match="a program for torch alone, which states no degrees"):
+        autoparallel.import_plan(path)
+
+
 def test_types_are_reported() -> None:
     plan = planned("dp=4", torch.bfloat16)
     text = autoparallel.export_plan(plan, "megatron").files["megatron_args.sh"]

@@ -220,6 +220,9 @@ def _torchtitan(text: str, origin: str, num_devices: int | None) -> Imported:
             for keyword in call.keywords:
                 if keyword.arg and isinstance(keyword.value, (ast.Constant, ast.List, ast.UnaryOp)):
                     found[keyword.arg] = ast.literal_eval(keyword.value)
+    if "ParallelismConfig" not in named and {"fully_shard", "init_device_mesh", "parallelize_module"} & named:
+        raise PlanError(f"{origin} is a program for torch alone, which states no degrees\n  An exported one is priced "
+                        "by exported.by_hand, which autoparallel export prints.")
     if "ParallelismConfig" not in named:
         raise PlanError(f"{origin} has no ParallelismConfig(...): a torchtitan recipe is required")
     ignored = ("spmd_backend",) if found.get("spmd_backend") else ()
@@ -238,11 +241,11 @@ def _of_torchtitan(found: Mapping[str, Any], named: set[str], num_devices: int |
     named_schedule = found.get("pipeline_parallel_schedule", "1F1B")
     schedule = {"GPipe": "gpipe", "InterleavedZeroBubble": "zero_bubble", "Interleaved1F1B": "interleaved"}.get(
         named_schedule)
-    parts = found.get("module_fqns_per_model_part")
+    parts, experts = found.get("module_fqns_per_model_part"), found.get("expert_parallel_degree", 1)
     tokens, sequence = found.get("num_tokens_per_microbatch_per_dp_rank"), found.get("max_context_length")
     each = found.get("num_pp_microbatches", 1) if pp > 1 else 1
-    return {"dp": dp, "tp": tp, "pp": pp, "cp": cp, "ep": _experts(found.get("expert_parallel_degree", 1), dp),
-            "zero": zero,
+    return {"dp": dp, "tp": tp, "pp": pp, "cp": cp, "zero": zero,
+            "ep": _experts(experts // math.gcd(experts, tp), dp),  # those of tensor parallelism come first
             "shards": shards if zero and replicas > 1 and shards > 0 else None,
             "schedule": schedule if pp > 1 and schedule != "interleaved" else None,
             "virtual": len(parts) // pp if parts and pp > 1 else 1,
