@@ -43,7 +43,7 @@ class Preparation:
         made._state.whole_outputs = True
         for name in ("forward", "step"):
             made.__dict__[name] = self._prepared(made, getattr(made, name))
-        if call is None:  # summaries read parameters before the first call; who puts modes back notes those of all modules
+        if call is None:  # summaries read parameters before the first call; modes are noted, and put back after it
             told = {"named_parameters": model.named_parameters, "named_modules": partial(_modules_to_be, made, model)}
             made.__dict__.update(told)
             for name in told:
