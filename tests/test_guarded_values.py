@@ -131,3 +131,40 @@ def test_item_1_values_that_change_between_calls(mesh_of_one: Any, settings: Non
     found, expected = parallel(x), model(x)
     assert not torch.allclose(expected, before)
     torch.testing.assert_close(found, expected)
+
+
+class Reading(nn.Module):
+    """Reads variables of the environment in each form."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(4, 4)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if VARIABLE in os.environ:
+            x = x * float(os.environ[VARIABLE])
+        if os.getenv(f"{VARIABLE}_2"):
+            x = x * 2
+        return self.layer(x)
+
+
+class Listing(Reading):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return super().forward(x) * sum(name.startswith(VARIABLE) for name in os.environ)
+
+
+def test_item_1_variables_of_the_environment(mesh_of_one: Any, monkeypatch: pytest.MonkeyPatch,
+                                             caplog: pytest.LogCaptureFixture) -> None:
+    """Those that were read are watched, others may be set: as Inductor does. All where all are listed."""
+    x = torch.randn(8, 4)
+    monkeypatch.setenv(f"{VARIABLE}_3", "1")
+    for kind in (Reading, Listing):
+        model = kind()
+        parallel = autoparallel.compile(model, mesh_of_one, example_inputs=(x,))
+        for name in ("AUTOPARALLEL_TEST_OTHER", VARIABLE, f"{VARIABLE}_2", f"{VARIABLE}_4"):
+            caplog.clear()
+            with monkeypatch.context() as patch:
+                patch.setenv(name, "3.0")
+                torch.testing.assert_close(parallel(x), model(x))
+            is_read = kind is Listing or name in (VARIABLE, f"{VARIABLE}_2")
+            assert ("another form" in caplog.text) == is_read, name

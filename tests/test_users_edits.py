@@ -8,7 +8,6 @@ from typing import Any
 
 import pytest
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.tensor import distribute_tensor
 from torch.utils.checkpoint import checkpoint
@@ -29,7 +28,7 @@ class Net(nn.Module):
 
     def forward(self, x: Tensor, y: Tensor | None = None) -> Tensor:
         made = self.last(self.norm(self.first(x)).tanh())
-        return made if y is None else F.cross_entropy(made, y)
+        return made if y is None else nn.functional.cross_entropy(made, y)
 
 
 def net() -> Any:
@@ -102,7 +101,7 @@ def draw(model: Any) -> Made:
         model.last.bias.add_(torch.randn_like(model.last.bias))
         model.norm.weight.bernoulli_(0.5)
         model.norm.bias.exponential_()
-        model.first.bias.copy_(F.dropout(model.norm.bias, 0.5))
+        model.first.bias.copy_(nn.functional.dropout(model.norm.bias, 0.5))
     made = gathered(model.named_parameters())
     nn.init.eye_(model.last.weight)
     return {**made, "eye": gathered([("", model.last.weight)])[""], "state": torch.get_rng_state().float()}

@@ -25,10 +25,10 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.fx import Graph
 from torch.utils._python_dispatch import _get_current_dispatch_mode, _pop_mode_temporarily
 
-from autoparallel.capture import settings
+from autoparallel.capture import environment, settings
 from autoparallel.capture.contents import Change, Inventory, Missing, description, is_plain, is_users, restore
 from autoparallel.capture.impure import OthersDrawError, RandomNumbers, Watch, draws_by_numpy, others_run
-from autoparallel.capture.variables import Variable, read_by
+from autoparallel.capture.variables import ENVIRONMENT, Variable, read_by
 from autoparallel.errors import CaptureError, shown
 
 #: In place of the names of attributes: all, and how many they are.
@@ -96,6 +96,7 @@ class Recorder:
                        for name, table in values.items() if name in _HOOK_TABLES]
         read = read_by(model)
         self._variables, self._settings, self._may_ask = read.variables, read.settings, read.may_ask
+        self._of_environment: dict[tuple[int, str], Variable] = {}
         self._values = [variable.value() for variable in self._variables]
         self._inventory = Inventory(read.names)
         self._moving: dict[tuple[str, str], Any] = {}
@@ -177,6 +178,9 @@ class Recorder:
             if (path, name) not in self._assigned and (path, name) in self._read_now:
                 self._read_first.add((path, name))
             self._assigned[path, name] = value
+
+    def reads_environment(self, variable: Variable) -> None:
+        self._of_environment[id(variable.holder), variable.name] = variable
 
     def mode(self, name: str, inside: Any) -> Any:
         """The answer to a user who asks for a setting: that of the call, unless the forward itself changed it."""
@@ -264,9 +268,10 @@ class Recorder:
                 for path in self._inside(block):
                     self._read[path].update(names[path.removeprefix(block)])
         attributes = {path: tuple(names) for path, names in self._read.items() if names}
-        variables = tuple(variable for variable, before in zip(self._variables, self._values, strict=True)
-                          if description(variable.value()) == description(before))  # others are its own caches
-        return Dependencies(attributes, variables, self.strides, dict(self._modes))
+        variables = [variable for variable, before in zip(self._variables, self._values, strict=True)
+                     if variable is not ENVIRONMENT  # of which parts are noted
+                     and description(variable.value()) == description(before)]  # others are its own caches
+        return Dependencies(attributes, (*variables, *self._of_environment.values()), self.strides, dict(self._modes))
 
     def _inside(self, block: str) -> list[str]:
         return [path for path in self._read if path == block or path.startswith(f"{block}.")]
@@ -368,13 +373,20 @@ def _asked(name: str, inside: Any, asking: Mapping[str, Any]) -> Any:
     return active.mode(name, inside) if active is not None and is_users(asking) else inside
 
 
+def _reads_environment(variable: Variable) -> None:
+    if (active := _RECORDERS.get(threading.get_ident())) is not None:
+        active.reads_environment(variable)
+
+
 def _install() -> None:
     nn.Module.__getattribute__ = _get  # type: ignore[method-assign,assignment]
     nn.Module.__setattr__ = _set  # type: ignore[method-assign,assignment]
     settings.install(_asked)
+    environment.install(_reads_environment)
 
 
 def _remove() -> None:
     del nn.Module.__getattribute__
     nn.Module.__setattr__ = _SET  # type: ignore[method-assign]
     settings.remove()
+    environment.remove()

@@ -63,6 +63,10 @@ class Variable:
         return self  # functions are not copied, nor are the variables that they read
 
 
+#: All of the environment. (A variable of the environment is held by `os.environ`.)
+ENVIRONMENT = Variable("environ", vars(os))
+
+
 @dataclass(frozen=True)
 class Read:
     """What the functions of a model may read beside their arguments, by their code.
@@ -174,7 +178,7 @@ class _Names:
                 self._function(function)
                 function = getattr(function, "__wrapped__", None)
         if not self.names.keys().isdisjoint(("environ", "getenv")):
-            self.variables[id(vars(os)), "environ"] = Variable("environ", vars(os))
+            self.variables[id(vars(os)), "environ"] = ENVIRONMENT
         for kind in self.kinds:
             self._hidden_by_subclasses([self.owners[owner] for owner in kind.__mro__ if owner in self.owners])
 
