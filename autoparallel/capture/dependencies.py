@@ -50,7 +50,7 @@ def hooks_of_all() -> list[Any]:
 
 @contextmanager
 def uncounted() -> Iterator[None]:
-    """Without torch's FlopCounterMode, which counts what runs, and its hooks of all modules, which set hooks of values."""
+    """Without torch's FlopCounterMode, which counts what runs, and its hooks of all modules, which hook values."""
     before = {name: dict(table) for name, table in _HOOKS_OF_ALL.items()}
     for table in _HOOKS_OF_ALL.values():
         for key, hook in list(table.items()):

@@ -184,8 +184,8 @@ def _in_one_order(loader: Any) -> Any:
 
 
 def _move_toggled(holder: Any, child: nn.Module, made: ParallelModule) -> None:
-    """What ``toggle_optimizer`` noted of the original's parameters holds for the parallel module's: it is traced between
-    that and ``untoggle_optimizer``."""
+    """What ``toggle_optimizer`` noted of the original's parameters holds for those of the parallel module, which is
+    traced before ``untoggle_optimizer``."""
     noted, own = holder._param_requires_grad_state, dict(nn.Module.named_parameters(made, remove_duplicate=False))
     for name, parameter in child.named_parameters(remove_duplicate=False):
         if parameter in noted and name in own:
