@@ -17,7 +17,7 @@ from autoparallel.backends import agreement
 from autoparallel.backends.buckets import bucket_gathers, bucket_reductions
 from autoparallel.backends.flat import FlatProgram, flat
 from autoparallel.backends.moving import Collective, move_collectives, name_what_is_sent, order_of
-from autoparallel.backends.recompute import tag_blocks, tag_gathers
+from autoparallel.backends.recompute import tag_blocks, tag_collectives_of_backward, tag_gathers
 from autoparallel.backends.traced import mark_gathers, own_results, with_one_wait
 from autoparallel.backends.untraceable import why_not_traced
 from autoparallel.kernels import groups, rng
@@ -107,8 +107,9 @@ class _Passes:
         self.how, self.parameters, self.orders = how, parameters, list[Collective]()
 
     def tag(self, joint: GraphModule) -> None:
-        """Say what backward computes again."""
+        """Say what backward computes, again or by itself."""
         mark_gathers(joint.graph, self.parameters)
+        tag_collectives_of_backward(joint)
         if self.how.recompute != "none":
             tag_blocks(joint, self.how.recompute)
         if self.how.regathers:

@@ -1,4 +1,4 @@
-"""What backward computes again, as tags on the joint graph that the partitioner reads."""
+"""What backward computes, again or by itself, as tags on the joint graph that the partitioner reads."""
 
 from __future__ import annotations
 
@@ -11,6 +11,14 @@ from autoparallel.kernels.recomputed import KEPT
 
 #: A larger number than any block's: the partitioner saves what a region of a larger number reads from a smaller one.
 _GATHERS = 2**20
+
+
+def tag_collectives_of_backward(joint: GraphModule) -> None:
+    """Collectives of backward stay there, where the other ranks have them: of a rank whose gradient is all zeros (no
+    query of it sees these keys) they do not depend on the loss, and would be issued by forward."""
+    for node in joint.graph.nodes:
+        if node.target in STARTS and _is_backward(node):
+            node.meta["partitioner_tag"] = "must_be_in_backward"
 
 
 def tag_gathers(joint: GraphModule) -> None:
