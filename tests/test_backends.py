@@ -7,9 +7,11 @@ from typing import Any
 
 import pytest
 import torch
+from torch.fx import Graph
 
 import autoparallel
 from autoparallel import backends
+from autoparallel.backends import moving
 from autoparallel.errors import PlanError
 from autoparallel.kernels import rng, seeded
 from autoparallel.plans import Hybrid
@@ -226,6 +228,17 @@ def test_a_traced_random_op_draws_what_the_op_draws(op: Any, args: tuple[Any, ..
         with rng.use_seed(call_seed):
             expected = rng.random_op(op, 3, 1, *args)
         assert torch.equal(traced(seeded.seeds_of(call_seed, draws), *args), expected)
+
+
+def test_a_node_that_reads_a_later_one_moves_behind_it() -> None:
+    """The later one stays with all that it reads: a bucket of gradients does, of which ranks have different parts."""
+    graph = Graph()
+    x = graph.placeholder("x")
+    first, product = graph.call_function(torch.relu, (x,)), graph.call_function(torch.sin, (x,))
+    bucket = graph.call_function(torch.exp, (product,))
+    with graph.inserting_before(product):
+        part = graph.call_function(torch.neg, (bucket,))
+    assert moving._sorted(graph.nodes) == [x, first, product, bucket, part]
 
 
 def test_other_backends_are_refused_by_name() -> None:

@@ -6,6 +6,7 @@ be issued at the top, and all parameters would be whole at once: it is issued wh
 
 from __future__ import annotations
 
+import heapq
 import itertools
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
@@ -100,17 +101,19 @@ def _prefetched(starts: Sequence[FxNode], gathers: Collection[FxNode]) -> list[F
 
 
 def _sorted(nodes: Iterable[FxNode]) -> list[FxNode]:
-    """The nodes behind what they read, otherwise in their order."""
-    made: dict[FxNode, None] = {}
-    for node in nodes:
-        pending = [node]
-        while pending:
-            left = [] if pending[-1] in made else [i for i in pending[-1].all_input_nodes if i not in made]
-            if left:
-                pending += left
-            else:
-                made[pending.pop()] = None
-    return list(made)
+    """The nodes in their order, but one that reads a later node behind that one. (Were the later one moved to the
+    front, all that it reads would come along, which is not the same on all ranks.)"""
+    place = {node: number for number, node in enumerate(nodes)}
+    missing = {node: len(node.all_input_nodes) for node in place}
+    ready = [(number, node) for node, number in place.items() if not missing[node]]  # in order, so a heap
+    made: list[FxNode] = []
+    while ready:
+        made.append(heapq.heappop(ready)[1])
+        for user in made[-1].users:
+            missing[user] -= 1
+            if not missing[user]:
+                heapq.heappush(ready, (place[user], user))
+    return made
 
 
 def name_what_is_sent(module: GraphModule) -> None:

@@ -24,11 +24,11 @@ def install(reads: Callable[[Variable], None]) -> None:
 
     def keys(environment: Any) -> Iterator[Any]:
         tell(ENVIRONMENT)
-        return _KEYS(environment)  # type: ignore[no-any-return]
+        return _KEYS(environment)
 
     def size(environment: Any) -> int:
         tell(ENVIRONMENT)
-        return _SIZE(environment)  # type: ignore[no-any-return]
+        return _SIZE(environment)
 
     def tell(variable: Variable) -> None:
         if _is_read_by_user():

@@ -90,7 +90,9 @@ def _check(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
 def _shard_states(optimizer: torch.optim.Optimizer) -> None:
     """Lay whole states, of an optimizer of the original (`load_state_dict`), out as their parameters."""
     for parameter, state in optimizer.state.items():
-        for name, value in state.items() if is_watched(parameter) else ():
+        if not isinstance(parameter, DTensor) or not is_watched(parameter):
+            continue
+        for name, value in state.items():
             if isinstance(value, Tensor) and not isinstance(value, DTensor) and value.dim() \
                     and value.shape == parameter.shape:
                 state[name] = distribute_tensor(value, parameter.device_mesh, parameter.placements, src_data_rank=None)
