@@ -113,6 +113,11 @@ PLANS: list[Any] = [
     ("gpt2", (4,), {"baseline": "tensor_parallel"}, 0.05),  # whose fused projections exchange rows of the weight
     slow("llama", (4,), {"micro_batches": 2, "recompute": "full"}, 0.05),
     ("llama", (2, 2), {"recompute": "full"}, 0.05),  # by a call, not by `step`
+    # What a recomputed block reads of gathered parameters is kept, or gathered again.
+    ("llama", (4,), {"baseline": "fsdp", "recompute": "full", "zero_stage": 1}, 0.05),
+    slow("llama", (4,), {"baseline": "fsdp", "recompute": "full", "zero_stage": 3}, 0.05),
+    slow("llama", (4,), {"baseline": "fsdp", "recompute": "selective", "zero_stage": 2}, 0.05),
+    slow("llama", (4,), {"baseline": "fsdp", "recompute": "offload", "zero_stage": 1}, 0.05),
     ("llama", (2, 2), {"recompute": "offload"}, 0.05),
     slow("bert", (4,), {"micro_batches": 2, "recompute": "offload"}, 0.05),
     ("bert", (4,), {"zero_stage": 3, "baseline": "fsdp"}, 0.05),

@@ -177,12 +177,15 @@ class Liveness:
         found.put(numbers[again], start[again] + turning - ends, start[again] + turning + 1 - decisions[again], 1)
 
     def _parameter_interval(self, use: TensorUse) -> LiveInterval | None:
-        """The live interval of a gathered parameter: of the step with several micro-batches, or prefetched by ZeRO-3
-        (None: as any copy)."""
+        """The live interval of a gathered parameter: of the step with several micro-batches; from forward to backward of
+        a block that reads it again; prefetched by ZeRO-3 (None: as any copy)."""
+        start, turning = int(self._starts[use.target]), 2 * self._num_decisions
         if self.hybrid.zero_stage < 3 and not self.hybrid.is_plain:
-            start, turning = int(self._starts[use.target]), 2 * self._num_decisions
             copies = 2 if sums_gradients(self.counts, use) else 1  # and its gradient
             return LiveInterval((start, start + turning + 1), self.counts.held[use.source] * copies)
+        if self.hybrid.zero_stage < 3 and self.blocks.of[use.target] is not None and (
+                self.blocks.again(use.target) or self.saved.copy_is_kept(use)):
+            return LiveInterval((start + use.target, start + turning + 1 - use.target), self.counts.held[use.target])
         return self._gathered_copy_interval(use) if self.counts.prefetches(use) else None
 
     def _gathered_copy_interval(self, use: TensorUse) -> LiveInterval:
