@@ -177,8 +177,8 @@ class Liveness:
         found.put(numbers[again], start[again] + turning - ends, start[again] + turning + 1 - decisions[again], 1)
 
     def _parameter_interval(self, use: TensorUse) -> LiveInterval | None:
-        """The live interval of a gathered parameter: of the step with several micro-batches; from forward to backward of
-        a block that reads it again; prefetched by ZeRO-3 (None: as any copy)."""
+        """The live interval of a gathered parameter: of the step with several micro-batches; from forward to backward
+        of a block that reads it again; prefetched by ZeRO-3 (None: as any copy)."""
         start, turning = int(self._starts[use.target]), 2 * self._num_decisions
         if self.hybrid.zero_stage < 3 and not self.hybrid.is_plain:
             copies = 2 if sums_gradients(self.counts, use) else 1  # and its gradient
