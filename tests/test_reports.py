@@ -139,13 +139,13 @@ def test_plans_within_the_error_of_predictions_are_called_so(plans: dict[str, Pl
     others = tuple(Alternative(factor * step_s, 1.0, ("x: a -> b",)) for factor in (1.02, 1.1, 1.3))
     close = replace(plan, prediction=replace(plan.prediction, p50=0.05), record=replace(record, alternatives=others))
     assert "the same with other layouts" in close.summary() and "2.0 % slower" in close.summary()
-    assert "2.0 % slower (within the error of predictions, 5.0 %)" in close.summary()
+    assert "2.0 % slower (within the median error of predictions, 5.0 %)" in close.summary()
     assert "more plan" not in close.summary()
     wide = replace(close, prediction=replace(plan.prediction, p50=0.2))
-    assert "(within the error of predictions, 20 %)" in wide.summary()
-    assert "One more plan is within the error of predictions (20 %)." in wide.summary()
+    assert "(within the median error of predictions, 20 %)" in wide.summary()
+    assert "One more plan is within the median error of predictions (20 %)." in wide.summary()
     exact = replace(close, prediction=replace(plan.prediction, p50=0.01))
-    assert "within the error" not in exact.summary()
+    assert "within the median error" not in exact.summary()
     table = text.alternatives_table(report_of(close))
     assert list(table.columns[2].cells) == ["2.0 %, within the error", "10 %", "30 %"]
     assert list(table.columns[0].cells) == ["the same, other layouts: x: a -> b"] * 3
@@ -160,10 +160,10 @@ def test_the_summary_says_why_no_other_plan(plans: dict[str, Plan]) -> None:
               Alternative(1.5 * step_s, 1.0, (), "Pipeline parallel 4"))
     told = replace(plan, prediction=replace(plan.prediction, limit_bytes=2 * peak),
                    record=replace(record, alternatives=others)).summary().split("\n")[3]
-    assert told.startswith("Why no other: of 2 other plans by hand that were priced, the fastest that fits is dp=4")
+    assert told.startswith("Why no other: data parallel by hand, dp=4, ")
     assert "20 % slower" in told
-    assert f"tp=4 needs {bytes_str(4 * peak)}" in told
-    assert "the next that the search found: pipeline parallel 4" in told and "50 % slower" in told
+    assert f"tensor parallel by hand, tp=4, needs {bytes_str(4 * peak)}" in told
+    assert "another that the search found: pipeline parallel 4" in told and "50 % slower" in told
 
 
 def test_usual_plans_are_compared_and_kept_in_the_file(tmp_path: Path) -> None:
@@ -407,7 +407,7 @@ def test_collectives_of_a_rank_add_up_to_its_communication(plans: dict[str, Plan
 
 @pytest.mark.parametrize(("bound", "of_all", "told"), [
     (0.9, 0.8, "Proven within 11 % of the best sharding"), (0.3, 0.8, "Not proven near the best sharding"),
-    (0.9, 0.25, "at most 4 times as slow as the best"), (0.9, 0.8, "at most 25 % above any combination"),
+    (0.9, 0.25, "at most 4 times as slow as the best"), (0.9, 0.8, "at most 25 % slower than the best combination"),
 ])
 def test_loose_bounds_are_called_so(plans: dict[str, Plan], bound: float, of_all: float, told: str) -> None:
     plan = plans["searched"]

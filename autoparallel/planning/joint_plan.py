@@ -80,7 +80,7 @@ def plan_jointly(split: Splits, cluster: Cluster, mesh_shape: Sequence[int] | No
     seconds = {**evidence.seconds, "joint": clock.now() - started}
     others = tuple(alternative_of(best, other) for other in found.runners_up)
     recorder = None if best.recorder is None else partial(_with_others, best.recorder, found.trials, others)
-    study = None if best.study is None else _JointStudy(best.study, found.runners_up)
+    study = None if best.study is None else JointStudy(best.study, found.runners_up)
     return replace(best, evidence=replace(evidence, seconds=seconds, step_bound_s=seen.bound_s,
                                           combinations=counts),
                    recorder=recorder, study=study)
@@ -96,7 +96,7 @@ def _with_others(recorder: Callable[[], Record], trials: tuple[Trial, ...], othe
 
 
 @dataclass(frozen=True, eq=False)
-class _JointStudy:
+class JointStudy:
     """The study of the best combination's sharding, whose alternatives are also the plans of other combinations."""
 
     study: Study
@@ -112,4 +112,4 @@ class _JointStudy:
         return self.study.sensitivity(factors)
 
 
-__all__ = ["plan_jointly"]
+__all__ = ["JointStudy", "plan_jointly"]

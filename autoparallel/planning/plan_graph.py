@@ -16,7 +16,7 @@ from autoparallel.errors import InfeasibleError, InputError, MeshError, SearchEr
 from autoparallel.garbage import collected_later
 from autoparallel.partition import Splits
 from autoparallel.planning.by_hand import ByHand
-from autoparallel.planning.joint_plan import plan_jointly
+from autoparallel.planning.joint_plan import JointStudy, plan_jointly
 from autoparallel.planning.meshes import best_of, mesh_shapes
 from autoparallel.planning.offloading import first_that_fits
 from autoparallel.planning.options import Options
@@ -175,8 +175,9 @@ def _after(plan: Plan, recorder: Callable[[], Record], slower: Plan) -> Record:
     tried, record = slower.known, recorder()
     if tried is None:
         return record
+    others = slower.study.runners_up if isinstance(slower.study, JointStudy) else ()
     return replace(record, trials=tried.trials, search=tried.search,
-                   alternatives=(alternative_of(plan, slower), *tried.alternatives))
+                   alternatives=tuple(alternative_of(plan, other) for other in (slower, *others)))
 
 
 def _noting(usual: UsualPlans, plan: Plan) -> Plan:

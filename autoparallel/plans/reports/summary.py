@@ -8,11 +8,19 @@ from dataclasses import replace
 from autoparallel.plans.record import Alternative
 from autoparallel.plans.reports.report import Memory, Proof, Report, Speed
 from autoparallel.plans.reports.units import bytes_str, count_str, percent_str, seconds_str
+from autoparallel.plans.reports.words import HEADS
 
 #: Parts of a step below this share are left out of the summary, but for exposed communication.
 LEAST_SHARE = 0.005
 #: Gaps above this share are told as loose bounds.
 LOOSE = 0.5
+#: Departures from the usual plan that are named, at most.
+MOST_UNUSUAL = 3
+#: Exposed communication of this share of the step is said by kind.
+MUCH_EXPOSED = 0.1
+#: Families of plans by hand: name, and how its plans are recognised; the first that fits a plan is its family.
+FAMILIES = (("pipeline parallel", "pp="), ("tensor parallel", "tp="), ("context parallel", "cp="), ("FSDP", "zero=3"),
+            ("data parallel", "dp="))
 #: Plans slower by more than this share are told as so many times as slow.
 TIMES = 2.0
 
@@ -29,8 +37,9 @@ def summary(report: Report) -> Report:
 def _unusual(report: Report) -> str:
     if not report.departures:
         return ""
-    more = f", and {len(report.departures) - 2} more" if len(report.departures) > 2 else ""
-    return f" Unusual: {'; '.join(report.departures[:2])}{more}."
+    named = sorted(report.departures, key=lambda text: HEADS not in text)[:MOST_UNUSUAL]  # attention first
+    more = f", and {len(report.departures) - len(named)} more" if len(report.departures) > len(named) else ""
+    return f" Unusual: {'; '.join(named)}{more}."
 
 
 # ------------------------------------------------------------------------------------------------- fast, full, dear
@@ -81,8 +90,18 @@ def _where(report: Report) -> str:
                                  ("bubbles and waits", ("bubbles, sends, waits",)),
                                  ("framework", ("framework, once a step",)))}
     said = [f"{name} {percent_str(value)}" for name, value in share.items() if value >= LEAST_SHARE]
-    said.insert(1, f"communication exposed {percent_str(max(0.0, report.exposed_share))}")
+    said.insert(1, f"communication exposed {percent_str(max(0.0, report.exposed_share))}{_mostly(report)}")
     return f"Of the step: {', '.join(said)}."
+
+
+def _mostly(report: Report) -> str:
+    """The kind of the communication that takes longest, where much is exposed."""
+    seconds: dict[str, float] = {}
+    for use in report.collectives if report.exposed_share >= MUCH_EXPOSED else ():
+        kind = f"{use.kind} of {use.purpose}" if use.purpose else use.kind
+        seconds[kind] = seconds.get(kind, 0.0) + use.seconds
+    most = max(seconds, key=seconds.__getitem__, default="")
+    return f" ({percent_str(seconds[most] / sum(seconds.values()))} of all communication is {most})" if most else ""
 
 
 # ----------------------------------------------------------------------------------------------------- how sure
@@ -102,7 +121,7 @@ def _proof(proof: Proof, in_pipeline: bool) -> str:
     if proof.within_any > LOOSE:
         return (f"{said}; the bound on all combinations is loose: this one is at most "
                 f"{1 + proof.within_any:.2g} times as slow as the best.")
-    return f"{said}; at most {percent_str(proof.within_any)} above any combination."
+    return f"{said}; at most {percent_str(proof.within_any)} slower than the best combination."
 
 
 def _sharding(within: float | None, less: str) -> str:
@@ -123,27 +142,36 @@ def _sharding(within: float | None, less: str) -> str:
 def _others(report: Report) -> str:
     """The fastest other plan that the search found and the usual ones by hand, as far as they were priced."""
     others = report.record.alternatives if report.record is not None else ()
-    by_hand = [one for one in others if one.by_hand]
-    fit = [one for one in by_hand if _fits(report.memory, one.peak_bytes)]
-    large = [one for one in by_hand if one not in fit]
-    usual = f"of {len(by_hand)} other plans by hand that were priced, the fastest that fits is " \
-        if len(by_hand) > 1 else "the usual plan by hand "
-    parts = [_slower(report.speed, one, usual) for one in fit[:1]]
-    parts += [f"{one.by_hand} needs {bytes_str(one.peak_bytes)}" for one in large[:1]]
-    found = [one for one in others if not one.by_hand]
-    parts += [_slower(report.speed, one, "the next that the search found: ") for one in found[:1]]
+    usual = list(_families(report, [one for one in others if one.by_hand]))
+    found = [one for one in others if not one.by_hand][:1]
+    parts = [_slower(report.speed, one, f"{family} by hand, ") if _fits(report.memory, one.peak_bytes) else
+             f"{family} by hand, {one.by_hand}, needs {bytes_str(one.peak_bytes)}" for family, one in usual]
+    parts += [_slower(report.speed, one, "another that the search found: ") for one in found]
     if not parts:
         return ""
-    named = [*fit[:1], *found[:1]]
+    named = [*(one for _, one in usual), *found]
     rest = [one.step_s for one in others if one not in named and _fits(report.memory, one.peak_bytes)]
     return f"Why no other: {'; '.join(parts)}.{_near(report.speed, rest)}{_untried(report)}"
+
+
+def _families(report: Report, by_hand: Sequence[Alternative]) -> Iterator[tuple[str, Alternative]]:
+    """Of each family of plans by hand the fastest that fits, or else the smallest; the fastest family first."""
+    families: dict[str, list[Alternative]] = {}
+    for one in by_hand:
+        family = next((name for name, sign in FAMILIES if sign in one.by_hand), "")
+        families.setdefault(family, []).append(one)
+    best = {}
+    for family, some in families.items():
+        fit = [one for one in some if _fits(report.memory, one.peak_bytes)]
+        best[family] = min(fit, key=lambda one: one.step_s) if fit else min(some, key=lambda one: one.peak_bytes)
+    yield from sorted(best.items(), key=lambda item: (not _fits(report.memory, item[1].peak_bytes), item[1].step_s))
 
 
 def _near(speed: Speed, rest_s: Sequence[float]) -> str:
     """How many plans that are not named the error of predictions does not tell apart from this one."""
     count = len(speed.not_told_apart(rest_s))
     some = "One more plan is" if count == 1 else f"{count} more plans are"
-    return f" {some} within the error of predictions ({percent_str(speed.p50)})." if count else ""
+    return f" {some} within the median error of predictions ({percent_str(speed.p50)})." if count else ""
 
 
 def _untried(report: Report) -> str:
@@ -173,7 +201,7 @@ def _slower(speed: Speed, one: Alternative, what: str) -> str:
     if slower > TIMES:
         by = f"{1 + slower:.2g} times as slow"
     if speed.not_told_apart([one.step_s]):
-        by += f" (within the error of predictions, {percent_str(speed.p50)})"
+        by += f" (within the median error of predictions, {percent_str(speed.p50)})"
     return f"{name}, {seconds_str(one.step_s)}, {by}"
 
 

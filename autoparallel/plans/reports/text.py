@@ -194,7 +194,8 @@ def sensitivities(step_s: float, found: Sequence[Sensitivity]) -> Table:
                    right=("factor", "this plan", "best plan", "changed ops"))
     for s in found:
         held = "does not fit" if s.held_s == float("inf") else seconds_str(s.held_s)
-        best = "none found" if s.none_found else "none fits" if s.best_s == float("inf") else seconds_str(s.best_s)
+        least = seconds_str(s.best_s) + (" or less" if s.none_found else "")  # this plan's, where no other was found
+        best = least if s.best_s < float("inf") else "none found" if s.none_found else "none fits"
         table.add_row(s.what, f"{s.factor:g}", held, best, str(s.num_others))
     return table
 

@@ -181,8 +181,8 @@ def _product(axes: Iterable[AxisWords]) -> int:
 def _settings(plan: Plan) -> Iterator[str]:
     h = plan.hybrid
     if h.micro_batches > 1:
-        together = "in pairs" if h.copies == 2 else f"{h.copies} at a time"
-        yield f"{h.micro_batches} micro-batches" + (f" interleaved {together}" if h.copies > 1 else "")
+        yield f"{h.micro_batches} micro-batches" + (
+            f", of which {h.copies} at a time interleave (multi-copy)" if h.copies > 1 else "")
     if h.recompute != "none":
         how = "saved tensors in the host's memory" if h.recompute == "offload" else f"{h.recompute} recompute"
         every = {path for block in plan.blocks for path in block.paths if path != "outside blocks"}
