@@ -6,8 +6,8 @@ GLOSSARY = {
                        "layer.",
     "sequence parallel": "On a tensor-parallel axis, norms and residuals are cut along the sequence between the "
                          "products.",
-    "context parallel": "Each rank has a part of every sequence; attention exchanges keys and values in a ring, or all of "
-                        "a sequence for some of the heads (all-to-all, as DeepSpeed-Ulysses).",
+    "context parallel": "Each rank has a part of every sequence; attention exchanges keys and values in a ring, or "
+                        "has all of a sequence for some of the heads (all-to-all, as DeepSpeed-Ulysses).",
     "expert parallel": "Each rank has some of the experts; tokens travel to them and back.",
     "pipeline parallel": "Each rank has some of the layers; micro-batches pass from stage to stage.",
     "ZeRO": "Parameters, gradients and optimizer state are stored in shards over data-parallel ranks. Stage 1 gathers "
