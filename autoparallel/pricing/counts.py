@@ -93,15 +93,8 @@ class ExecutionCounts:
         if self.of_parameter[use.source]:
             forward = count if self.hybrid.zero_stage == 3 else some
             backward = count if self.hybrid.zero_stage >= 2 else some
-        repeats = self.parts_reading(use, stage) if again else 0
+        repeats = parts_reading(self, use, stage) if again else 0
         return UseTimes(forward, repeats * count, backward if use.target in self.space.differentiated else 0)
-
-    def parts_reading(self, use: TensorUse, stage: int | None = None) -> int:
-        """How many parts of a backward (zero bubble has two) read an op's operand: the second computes the gradient of
-        a weight, the first those of other operands. The first stage has one part."""
-        on_first = not self.one_for_all and (self.stages_of[use.target][0] if stage is None else stage) == 0
-        reads = use.meta.requires_grad and self.blocks.of[use.target] is None
-        return 2 if self.hybrid.puts_off_weights and reads and not on_first else 1
 
     def count(self, index: int, stage: int | None = None) -> int:
         """Micro-batches per rank of a stage that has the decision (default: the first such stage)."""
@@ -201,6 +194,14 @@ class ExecutionCounts:
     def buffers(self) -> tuple[Buffer, ...]:
         """The buffers of every value that crosses a cut, on each stage that sends or receives it."""
         return stage_buffers(self)
+
+
+def parts_reading(counts: ExecutionCounts, use: TensorUse, stage: int | None) -> int:
+    """How many parts of a backward (zero bubble has two) read an op's operand: the second computes the gradient of a
+    weight, the first those of other operands. The first stage has one part."""
+    on_first = not counts.one_for_all and (counts.stages_of[use.target][0] if stage is None else stage) == 0
+    reads = use.meta.requires_grad and counts.blocks.of[use.target] is None
+    return 2 if counts.hybrid.puts_off_weights and reads and not on_first else 1
 
 
 def _is_parameter(space: StrategySpace, index: int) -> bool:

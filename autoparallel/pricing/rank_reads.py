@@ -189,7 +189,7 @@ class RankReads:
                                     self.counts.summing(use).scale if step.backward in SUMS else 1.0)
         stream = self._stream(step.axis, message if times.backward else None)
         backward = Timed(times.backward * seconds[1], stream, message)
-        again = times.again / self.counts.parts_reading(use, self.stage)
+        again = times.again / parts_reading(self.counts, use, self.stage)
         return step.forward, forward, forward._replace(seconds=again * seconds[0]), backward
 
     def _message(self, meta: TensorMeta, step: Step, action: str, source: Layout, target: Layout, scale: float
