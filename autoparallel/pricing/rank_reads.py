@@ -12,6 +12,7 @@ from autoparallel.capture import TensorMeta
 from autoparallel.layout import COLLECTIVES, SUMS, Layout, Step
 from autoparallel.layout.shapes import largest_local_shape
 from autoparallel.plans import Hybrid
+from autoparallel.pricing.counts import parts_reading
 from autoparallel.pricing.problem import SpacePricer
 from autoparallel.pricing.redistribution_costs import PricedStep
 from autoparallel.pricing.step_cost import Move
