@@ -211,7 +211,7 @@ class _Priced:
 def _divisions(graph: OpGraph, cluster: Cluster) -> Iterator[ByHand]:
     """Tensor within a host, pipelines of at most as many ranks as layers, data (then context) with what is left."""
     count, batch = cluster.num_devices, batch_size(graph)
-    host = min(count, cluster.links[0].num_devices)
+    host = min(count, cluster.devices_per_host)
     layers = max(1, len(find_blocks(graph)))
     sequences = any(len(node.outputs[0].shape) > 1 and not node.outputs[0].dtype.is_floating_point
                     for node in graph.of_kind("input"))

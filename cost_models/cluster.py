@@ -337,7 +337,7 @@ class Host:
 
     Rates per device and direction, while all devices of the host move data; ``memory_bandwidth_bytes_per_s`` of reads
     and writes together. ``shared_memory`` (1 or 0): devices compute in the host's memory, so that nothing is copied
-    between them for the host to step it.
+    between them for the host to step it. ``devices``: how many devices a host has (`Cluster.devices_per_host`).
     """
 
     memory_bytes: float = 0.0
@@ -347,11 +347,14 @@ class Host:
     disk_write_bytes_per_s: float = 0.0
     memory_bandwidth_bytes_per_s: float = 0.0
     shared_memory: float = 0.0
+    devices: float = 0.0
 
     def __post_init__(self) -> None:
         for what, value in vars(self).items():
             if not 0 <= value < math.inf:
                 raise ClusterError(f"host: {what} must not be negative, but is {value}")
+        if self.devices != int(self.devices):
+            raise ClusterError(f"host: devices must be a whole number, but is {self.devices}")
 
 
 @dataclass(frozen=True)
@@ -408,6 +411,11 @@ class Cluster:
         if not self.algorithms or not set(self.algorithms) <= set(ALGORITHMS):
             raise ClusterError(f"cluster {self.name}: algorithms {list(self.algorithms)} must be some of "
                                f"{', '.join(ALGORITHMS)}")
+
+    @property
+    def devices_per_host(self) -> int:
+        """Devices of one full host (`devices_of_host`)."""
+        return devices_of_host(self.links, self.host)
 
     @staticmethod
     def load(name_or_path: str | Path, num_devices: int | None = None, software: str | None = None) -> Cluster:
@@ -488,6 +496,15 @@ class Cluster:
             late_s=self.profile.late_s(size) if self.profile else 0.0,
             slower=self.correction.communication,
         )
+
+
+def devices_of_host(links: Sequence[Link], host: Host) -> int:
+    """Devices of one full host: as ``host`` says; else those inside the outermost link that has ``nics_per_host``; else
+    those of the innermost link."""
+    if host.devices:
+        return int(host.devices)
+    inside = [inner.num_devices for inner, link in pairwise(links) if link.nics_per_host is not None]
+    return inside[-1] if inside else links[0].num_devices
 
 
 def _lanes(link: Link, host_devices: int, members: int, sharing: int) -> float:

@@ -28,6 +28,7 @@ from cost_models.cluster import (
     Link,
     Protocol,
     Tiles,
+    devices_of_host,
 )
 from cost_models.errors import ClusterError
 from cost_models.files import is_nested, nearest, read_regular
@@ -48,6 +49,7 @@ _HOST = {
     "disk_write_bytes_per_s": "bytes per second and device written to the host's disk",
     "memory_bandwidth_bytes_per_s": "bytes per second and device that the host's processors read and write in memory",
     "shared_memory": "1 if the devices' memory is the host's, else 0",
+    "devices": "devices of one host, where that is not what the outermost link's NICs are shared by",
 }
 
 
@@ -256,7 +258,7 @@ def from_table(data: Any, where: str, num_devices: int | None = None, software: 
     told = top.table("correction", "what measured steps showed beside predicted ones", optional=True)
     correction = _correction(told)
     profile = _profile(top, links[-1].name, software)
-    default = top.whole("num_devices", "devices when none are asked for", float(links[0].num_devices))
+    default = top.whole("num_devices", "devices when none are asked for", float(devices_of_host(links, host)))
     top.finish()
     count = default if num_devices is None else num_devices
     try:

@@ -285,6 +285,14 @@ def test_a_recipe_for_torchtitan(by_hand: str, tmp_path: Path) -> None:
     assert (found.by_hand, found.ignored, found.missing) == (made.by_hand, (), ())
 
 
+def test_a_schedule_of_torchtitan_that_is_none_of_ours_is_named(tmp_path: Path) -> None:
+    [path] = autoparallel.export_plan(planned("dp=2,pp=2,schedule=gpipe"), "torchtitan").save(tmp_path)
+    text = path.read_text()
+    assert "GPipe" in text and "schedule" not in autoparallel.import_plan(path).ignored
+    path.write_text(text.replace("GPipe", "DualPipeV"))
+    assert autoparallel.import_plan(path).ignored == ("pipeline_parallel_schedule",)
+
+
 @pytest.mark.parametrize(("by_hand", "to", "said"), [
     ("dp=2,pp=2,zero=2,micro_batch=1", "deepspeed", "a pipeline goes with ZeRO 0 or 1"),
     ("dp=4,zero=3,shards=2", "deepspeed", "MiCS was removed"),

@@ -225,8 +225,13 @@ def _torchtitan(text: str, origin: str, num_devices: int | None) -> Imported:
                         "by exported.by_hand, which autoparallel export prints.")
     if "ParallelismConfig" not in named:
         raise PlanError(f"{origin} has no ParallelismConfig(...): a torchtitan recipe is required")
-    ignored = ("spmd_backend",) if found.get("spmd_backend") else ()
+    ignored: tuple[str, ...] = ("spmd_backend",) if found.get("spmd_backend") else ()
+    if found.get("pipeline_parallel_schedule", "1F1B") not in ("1F1B", *_TITAN_SCHEDULES):
+        ignored += ("pipeline_parallel_schedule",)
     return Imported(ByHand(**_of_torchtitan(found, named, num_devices)), ignored)
+
+
+_TITAN_SCHEDULES = {"GPipe": "gpipe", "InterleavedZeroBubble": "zero_bubble", "Interleaved1F1B": "interleaved"}
 
 
 def _of_torchtitan(found: Mapping[str, Any], named: set[str], num_devices: int | None) -> dict[str, Any]:
@@ -238,9 +243,7 @@ def _of_torchtitan(found: Mapping[str, Any], named: set[str], num_devices: int |
     dp = None if shards == -1 else replicas * shards
     reshard = found.get("fsdp_reshard_after_forward", "default")
     zero = 0 if shards * cp == 1 else {"always": 3, "never": 2}.get(reshard, 3 if pp == 1 else 2)
-    named_schedule = found.get("pipeline_parallel_schedule", "1F1B")
-    schedule = {"GPipe": "gpipe", "InterleavedZeroBubble": "zero_bubble", "Interleaved1F1B": "interleaved"}.get(
-        named_schedule)
+    schedule = _TITAN_SCHEDULES.get(found.get("pipeline_parallel_schedule", "1F1B"))
     parts, experts = found.get("module_fqns_per_model_part"), found.get("expert_parallel_degree", 1)
     tokens, sequence = found.get("num_tokens_per_microbatch_per_dp_rank"), found.get("max_context_length")
     each = found.get("num_pp_microbatches", 1) if pp > 1 else 1

@@ -53,7 +53,7 @@ def _pipeline(d: Degrees, lost: list[Lost]) -> list[Argument]:
     hand = d.hand
     if hand.pp == 1:
         return []
-    if hand.schedule in ("gpipe", "zero_bubble"):
+    if hand.schedule not in (None, "1f1b", "interleaved"):
         waits = 0.0 if hand.schedule == "gpipe" else None  # 1F1B waits as long, with less memory
         lost.append(Lost(f"schedule {hand.schedule}", "1F1B" + (", interleaved" if hand.virtual > 1 else ""), waits))
     if len(set(d.layers_by_stage)) > 1:

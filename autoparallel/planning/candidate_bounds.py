@@ -57,7 +57,7 @@ class CandidateBounds:
         """How unusual a candidate is, in factors of two: an inner axis that is not a host, fewer samples per
         micro-batch than shards of them, and (weight 4) a memory bound above half the limit. It only sets the initial
         order."""
-        shape, host = candidate.mesh_shape, self.cluster.links[0].num_devices
+        shape, host = candidate.mesh_shape, self.cluster.devices_per_host
         inner = shape[-1] if len(shape) > 1 or shape[0] <= host else 1
         samples, shards = self.batch / candidate.hybrid.micro_batches, math.prod(shape) / inner
         factors = (2 * self.least_bytes(candidate) / self.limit, shards / samples)

@@ -312,7 +312,7 @@ def _record(pricer: SpacePricer, problem: Problem, strategies: Sequence[Strategy
 def _check_tiers(prediction: Prediction, cluster: Cluster, hybrid: Hybrid, options: Options) -> None:
     """Raises InfeasibleError if what leaves a device exceeds its share of its host's memory, or a limit of the
     options."""
-    share = cluster.host.memory_bytes / min(cluster.links[0].num_devices, cluster.num_devices) or math.inf
+    share = cluster.host.memory_bytes / min(cluster.devices_per_host, cluster.num_devices) or math.inf
     host = share if options.host_memory_limit_bytes is None else options.host_memory_limit_bytes
     disk = math.inf if options.disk_limit_bytes is None else options.disk_limit_bytes
     what = f"offload={hybrid.offload.states!r}" if hybrid.offload.is_away else "recompute='offload'"

@@ -95,7 +95,7 @@ def usual_plans(split: Splits, cluster: Cluster, options: Options, seconds: floa
     weights = sum(node.outputs[0].num_bytes for node in graph.of_kind("parameter"))
     fits = False
     with collected_later():
-        for text in recipes(cluster.num_devices, cluster.links[0].num_devices, experts):
+        for text in recipes(cluster.num_devices, cluster.devices_per_host, experts):
             with suppress(AutoparallelError):
                 hand = ByHand.of(text).on(cluster.num_devices)
                 hybrid = hand.hybrid(batch_size(graph) if hand.needs_batch else 1)

@@ -54,4 +54,6 @@ def _pending(counts: ExecutionCounts, stage: int) -> tuple[int, int]:
         return int(stage == rank and (again or rank > 0)), (1 + again) * (stage >= h.stages - ranks and rank > 0)
     if h.schedule == "zero_bubble":
         return counts.late_of(stage) + (rank == 0 and again), int(stage >= h.stages - ranks and rank > 0)
-    return 0, 0
+    if h.schedule == "gpipe":
+        return 0, 0
+    raise NotImplementedError(f"the buffers of schedule {h.schedule!r}")

@@ -115,8 +115,10 @@ def order_of(hybrid: Hybrid, rank: int) -> Iterator[Action]:
     elif hybrid.schedule == "1f1b":
         ahead = warm_up(hybrid.groups, own[0])
         yield from ((kind, own[0], micro) for kind, micro in order(ahead, micro_batches))
-    else:
+    elif hybrid.schedule in ("interleaved", "zero_bubble"):
         yield from _interleaved(hybrid, rank, own)
+    else:
+        raise NotImplementedError(f"the order of schedule {hybrid.schedule!r}")
 
 
 def _interleaved(hybrid: Hybrid, rank: int, own: Sequence[int]) -> Iterator[Action]:

@@ -189,6 +189,26 @@ def test_three_levels() -> None:
     assert counts(cluster.group_of((2, 4, 4, 2), (1, 3))) == [2, 1, 4]
 
 
+def test_hosts_of_more_than_one_link(tmp_path: Path) -> None:
+    """A host is what shares NICs outwards, or as many devices as is said: a switch of four inside a host of eight."""
+    wide = SMALL.replace('[[links]]\nname = "net"', """[[links]]
+name = "bus"
+num_devices = 8
+alpha_s = 1e-6
+bandwidth_bytes_per_s = 5e9
+nics_per_host = 1
+[[links]]
+name = "net\"""")
+    path = tmp_path / "wide.toml"
+    for text, devices in ((SMALL, 4), (wide, 8), (wide.replace("[device]", "[host]\ndevices = 2\n[device]", 1), 2)):
+        path.write_text(text)
+        made = Cluster.load(path)
+        assert made.devices_per_host == made.num_devices == devices
+    path.write_text(wide.replace("[device]", "[host]\ndevices = 2.5\n[device]", 1))
+    with pytest.raises(ClusterError, match="devices must be a whole number, but is"):
+        Cluster.load(path)
+
+
 def test_flattened_groups_do_not_depend_on_how_the_mesh_is_cut() -> None:
     assert H100.group_of((2, 4, 8), (0, 1, 2)) == H100.group((64,), 0)
     assert H100.group_of((2, 4, 8), (2, -2)) == H100.group((2, 32), 1)
