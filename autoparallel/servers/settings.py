@@ -42,7 +42,7 @@ class Settings:
 
     @property
     def agreed(self) -> tuple[int, int, float, float]:
-        """What all processes of a job must be told alike."""
+        """The settings that must be equal on all processes of a job."""
         return self.servers, self.staleness, self.timeout_s, self.lost_after_s
 
 

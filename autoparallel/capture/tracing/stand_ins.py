@@ -48,8 +48,8 @@ _CHECKPOINTED = torch.utils.checkpoint.__file__
 
 @contextmanager
 def without_checks() -> Iterator[None]:
-    """nn.Transformer compares each mask's values with a causal one's, for a hint that changes no number; distributions
-    compare their parameters with what is allowed. Neither is done, in this thread."""
+    """In this thread, skip two checks of values that cannot be traced and change no result: whether a mask of
+    nn.Transformer is causal, and whether parameters of a distribution are valid."""
     checks = Distribution.__dict__["_validate_args"]
     Distribution._validate_args = _Here(False, checks)  # type: ignore[assignment]
     try:
