@@ -87,8 +87,8 @@ class UsualPlans:
 
 
 def usual_plans(split: Splits, cluster: Cluster, options: Options, seconds: float = math.inf) -> UsualPlans:
-    """Price each of the `recipes` that ``options`` and the model allow. Once one plan fits in memory, no further recipe is
-    begun after ``seconds``."""
+    """Price each of the `recipes` that ``options`` and the model allow. Once one plan fits in memory, no further recipe
+    is begun after ``seconds``."""
     ends, limit, graph = clock.now() + seconds, options.limit_bytes(cluster), split.graph
     found, too_large, hybrids = dict[str, Plan](), dict[str, float](), set[tuple[Hybrid, object]]()
     experts = any(EXPERTS in node.op_name for node in graph.of_kind("op"))

@@ -144,8 +144,8 @@ class Compact:
         return np.bincount(self.events.slots, self.events.values * after[self.events.rows], self.firsts[-1])
 
     def priced(self, prices: np.ndarray) -> tuple[list[np.ndarray], list[np.ndarray]]:
-        """Node costs and edge tables, each plus the price of its bytes (a Lagrange multiplier per memory limit). A table
-        whose edge uses no memory is returned as it is."""
+        """Node costs and edge tables, each plus the price of its bytes (a Lagrange multiplier per memory limit). A
+        table whose edge uses no memory is returned as it is."""
         extra, count = self.slot_prices(prices), len(self.costs)
         costs = [costs + extra[self.firsts[v]:self.firsts[v + 1]] for v, costs in enumerate(self.costs)]
         tables = list(self.tables)
