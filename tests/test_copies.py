@@ -122,7 +122,7 @@ def test_copies_hide_activations_and_hold_more_of_them() -> None:
     assert now.forward_communication_s == before.forward_communication_s
     assert now.hidden_s > before.hidden_s and now.step_s < before.step_s
     assert now.activation_bytes > before.activation_bytes and now.state_bytes == before.state_bytes
-    assert "4 micro-batches interleaved in pairs" in two.summary()
+    assert "4 micro-batches, of which 2 at a time interleave" in two.summary()
     line = timeline_of(two)
     assert line.total_s == pytest.approx(now.step_s - now.fixed_s, rel=1e-6)
 
