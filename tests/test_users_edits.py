@@ -63,7 +63,8 @@ WRITES: dict[str, Callable[[Any], object]] = {
 
 
 def write(baseline: str) -> list[str]:
-    """Writes to selections of a sharded weight; those that were refused."""
+    """Write to selections of a weight; returns the names of the writes that an InputError refused ("" for another
+    error), after comparing the others with the model's."""
     parallel = autoparallel.compile(net(), mesh_of(2), baseline=baseline, example_inputs=(X,))
     refused = []
     for name, change in WRITES.items():

@@ -113,6 +113,7 @@ def _sorted(nodes: Iterable[FxNode]) -> list[FxNode]:
             missing[user] -= 1
             if not missing[user]:
                 heapq.heappush(ready, (place[user], user))
+    assert len(made) == len(place), "the graph has a cycle"
     return made
 
 

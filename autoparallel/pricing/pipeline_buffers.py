@@ -56,4 +56,4 @@ def _pending(counts: ExecutionCounts, stage: int) -> tuple[int, int]:
         return counts.late_of(stage) + (rank == 0 and again), int(stage >= h.stages - ranks and rank > 0)
     if h.schedule == "gpipe":
         return 0, 0
-    raise NotImplementedError(f"the buffers of schedule {h.schedule!r}")
+    raise NotImplementedError(f"schedule {h.schedule!r}: say here which buffers are pending in it")

@@ -118,7 +118,7 @@ def order_of(hybrid: Hybrid, rank: int) -> Iterator[Action]:
     elif hybrid.schedule in ("interleaved", "zero_bubble"):
         yield from _interleaved(hybrid, rank, own)
     else:
-        raise NotImplementedError(f"the order of schedule {hybrid.schedule!r}")
+        raise NotImplementedError(f"schedule {hybrid.schedule!r}: say here in which order its actions run")
 
 
 def _interleaved(hybrid: Hybrid, rank: int, own: Sequence[int]) -> Iterator[Action]:

@@ -18,9 +18,9 @@ LOOSE = 0.5
 MOST_UNUSUAL = 3
 #: Exposed communication of this share of the step is said by kind.
 MUCH_EXPOSED = 0.1
-#: Families of plans by hand: name, and how its plans are recognised; the first that fits a plan is its family.
-FAMILIES = (("pipeline parallel", "pp="), ("tensor parallel", "tp="), ("context parallel", "cp="), ("FSDP", "zero=3"),
-            ("data parallel", "dp="))
+#: Families of plans by hand, with the option that their texts have; the first that a text has counts. Others are data
+#: parallel.
+FAMILIES = (("pipeline parallel", "pp="), ("tensor parallel", "tp="), ("context parallel", "cp="), ("FSDP", "zero=3"))
 #: Plans slower by more than this share are told as so many times as slow.
 TIMES = 2.0
 
@@ -100,8 +100,8 @@ def _mostly(report: Report) -> str:
     for use in report.collectives if report.exposed_share >= MUCH_EXPOSED else ():
         kind = f"{use.kind} of {use.purpose}" if use.purpose else use.kind
         seconds[kind] = seconds.get(kind, 0.0) + use.seconds
-    most = max(seconds, key=seconds.__getitem__, default="")
-    return f" ({percent_str(seconds[most] / sum(seconds.values()))} of all communication is {most})" if most else ""
+    most, total_s = max(seconds, key=seconds.__getitem__, default=""), sum(seconds.values())
+    return f" ({percent_str(seconds[most] / total_s)} of all communication is {most})" if total_s else ""
 
 
 # ----------------------------------------------------------------------------------------------------- how sure
@@ -144,8 +144,11 @@ def _others(report: Report) -> str:
     others = report.record.alternatives if report.record is not None else ()
     usual = list(_families(report, [one for one in others if one.by_hand]))
     found = [one for one in others if not one.by_hand][:1]
-    parts = [_slower(report.speed, one, f"{family} by hand, ") if _fits(report.memory, one.peak_bytes) else
-             f"{family} by hand, {one.by_hand}, needs {bytes_str(one.peak_bytes)}" for family, one in usual]
+    parts = []
+    for family, one in usual:
+        fits, what = _fits(report.memory, one.peak_bytes), f"{family} by hand, "
+        parts.append(_slower(report.speed, one, what) if fits else
+                     f"{what}{one.by_hand}, needs {bytes_str(one.peak_bytes)}")
     parts += [_slower(report.speed, one, "another that the search found: ") for one in found]
     if not parts:
         return ""
@@ -158,7 +161,7 @@ def _families(report: Report, by_hand: Sequence[Alternative]) -> Iterator[tuple[
     """Of each family of plans by hand the fastest that fits, or else the smallest; the fastest family first."""
     families: dict[str, list[Alternative]] = {}
     for one in by_hand:
-        family = next((name for name, sign in FAMILIES if sign in one.by_hand), "")
+        family = next((name for name, sign in FAMILIES if sign in one.by_hand), "data parallel")
         families.setdefault(family, []).append(one)
     best = {}
     for family, some in families.items():
