@@ -6,6 +6,7 @@ that a shared network card counts.
 
 from __future__ import annotations
 
+import math
 import os
 import statistics
 import time
@@ -43,8 +44,10 @@ Start = Callable[[], float]
 WARM_UP = 1
 KINDS = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all", "send_recv")
 SIZES = tuple(2**k for k in (10, 12, 14, 16, 18, 20, 22, 24))
-#: Quantile of the repeats that is reported: other work on the machine only adds time.
-QUIET = 0.25
+#: Quantile of the repeats that is reported: what the machine's own scheduler adds counts, as in a program.
+TYPICAL = 0.5
+#: Least seconds of a row of op calls: processes that share cores must take turns within it, as in a program.
+LEAST_ROW_S = 0.03
 #: Bytes per second above any link's: the bandwidth before it is fitted.
 ANY_RATE = 1e15
 #: Sides of square matrix products, and bytes read by an element-wise op.
@@ -120,8 +123,8 @@ def memory_bytes(kind: str) -> float:
 
 
 def time_ops(device: torch.device, repeats: int = 5) -> list[MeasuredOp]:
-    """Seconds of square matrix products and element-wise sums in float32, on all ranks at once: the lower quartile over
-    repeats of the slowest rank."""
+    """Seconds of square matrix products and element-wise sums in float32, on all ranks at once: the median over repeats
+    of the slowest rank."""
     found = []
     for side in SIDES:
         x = torch.ones(side, side, device=device)
@@ -133,10 +136,12 @@ def time_ops(device: torch.device, repeats: int = 5) -> list[MeasuredOp]:
 
 
 def _op(op_class: str, size: float, call: Call, repeats: int, device: torch.device) -> MeasuredOp:
-    """Seconds of one call, timed over ten calls in a row for the clock's resolution."""
-    times = 10
-    several = partial(_in_a_row, call, times)
-    return MeasuredOp(op_class, size, _slowest(_timed(several, repeats, after_barrier, device), device) / times)
+    """Seconds of one call, timed over ten calls in a row or more (`LEAST_ROW_S`)."""
+    def row_s(times: int, repeats: int) -> float:
+        return _slowest(_timed(partial(_in_a_row, call, times), repeats, after_barrier, device), device)
+
+    times = max(10, math.ceil(10 * LEAST_ROW_S / row_s(10, 1)))
+    return MeasuredOp(op_class, size, row_s(times, repeats) / times)
 
 
 def after_barrier() -> float:
@@ -146,7 +151,7 @@ def after_barrier() -> float:
 
 
 def time_collectives(mesh: DeviceMesh, axis: int, kinds: Sequence[str], sizes: Sequence[int], repeats: int = 5,
-                     start: Start = after_barrier, in_a_row: int = 4, quantile: float = QUIET) -> list[Measured]:
+                     start: Start = after_barrier, in_a_row: int = 4, quantile: float = TYPICAL) -> list[Measured]:
     """Seconds of each collective of ``kinds`` along one axis, for each size in bytes (of `cost_models.collectives`).
 
     All ranks of the mesh call this; all groups of the axis run at once. ``in_a_row``: calls per timing, several where
@@ -172,7 +177,7 @@ def _in_a_row(call: Call, times: int, started: float) -> None:
 
 def time_overlapped(mesh: DeviceMesh, side: int, nbytes: int, repeats: int = 5, start: Start = after_barrier,
                 under: Callable[[float], AbstractContextManager[None]] = lambda started: nullcontext(),
-                quantile: float = QUIET) -> list[MeasuredOverlap]:
+                quantile: float = TYPICAL) -> list[MeasuredOverlap]:
     """Seconds of collectives overlapped with compute along the mesh's one axis, in two orders: issued before the
     compute, as prefetched gathers are, and after its first half, as gradient reductions are.
 
@@ -265,7 +270,7 @@ def _timed(call: Callable[[float], object], repeats: int, start: Start, device: 
     return found[WARM_UP:]
 
 
-def _slowest(seconds: Sequence[float], device: torch.device, quantile: float = QUIET) -> float:
+def _slowest(seconds: Sequence[float], device: torch.device, quantile: float = TYPICAL) -> float:
     """The ``quantile`` over repeats of the slowest rank's seconds."""
     together = torch.tensor(seconds, device=device)
     dist.all_reduce(together, dist.ReduceOp.MAX)

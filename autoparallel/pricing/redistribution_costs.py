@@ -105,10 +105,10 @@ class RedistributionPrices:
 
     @cached_property
     def block_bytes(self) -> float:
-        """Bytes of the parameters of a block, which FSDP gathers, and whose gradients it scatters, as one; 0: each
-        parameter by itself."""
+        """Bytes of the parameters of a block, which our programs and FSDP gather, and whose gradients they scatter, as
+        one; 0: software that treats each parameter by itself."""
         profile, blocks = self.cluster.profile, defaultdict[str, float](float)
-        if profile is None or not profile.by_block:
+        if profile is not None and not profile.by_block:
             return 0.0
         for decision, s in zip(self.space.decisions, self.space.strategy_sets, strict=True):
             if decision.kind == "parameter" and (path := block_path(decision.path.rpartition(".")[0])):
