@@ -127,7 +127,7 @@ def test_the_other_lines_say_how_fast_how_full_and_how_sure(plans: dict[str, Pla
     p, (_, fast, sure) = plan.prediction, plan.summary().split("\n")
     assert fast.startswith(f"{seconds_str(p.step_s)} a step (p90 {seconds_str(p.step_s * (1 + p.p90))}) = ")
     assert "tokens/s per device" in fast and "% MFU" in fast
-    assert f"{bytes_str(p.peak_bytes)} of {bytes_str(p.limit_bytes)} (margin " in fast
+    assert f"{bytes_str(p.peak_bytes)} of the {bytes_str(p.limit_bytes)} that tensors may take, of 80 GiB" in fast
     assert sure.startswith("Of the step: compute ") and "communication exposed" in sure and "best sharding" in sure
     assert "not searched" in plans["fsdp"].summary().split("\n")[2]
 
@@ -139,11 +139,10 @@ def test_plans_within_the_error_of_predictions_are_called_so(plans: dict[str, Pl
     others = tuple(Alternative(factor * step_s, 1.0, ("x: a -> b",)) for factor in (1.02, 1.1, 1.3))
     close = replace(plan, prediction=replace(plan.prediction, p50=0.05), record=replace(record, alternatives=others))
     assert "the same with other layouts" in close.summary() and "2.0 % slower" in close.summary()
-    assert "2.0 % slower (within the median error of predictions, 5.0 %)" in close.summary()
+    assert "As fast, within the median error of predictions (5.0 %): another that the search" in close.summary()
     assert "more plan" not in close.summary()
     wide = replace(close, prediction=replace(plan.prediction, p50=0.2))
-    assert "(within the median error of predictions, 20 %)" in wide.summary()
-    assert "One more plan is within the median error of predictions (20 %)." in wide.summary()
+    assert "2.0 % slower; 1 more plan." in wide.summary()
     exact = replace(close, prediction=replace(plan.prediction, p50=0.01))
     assert "within the median error" not in exact.summary()
     table = text.alternatives_table(report_of(close))
@@ -164,6 +163,16 @@ def test_the_summary_says_why_no_other_plan(plans: dict[str, Plan]) -> None:
     assert "20 % slower" in told
     assert f"tensor parallel by hand, tp=4, needs {bytes_str(4 * peak)}" in told
     assert "another that the search found: pipeline parallel 4" in told and "50 % slower" in told
+    both = replace(plan, record=replace(record, alternatives=(Alternative(2.2 * step_s, 1.0, (), "", "tp=2,zero=3"),)))
+    assert "FSDP with tensor parallel by hand, tp=2,zero=3, " in both.summary() and "2.2 times as slow" in both.summary()
+
+
+def test_the_bytes_that_an_element_trains_with_are_said(plans: dict[str, Plan]) -> None:
+    assert plans["fsdp"].record.workload.state_bytes == {"parameter": 4.0, "gradient": 4.0, "adamw states": 8.0}
+    assert "before sharding: parameter 4, gradient 4, adamw states 8" in text.text_report(plans["fsdp"], width=200)
+    assert "before sharding: parameter 4, gradient 4, adamw states 8" in page(plans["fsdp"])
+    with_masters = made(cluster=Cluster.load("h100-sxm", num_devices=4, software="megatron-core"), by_hand="dp=4")
+    assert sum(with_masters.record.workload.state_bytes.values()) >= 16.0
 
 
 def test_usual_plans_are_compared_and_kept_in_the_file(tmp_path: Path) -> None:
@@ -425,6 +434,7 @@ def test_notebooks_show_the_summary_as_text(plans: dict[str, Plan]) -> None:
     (8, 8, False, "dp=8,zero=3"),
     (16, 8, False, "pp=2,micro_batch=1,tp=8,zero=1,sequence_parallel,recompute=selective"),
     (16, 8, True, "dp=16,ep=8,zero=1"), (1, 8, True, "dp=1"), (12, 8, False, "dp=12"),
+    (64, 8, True, "pp=8,micro_batch=1,ep=8,zero=1"), (16, 8, False, "tp=8,zero=3,sequence_parallel,recompute=full"),
 ])
 def test_usual_recipes_use_all_devices(devices: int, host: int, experts: bool, some: str) -> None:
     found = list(recipes(devices, host, experts))

@@ -9,6 +9,7 @@ import pytest
 import torch
 
 import autoparallel
+from autoparallel.plans.reports.words import axis_words
 from autoparallel.plans.roles import parameters_of, roles_of
 from cost_models import Cluster
 from tests.support.captured import plan_of
@@ -49,6 +50,17 @@ def test_departures_are_named() -> None:
                   for name, strategy, layout in plan.blocks[1].lines)
     odd = replace(plan, blocks=(plan.blocks[0], replace(plan.blocks[1], lines=lines)))
     assert roles_of(odd).departures[0] == "axis tp: model.layers.0.mlp.up_proj linear: b1 (context)"
+    first, rest = replace(odd.blocks[1], paths=plan.blocks[1].paths[:1]), replace(plan.blocks[1],
+                                                                                 paths=plan.blocks[1].paths[1:])
+    half = replace(plan, blocks=(plan.blocks[0], first, rest))
+    said = next(axis.departures for axis in axis_words(half, None) if axis.name == "tp")
+    assert said == ("up_proj (1 of 2 ops) is context parallel, around attention by heads (as DeepSpeed-Ulysses)",)
+    lines = tuple((name, "b0·b0" if name.startswith("mlp.up") else strategy, layout)
+                  for name, strategy, layout in plan.blocks[1].lines)
+    stored = {name: (*layout[:1], "S(0)") if "up_proj" in name else layout for name, layout in plan.strategies.items()}
+    data = replace(plan, blocks=(plan.blocks[0], replace(plan.blocks[1], lines=lines)), strategies=stored)
+    said = next(axis.departures for axis in axis_words(data, None) if axis.name == "tp")
+    assert said == ("up_proj (2 ops) are data parallel with ZeRO-1",)
 
 
 def test_a_file_tells_the_same() -> None:

@@ -25,8 +25,8 @@ EXPERTS = "routed_experts"
 
 def recipes(devices: int, host_devices: int, experts: bool = False) -> Iterator[str]:
     """DDP, ZeRO-1 and FSDP (also in micro-batches, with recompute, with both); on several hosts also tensor
-    parallelism inside a host, alone and with pipelines over hosts (with less recompute, or a smaller bubble); with
-    experts also expert parallelism inside a host.
+    parallelism inside a host, with FSDP, with ZeRO-1 and with pipelines over hosts (with less recompute, or a smaller
+    bubble); with experts also expert parallelism inside a host, alone and with pipelines.
 
     >>> list(recipes(8, 8))[:4]
     ['dp=8', 'dp=8,zero=1', 'dp=8,zero=3', 'dp=8,zero=1,micro_batch=1']
@@ -39,6 +39,10 @@ def recipes(devices: int, host_devices: int, experts: bool = False) -> Iterator[
         yield f"dp={devices},ep={inner},zero=1"
     if devices <= host_devices or devices % host_devices:
         return
+    if experts and inner > 1:
+        yield from (f"pp={stages},micro_batch=1,ep={inner},zero=1" for stages in (8, 16)
+                    if devices // inner % stages == 0)
+    yield f"tp={inner},zero=3,sequence_parallel,recompute=full"
     tensor = f"tp={inner},zero=1,sequence_parallel"
     yield f"{tensor},recompute=selective"
     for stages in (stages for stages in (2, 4, 8, 16) if devices // inner % stages == 0):

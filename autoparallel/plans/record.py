@@ -24,6 +24,8 @@ class Workload:
     repeat. ``peak_flops_per_s``: of one device, for ``dtype``, that of most of these FLOPs. ``price_per_hour`` and
     ``watts``: of one device; 0 is not known. ``links``: by mesh axis, the slowest link that its groups cross.
     ``host_devices``: devices joined by the innermost link. ``link_names``: the machine's links, innermost first.
+    ``state_bytes``: of one element of most trained parameters, by what it is for ("parameter", "gradient", ...), before
+    any sharding; empty where nothing is trained.
     """
 
     unit: str
@@ -41,6 +43,7 @@ class Workload:
     watts: float = 0.0
     links: Mapping[str, str] = field(default_factory=dict)
     link_names: tuple[str, ...] = ()
+    state_bytes: Mapping[str, float] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)

@@ -20,7 +20,7 @@ from __future__ import annotations
 import math
 import re
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
 from autoparallel.plans.plan import Plan
@@ -54,7 +54,9 @@ class AxisRole:
 
     ``shards``: whether ranks of a data, context or expert axis store shards of parameters, which are gathered before
     they are read (FSDP, ZeRO). ``sequence``: whether norms and residuals on a tensor axis are cut along the sequence.
-    ``experts``: whether it cuts experts. ``departures``: products with another role, as "path op: strategy".
+    ``experts``: whether it cuts experts. ``departures``: products with another role, as "path op: strategy (role)".
+    ``departures_shard``: as ``shards``, of the weights of those that are data parallel. ``by_heads``: whether it cuts
+    attention by heads.
     """
 
     name: str
@@ -64,6 +66,8 @@ class AxisRole:
     sequence: bool = False
     experts: bool = False
     departures: tuple[str, ...] = ()
+    departures_shard: bool = False
+    by_heads: bool = False
 
 
 @dataclass(frozen=True)
@@ -200,12 +204,23 @@ def _axis(plan: Plan, products: list[Product], axis: int) -> AxisRole:
     expected = {"expert": ("data",)}.get(role, (role,))
     others = [product for product in products if product.roles[axis] not in expected
               and not (product in experts and cut and role in ("expert", "tensor"))]
-    stored = [layout[axis] for layout in parameters_of(plan).values()]
-    shards = role != "tensor" and role != "expert" and 2 * sum(p[0] == "S" for p in stored) > len(stored)
-    shards = shards or (role == "expert" and plan.hybrid.zero_stage > 0 and all(p[0] == "S" for p in stored))
+    of_experts = tuple(f"{product.module}." for product in experts if cut)
+    own = {name: layout for name, layout in parameters_of(plan).items() if not name.startswith(of_experts or "\0")}
+    shards = role != "tensor" and _mostly_sharded(plan, own, axis)
+    alone = {name: own[name] for p in others if p.roles[axis] == "data" and (name := f"{p.module}.weight") in own}
     departures = tuple(f"{p.module or 'the model'} {p.op}: {p.strategies[axis]} ({p.roles[axis]})" for p in others)
     return AxisRole(plan.axis_names[axis], plan.mesh_shape[axis], role, shards,
-                    role == "tensor" and _is_cut_along_sequence(plan, axis), cut, departures)
+                    role == "tensor" and _is_cut_along_sequence(plan, axis), cut, departures,
+                    bool(alone) and _mostly_sharded(plan, alone, axis),
+                    any(p.op in _ATTENTION and p.strategies[axis] == "h" for p in products))
+
+
+def _mostly_sharded(plan: Plan, stored: Mapping[str, tuple[str, ...]], axis: int) -> bool:
+    """Whether most elements of these parameters (of a plan without their shapes: most of them) are stored in shards on
+    an axis."""
+    shapes = plan.model.parameters
+    sizes = {name: math.prod(shapes.get(name, (0,) if shapes else ())) for name in stored}
+    return 2 * sum(sizes[name] for name, layout in stored.items() if layout[axis][0] == "S") > sum(sizes.values())
 
 
 def _role_of_inputs(plan: Plan, axis: int) -> str:

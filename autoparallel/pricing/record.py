@@ -16,7 +16,7 @@ from autoparallel.pricing.problem import SpacePricer
 from autoparallel.search.model.problem import Problem
 from autoparallel.strategies.space import Strategy, StrategySet, StrategySpace
 from cost_models import Group, compute
-from cost_models.memory import training_state
+from cost_models.memory import precision, training_state
 
 #: Op classes whose FLOPs count, as they run on matrix units.
 COUNTED = frozenset({"matmul", "attention", "conv"})
@@ -45,7 +45,23 @@ def workload(pricer: SpacePricer, strategies: Sequence[Strategy]) -> Workload:
         dtype, compute.peak_flops_per_s("matmul", dtype, cluster.device), math.prod(sizes), cluster.device.name,
         cluster.device.memory_bytes, min(cluster.devices_per_host, cluster.num_devices),
         cluster.device.price_per_hour, cluster.device.watts, groups, tuple(link.name for link in cluster.links),
+        _state_bytes(pricer),
     )
+
+
+def _state_bytes(pricer: SpacePricer) -> dict[str, float]:
+    """Bytes of one element of most trained parameters: its own, its gradient's and its optimizer states'."""
+    space, prices, counts = pricer.space, pricer.prices, dict[str, float]()
+    for d in space.decisions:
+        meta = space.strategy_sets[d.index].output_metas[0]
+        if d.kind == "parameter" and meta.requires_grad and prices.training:
+            counts[prices.kept(meta)] = counts.get(prices.kept(meta), 0.0) + meta.num_elements
+    if not counts:
+        return {}
+    kept = max(counts, key=counts.__getitem__)
+    one, master = training_state(1, kept, prices.optimizer), precision(kept).master
+    states = f"{prices.optimizer} states" + (f" with {master} master copy" if master else "")
+    return {"parameter": float(one.parameters), "gradient": float(one.gradients), states: float(one.optimizer)}
 
 
 def _link(group: Group) -> str:

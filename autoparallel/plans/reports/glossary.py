@@ -20,6 +20,10 @@ GLOSSARY = {
     "memory limit": "What a plan's tensors may take on a device: the limit that was given, or the device's memory less "
                     "the process's own, communicators, the allocator's fragments, and room for predictions that are "
                     "too low (memory_confidence: 95 % of runs fit).",
+    "framework": "Seconds that the training software takes once a step, beside ops and communication (fitted to "
+                 "published runs).",
+    "launched ahead": "Hosts launch kernels while devices still compute: seconds of launches that would be exposed "
+                      "otherwise.",
     "bubble": "Seconds in which a pipeline's rank waits for its first, or after its last, micro-batch.",
     "MFU": "Model FLOPs utilisation: FLOPs that the model needs in a step / (step seconds x devices x a device's "
            "peak). Products, convolutions and attention count, forward once, backward at twice that; causal attention "

@@ -18,7 +18,7 @@ from autoparallel.plans.reports.build import report_of
 from autoparallel.plans.reports.comparison import explained, other_row, trials_of
 from autoparallel.plans.reports.glossary import GLOSSARY
 from autoparallel.plans.reports.report import Report
-from autoparallel.plans.reports.summary import LOOSE
+from autoparallel.plans.reports.summary import LOOSE, state_said
 from autoparallel.plans.reports.timeline import timeline_of
 
 if TYPE_CHECKING:
@@ -38,7 +38,7 @@ def page(plan: Plan) -> str:
     return _template().render(
         report=report, style=style, script=script, policy=_policy(style, script), glossary=GLOSSARY,
         pictures=_pictures(plan, report), timelines=_timelines(plan, report), hosts=_hosts(report),
-        flows=_flows(report), explained=explained, loose=LOOSE,
+        flows=_flows(report), explained=explained, loose=LOOSE, state_said=state_said,
         others=[(one, other_row(report, one)) for one in report.record.alternatives] if report.record else [],
     )
 

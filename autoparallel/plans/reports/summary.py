@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 
 from autoparallel.plans.record import Alternative
 from autoparallel.plans.reports.report import Memory, Proof, Report, Speed
 from autoparallel.plans.reports.units import bytes_str, count_str, percent_str, seconds_str
-from autoparallel.plans.reports.words import HEADS
+from autoparallel.plans.reports.words import AROUND_HEADS, HEADS
 
 #: Parts of a step below this share are left out of the summary, but for exposed communication.
 LEAST_SHARE = 0.005
@@ -18,11 +18,13 @@ LOOSE = 0.5
 MOST_UNUSUAL = 3
 #: Exposed communication of this share of the step is said by kind.
 MUCH_EXPOSED = 0.1
-#: Families of plans by hand, with the option that their texts have; the first that a text has counts. Others are data
-#: parallel.
-FAMILIES = (("pipeline parallel", "pp="), ("tensor parallel", "tp="), ("context parallel", "cp="), ("FSDP", "zero=3"))
+#: Families of plans by hand, with the options that their texts have; the first whose options a text has counts. Others
+#: are data parallel.
+FAMILIES = (("pipeline and expert parallel", ("pp=", "ep=")), ("pipeline parallel", ("pp=",)),
+            ("expert parallel", ("ep=",)), ("FSDP with tensor parallel", ("tp=", "zero=3")),
+            ("tensor parallel", ("tp=",)), ("context parallel", ("cp=",)), ("FSDP", ("zero=3",)))
 #: Plans slower by more than this share are told as so many times as slow.
-TIMES = 2.0
+TIMES = 1.0
 
 
 def summary(report: Report) -> Report:
@@ -37,7 +39,7 @@ def summary(report: Report) -> Report:
 def _unusual(report: Report) -> str:
     if not report.departures:
         return ""
-    named = sorted(report.departures, key=lambda text: HEADS not in text)[:MOST_UNUSUAL]  # attention first
+    named = sorted(report.departures, key=lambda text: HEADS not in text and AROUND_HEADS not in text)[:MOST_UNUSUAL]  # attention first
     more = f", and {len(report.departures) - len(named)} more" if len(report.departures) > len(named) else ""
     return f" Unusual: {'; '.join(named)}{more}."
 
@@ -68,8 +70,19 @@ def _memory(memory: Memory) -> str:
         whole = f", of the {bytes_str(memory.device_bytes)} that it has{fits}" if memory.device_bytes else ""
         return f"{peak} a device{whole}{host}"
     margin = memory.margin_bytes
-    room = f"margin {bytes_str(margin)}" if margin >= 0 else f"does not fit: {bytes_str(-margin)} too much"
-    return f"{peak} of {bytes_str(memory.limit_bytes)} ({room}){host}"
+    room = f"{bytes_str(margin)} left" if margin >= 0 else f"does not fit: {bytes_str(-margin)} too much"
+    whole = f", of {bytes_str(memory.device_bytes)} a device" if memory.device_bytes > memory.limit_bytes else ""
+    return f"{peak} of the {bytes_str(memory.limit_bytes)} that tensors may take{whole} ({room}){host}"
+
+
+def state_said(state: Mapping[str, float]) -> str:
+    """`Workload.state_bytes` as a sentence.
+
+    >>> state_said({"parameter": 2.0, "gradient": 2.0, "adamw states": 4.0})
+    'bytes of an element before sharding: parameter 2, gradient 2, adamw states 4'
+    """
+    return "bytes of an element before sharding: " + ", ".join(
+        f"{what} {num_bytes:g}" for what, num_bytes in state.items())
 
 
 def _costs(speed: Speed) -> Iterator[str]:
@@ -88,7 +101,7 @@ def _where(report: Report) -> str:
              for name, parts in (("compute", ("forward compute", "recompute", "backward compute", "optimizer",
                                               "less what hosts launch ahead")),
                                  ("bubbles and waits", ("bubbles, sends, waits",)),
-                                 ("framework", ("framework, once a step",)))}
+                                 ("framework once a step", ("framework, once a step",)))}
     said = [f"{name} {percent_str(value)}" for name, value in share.items() if value >= LEAST_SHARE]
     said.insert(1, f"communication exposed {percent_str(max(0.0, report.exposed_share))}{_mostly(report)}")
     return f"Of the step: {', '.join(said)}."
@@ -144,24 +157,27 @@ def _others(report: Report) -> str:
     others = report.record.alternatives if report.record is not None else ()
     usual = list(_families(report, [one for one in others if one.by_hand]))
     found = [one for one in others if not one.by_hand][:1]
-    parts = []
-    for family, one in usual:
-        fits, what = _fits(report.memory, one.peak_bytes), f"{family} by hand, "
-        parts.append(_slower(report.speed, one, what) if fits else
-                     f"{what}{one.by_hand}, needs {bytes_str(one.peak_bytes)}")
-    parts += [_slower(report.speed, one, "another that the search found: ") for one in found]
-    if not parts:
+    named = [(one, f"{family} by hand, ") for family, one in usual]
+    named += [(one, "another that the search found: ") for one in found]
+    if not named:
         return ""
-    named = [*(one for _, one in usual), *found]
-    rest = [one.step_s for one in others if one not in named and _fits(report.memory, one.peak_bytes)]
-    return f"Why no other: {'; '.join(parts)}.{_near(report.speed, rest)}{_untried(report)}"
+    near, apart = list[str](), list[str]()
+    for one, what in named:
+        if not _fits(report.memory, one.peak_bytes):
+            apart.append(f"{what}{one.by_hand}, needs {bytes_str(one.peak_bytes)}")
+        else:
+            (near if report.speed.not_told_apart([one.step_s]) else apart).append(_slower(report.speed, one, what))
+    rest = [one.step_s for one in others if one not in [other for other, _ in named]
+            and _fits(report.memory, one.peak_bytes)]
+    said = f"Why no other: {'; '.join(apart)}." if apart else ""
+    return f"{said}{_near(report.speed, near, rest)}{_untried(report)}".strip()
 
 
 def _families(report: Report, by_hand: Sequence[Alternative]) -> Iterator[tuple[str, Alternative]]:
     """Of each family of plans by hand the fastest that fits, or else the smallest; the fastest family first."""
     families: dict[str, list[Alternative]] = {}
     for one in by_hand:
-        family = next((name for name, sign in FAMILIES if sign in one.by_hand), "data parallel")
+        family = next((name for name, signs in FAMILIES if all(sign in one.by_hand for sign in signs)), "data parallel")
         families.setdefault(family, []).append(one)
     best = {}
     for family, some in families.items():
@@ -170,11 +186,13 @@ def _families(report: Report, by_hand: Sequence[Alternative]) -> Iterator[tuple[
     yield from sorted(best.items(), key=lambda item: (not _fits(report.memory, item[1].peak_bytes), item[1].step_s))
 
 
-def _near(speed: Speed, rest_s: Sequence[float]) -> str:
-    """How many plans that are not named the error of predictions does not tell apart from this one."""
+def _near(speed: Speed, named: Sequence[str], rest_s: Sequence[float]) -> str:
+    """The plans that the error of predictions does not tell apart from this one: those ``named``, and how many more."""
     count = len(speed.not_told_apart(rest_s))
-    some = "One more plan is" if count == 1 else f"{count} more plans are"
-    return f" {some} within the median error of predictions ({percent_str(speed.p50)})." if count else ""
+    more = [f"{count} more plan{'s' if count > 1 else ''}"] if count else []
+    if not (named or more):
+        return ""
+    return f" As fast, within the median error of predictions ({percent_str(speed.p50)}): {'; '.join([*named, *more])}."
 
 
 def _untried(report: Report) -> str:
@@ -203,9 +221,7 @@ def _slower(speed: Speed, one: Alternative, what: str) -> str:
     by = f"{percent_str(abs(slower))} {'slower' if slower >= 0 else 'faster'}"
     if slower > TIMES:
         by = f"{1 + slower:.2g} times as slow"
-    if speed.not_told_apart([one.step_s]):
-        by += f" (within the median error of predictions, {percent_str(speed.p50)})"
     return f"{name}, {seconds_str(one.step_s)}, {by}"
 
 
-__all__ = ["summary"]
+__all__ = ["state_said", "summary"]

@@ -16,6 +16,7 @@ from autoparallel.plans.plan import Plan
 from autoparallel.plans.reports.build import report_of
 from autoparallel.plans.reports.comparison import explained, other_row
 from autoparallel.plans.reports.report import Collectives, Report
+from autoparallel.plans.reports.summary import state_said
 from autoparallel.plans.reports.units import bytes_str, percent_str, seconds_str
 
 #: Lines of the details of a block, and letters of all pins, at most.
@@ -60,6 +61,8 @@ def print_report(report: Report, console: ReportConsole, details: bool = False) 
         console.print(f"half of such predictions are within {percent_str(report.speed.p50)} of the measured step, nine "
                       f"in ten within {percent_str(report.speed.p90)}: {report.speed.basis}")
     console.print(_memory(report))
+    if report.record is not None and (state := report.record.workload.state_bytes):
+        console.print(f"counted as {state_said(state)}")
     console.print(_collectives(report.collectives, details))
     console.print(_blocks(report))
     if details and report.cuts:
@@ -100,7 +103,7 @@ def _axes(report: Report) -> Table:
     table = _table("mesh axes, slowest links first", ("axis", "ranks", "what for", "link"), right=("ranks",))
     for axis in report.axes:
         name = axis.label if axis.label == axis.name else f"{axis.label} ({axis.name})"
-        table.add_row(name, str(axis.size), axis.words, axis.link)
+        table.add_row(name, str(axis.size), "; ".join([axis.words, *axis.departures]), axis.link)
     return table
 
 

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 from autoparallel.plans.plan import Plan
 from autoparallel.plans.record import Workload
-from autoparallel.plans.roles import AxisRole, roles_of
+from autoparallel.plans.roles import AxisRole, products_of, roles_of
 
 ZERO = {1: "ZeRO-1", 2: "ZeRO-2", 3: "ZeRO-3 (FSDP)"}
 PARALLEL = {"data": "data parallel", "tensor": "tensor parallel", "context": "context parallel",
@@ -17,8 +17,9 @@ PARALLEL = {"data": "data parallel", "tensor": "tensor parallel", "context": "co
 SCHEDULES = {"1f1b": "1F1B", "gpipe": "GPipe", "interleaved": "interleaved 1F1B", "zero_bubble": "zero bubble"}
 #: The training state that no rank has whole, by ZeRO stage.
 _SHARDED = {1: "optimizer states", 2: "gradients and optimizer states", 3: "parameters"}
-#: Attention on a context-parallel axis, each rank with some of its heads.
+#: Attention on a context-parallel axis, each rank with some of its heads; products around it on a tensor-parallel axis.
 HEADS = "cut by heads (as DeepSpeed-Ulysses)"
+AROUND_HEADS = "context parallel, around attention by heads (as DeepSpeed-Ulysses)"
 #: Modules named in a departure, at most.
 MOST_NAMES = 5
 #: Letters of a module's name, at most.
@@ -48,12 +49,12 @@ class AxisWords:
 def axis_words(plan: Plan, work: Workload | None) -> tuple[AxisWords, ...]:
     """The axes of the whole mesh, the pipeline's first; slowest links first."""
     roles, links = roles_of(plan), dict(work.links) if work else {}
-    labels = _labels(roles.axes)
+    labels, every = _labels(roles.axes), Counter(_short(product.module or "the model") for product in products_of(plan))
     found = [AxisWords("pipeline", "pipeline", plan.hybrid.pipeline_ranks, "pipeline", _pipeline(plan),
                        links.get("pipeline", ""))] if plan.hybrid.pipeline_ranks > 1 else []
     for number, (axis, label) in enumerate(zip(roles.axes, labels, strict=True)):
         vocabulary = _cut_by_vocabulary(plan, number)
-        departures = tuple(_folded(axis, bool(vocabulary) and axis.role != "tensor"))
+        departures = tuple(_folded(axis, every, bool(vocabulary) and axis.role != "tensor", roles.zero_stage))
         said = "".join([_words(axis, roles.zero_stage), f"; {' and '.join(vocabulary)} by vocabulary" if vocabulary
                         else ""])
         found.append(AxisWords(axis.name, label, axis.size, axis.role, said, links.get(axis.name, ""),
@@ -100,8 +101,9 @@ def _cut_by_vocabulary(plan: Plan, axis: int) -> list[str]:
         if (op := name.rsplit(" ", 1)[-1]) in wanted and wanted[op][0] == strategy.split("·")[axis]))
 
 
-def _folded(axis: AxisRole, vocabulary: bool) -> Iterator[str]:
-    """Departures by role: "q_proj, k_proj (160 ops) are data parallel"."""
+def _folded(axis: AxisRole, every: Counter[str], vocabulary: bool, zero_stage: int) -> Iterator[str]:
+    """Departures by role: "q_proj, k_proj (160 ops) are data parallel with ZeRO-1". ``every``: how many products have
+    each short name; departures that are not all of them are told as "(60 of 64 ops)"."""
     found: dict[str, Counter[str]] = {}
     for text in axis.departures:
         where, _, role = text.rpartition(": ")
@@ -111,8 +113,11 @@ def _folded(axis: AxisRole, vocabulary: bool) -> Iterator[str]:
     for role, counts in found.items():
         names, total = list(counts), counts.total()
         said = ", ".join(names[:MOST_NAMES]) + (", ..." if len(names) > MOST_NAMES else "")
-        times = f" ({total} ops)" if total > 1 else ""
+        of = sum(every[name] for name in names)
+        times = f" ({total} of {of} ops)" if total < of else f" ({total} ops)" if total > 1 else ""
         what = "in shards by vocabulary" if vocabulary and role == "tensor" and total == 1 else PARALLEL.get(role, role)
+        what = AROUND_HEADS if axis.role == "tensor" and role == "context" and axis.by_heads else what
+        what += f" with {ZERO[zero_stage or 1]}" if role == "data" and axis.departures_shard else ""
         yield f"{said}{times} {'are' if total > 1 else 'is'} {what}"
 
 
