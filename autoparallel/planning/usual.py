@@ -40,7 +40,7 @@ def recipes(devices: int, host_devices: int, experts: bool = False) -> Iterator[
     if devices <= host_devices or devices % host_devices:
         return
     if experts and inner > 1:
-        yield from (f"pp={stages},micro_batch=1,ep={inner},zero=1" for stages in (8, 16)
+        yield from (f"pp={stages},micro_batch=1,ep={inner},zero=1,recompute=full" for stages in (8, 16)
                     if devices // inner % stages == 0)
     yield f"tp={inner},zero=3,sequence_parallel,recompute=full"
     tensor = f"tp={inner},zero=1,sequence_parallel"

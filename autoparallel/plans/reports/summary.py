@@ -39,7 +39,8 @@ def summary(report: Report) -> Report:
 def _unusual(report: Report) -> str:
     if not report.departures:
         return ""
-    named = sorted(report.departures, key=lambda text: HEADS not in text and AROUND_HEADS not in text)[:MOST_UNUSUAL]  # attention first
+    heads = (HEADS, AROUND_HEADS)  # attention first
+    named = sorted(report.departures, key=lambda text: not any(said in text for said in heads))[:MOST_UNUSUAL]
     more = f", and {len(report.departures) - len(named)} more" if len(report.departures) > len(named) else ""
     return f" Unusual: {'; '.join(named)}{more}."
 
