@@ -59,6 +59,19 @@ def test_a_mixture_is_cut_by_tokens_and_experts(ranks: Any, mesh_shape: tuple[in
         assert_same_gradients(gradients, reference)
 
 
+@pytest.mark.parametrize("by_hand", ["dp=4,ep=2,zero=1", "dp=4,ep=2,zero=3"])
+def test_experts_by_hand_with_zero_over_both_axes(ranks: Any, by_hand: str) -> None:
+    """Weights of no expert are stored in shards over all four ranks; one step equals one process."""
+    case, reference = CASES["mixtral"], train_reference(CASES["mixtral"], "sgd", num_steps=1)
+    args, kwargs = case.inputs(8)
+    plan = autoparallel.plan(case.build(), Cluster.load("local-cpu", num_devices=4), example_inputs=args,
+                             example_kwargs=kwargs, by_hand=by_hand)
+    assert all(stored[0] == "S" for stored in plan.strategies["model.layers.0.self_attn.q_proj.weight"])
+    for loss, gradients in ranks(4).run(run_plan, plan.mesh_shape, plan, timeout_s=100):
+        assert loss == pytest.approx(reference.losses[0], rel=1e-5)
+        assert_same_gradients(gradients, reference)
+
+
 def test_model_flops_of_experts_are_three_times_those_of_forward() -> None:
     case = CASES["mixtral"]
     args, kwargs = case.inputs(8)

@@ -15,8 +15,9 @@ parameters and activations may take; any other counts as a penalty. The search f
     | sequence | the same                  | I -> R                | S(1) -> R, P -> S(1)                  |
     | context  | as data (context shard:   | I -> R (S -> R)       | none; inputs are S(1), products are   |
     |          | as shard)                 |                       | cut along the sequence                |
-    | expert   | experts S(0), others as   | I -> R; of experts    | none                                  |
-    |          | data                      | none                  |                                       |
+    | expert   | experts S(0), others as   | I -> R (S -> R); of   | none                                  |
+    |          | data (expert shard: as    | experts none          |                                       |
+    |          | shard)                    |                       |                                       |
 
 With several axes, tensor and sequence parallelism take the last one (the fastest links) and data parallelism the
 others. FSDP gathers over all axes at once, so each rank's own shard crosses the slow links. Two gathers do the same if
@@ -42,8 +43,9 @@ LITTLE, IMPOSSIBLE = 1e-2, 1e6
 NAMES = ("ddp", "fsdp", "tensor_parallel", "sequence_parallel")
 #: Redistributions of parameters that a role allows, and the dim of inputs that it shards.
 _OF_PARAMETERS = {"data": ("IR",), "shard": ("SR", "IR"), "tensor": (), "sequence": ("IR",), "context": ("IR",),
-                  "context shard": ("SR", "IR"), "expert": ("IR",)}
-_INPUT_DIMS = {"data": 0, "shard": 0, "expert": 0, "context": 1, "context shard": 1}
+                  "context shard": ("SR", "IR"), "expert": ("IR",), "expert shard": ("SR", "IR")}
+_INPUT_DIMS = {"data": 0, "shard": 0, "expert": 0, "expert shard": 0, "context": 1, "context shard": 1}
+_EXPERT = ("expert", "expert shard")
 _ROLES = {"ddp": ("data", "data"), "fsdp": ("shard", "shard"), "tensor_parallel": ("data", "tensor"),
           "sequence_parallel": ("data", "sequence")}
 
@@ -94,9 +96,9 @@ class Baseline:
         if decision.kind == "input":
             cut = _INPUT_DIMS.get(role)
             return next(({possible[s]} for s in shards if s.dim == cut), whole)
-        if role == "expert" and index in self._experts and shards and shards[0].dim == 0:
+        if role in _EXPERT and index in self._experts and shards and shards[0].dim == 0:
             return {possible[shards[0]]}
-        if role in ("shard", "context shard") and shards:
+        if role in ("shard", "context shard", "expert shard") and shards:
             return {possible[p] for p in (shards if len(self.roles) > 1 else shards[:1])}
         if role in ("tensor", "sequence") and shards and index in self._matrices:
             vector = len(s.output_metas[0].shape) < 2  # a bias is laid out as the product's result
@@ -149,7 +151,7 @@ class Baseline:
 
     def role_of(self, use: TensorUse, axis: int) -> str:
         """The role of an axis for what a use reads: experts stay where they are."""
-        return "tensor" if use.source in self._experts and self.roles[axis] == "expert" else self.roles[axis]
+        return "tensor" if use.source in self._experts and self.roles[axis] in _EXPERT else self.roles[axis]
 
     def _is_parameter_read(self, index: int) -> bool:
         if self.space.decisions[index].kind != "shared_read":
@@ -203,7 +205,7 @@ def _matrix_parameters(space: StrategySpace) -> frozenset[int]:
 def by_roles(name: str, space: StrategySpace, roles: tuple[str, ...]) -> Baseline:
     """The restriction to given roles. Raises PlanError for expert parallelism of a model without experts."""
     made = Baseline(name, space, roles)
-    if "expert" in roles and not _expert_parameters(space):
+    if any(role in _EXPERT for role in roles) and not _expert_parameters(space):
         raise PlanError(f"{name}: no parameter of the model is known to have a dim of experts, so no axis can be "
                         "expert-parallel: leave out ep")
     return made

@@ -135,7 +135,8 @@ class ByHand:
         data = "shard" if self.zero and self.shards is None else "data"
         tensor = "sequence" if self.sequence_parallel else "tensor"
         axes = [((self.dp or 1) // self.ep // shards, "dp", data), (shards, "shard", "shard"),
-                (self.ep, "ep", "expert"), (self.cp, "cp", "context shard" if self.zero else "context"),
+                (self.ep, "ep", "expert shard" if self.zero else "expert"),
+                (self.cp, "cp", "context shard" if self.zero else "context"),
                 (self.tp, "tp", tensor)]
         sizes, names, roles = zip(*([axis for axis in axes if axis[0] > 1] or axes[:1]), strict=True)
         return sizes, names, roles
