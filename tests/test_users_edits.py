@@ -98,6 +98,9 @@ def draw(model: Any) -> Made:
     torch.manual_seed(3)
     nn.init.kaiming_uniform_(model.first.weight)
     nn.init.normal_(model.last.weight, std=0.1)
+    nn.init.trunc_normal_(model.last.bias, std=2.0, a=-0.5, b=0.5)
+    nn.init.trunc_normal_(model.first.bias, std=0.02)
+    nn.init.sparse_(model.first.weight, 0.25)
     with torch.no_grad():
         model.last.bias.add_(torch.randn_like(model.last.bias))
         model.norm.weight.bernoulli_(0.5)

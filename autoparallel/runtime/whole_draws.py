@@ -8,15 +8,15 @@ the numbers are those of one process with the same seed.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from functools import cache, partial
+from functools import cache, partial, wraps
 from typing import Any
 
 import torch
 import torch.distributed as dist
 import torch.utils._pytree as pytree
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, distribute_tensor
 
@@ -32,6 +32,8 @@ _WRITTEN = (aten.normal_.default, aten.uniform_.default, aten.bernoulli_.float, 
 #: Ops whose result depends on their arguments' values, too.
 _READ = (aten.bernoulli.default, aten.bernoulli_.Tensor, aten.native_dropout.default, aten.normal.Tensor_float,
          aten.normal.float_Tensor, aten.normal.Tensor_Tensor)
+#: Initialisers of `torch.nn.init` that look at the numbers that they drew, or write to places that they drew.
+_INITIALISERS = ("_no_grad_trunc_normal_", "sparse_")
 
 
 @cache
@@ -40,6 +42,25 @@ def draw_whole() -> None:
     for op in (*_WRITTEN, *_READ):
         before: list[Handler | None] = []
         before.append(set_handler(op, partial(_run, before, op in _READ)))
+    for name in _INITIALISERS:
+        setattr(nn.init, name, _initialising(getattr(nn.init, name)))
+
+
+def _initialising(function: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    """An initialiser that runs on the whole of a DTensor, of which each rank keeps its shard."""
+
+    @wraps(function)
+    def initialised(tensor: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        if not is_watched(tensor):
+            return function(tensor, *args, **kwargs)
+        assert isinstance(tensor, DTensor)
+        whole = _whole(tensor, False)
+        with torch.no_grad(), _first_ranks_state(kwargs.get("generator"), tensor):
+            function(whole, *args, **kwargs)
+            tensor._local_tensor.copy_(_sharded(whole, tensor)._local_tensor)
+        return tensor
+
+    return initialised
 
 
 def _run(before: list[Handler | None], reads: bool, op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
