@@ -28,9 +28,11 @@ KINDS = ("pipeline", "tensor or context", "expert")
 #: So many times the devices of the largest run are far beyond it.
 FAR = 4
 #: Relative errors of step times that half, and nine in ten, predictions stay under where nobody measured anything like
-#: them; and the factor on errors of the same software on another generation of devices, or of plans of kinds or sizes
-#: that none of its runs had. Guesses.
-UNKNOWN, ELSEWHERE = (0.25, 0.6), 1.5
+#: them: a guess.
+UNKNOWN = (0.25, 0.6)
+#: Factors on both errors where the software ran on another generation of devices only (half of the errors are no larger
+#: there, by the runs at hand), and on plans of kinds or sizes that none of its runs had (a guess).
+ELSEWHERE, UNSEEN = (1.0, 1.5), (1.5, 1.5)
 
 
 @dataclass(frozen=True)
@@ -51,14 +53,14 @@ def error_bar(profile: Profile | None, bars: Mapping[str, Any] | None = None, ki
     >>> error_bar(Profile.of("a100-sxm", "megatron-2021")).p90 < error_bar(None).p90
     True
     """
-    def bar(entry: dict[str, Any], factor: float, basis: str) -> ErrorBar:
+    def bar(entry: dict[str, Any], factors: tuple[float, float], basis: str) -> ErrorBar:
         unseen = [kind for kind in kinds if kind not in entry["kinds"]]
         if unseen:
             basis += f", none of them with {' or '.join(unseen)} parallelism"
         if far := devices > FAR * entry["most_devices"]:
             basis += f", on {entry['most_devices']} devices at most"
-        factor *= ELSEWHERE if unseen or far else 1.0
-        return ErrorBar(factor * entry["p50"], factor * entry["p90"], basis)
+        more = UNSEEN if unseen or far else (1.0, 1.0)
+        return ErrorBar(factors[0] * more[0] * entry["p50"], factors[1] * more[1] * entry["p90"], basis)
 
     if profile is None:
         return ErrorBar(*UNKNOWN, "no measured run to compare with: prices of the cluster's description alone")
@@ -67,7 +69,7 @@ def error_bar(profile: Profile | None, bars: Mapping[str, Any] | None = None, ki
         known = (_table()["time"] if bars is None else bars).get(software, {})
         for device in families:
             if device in known and device != "default":
-                return bar(known[device], 1.0, f"{known[device]['runs']} published runs of {software} on {device}")
+                return bar(known[device], (1.0, 1.0), f"{known[device]['runs']} published runs of {software} on {device}")
         if "all" in known:
             return bar(known["all"], ELSEWHERE, f"none on this device, extrapolated from {known['all']['runs']} "
                                                 f"published runs of {software} on others")
