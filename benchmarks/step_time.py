@@ -256,6 +256,17 @@ def table(rows: list[dict[str, Any]]) -> Any:
     return made
 
 
+def regrets(rows: list[dict[str, Any]]) -> dict[str, tuple[str, float]]:
+    """By model: our fastest eager variant, and the seconds of the chosen plan over its (1: the choice was right)."""
+    found = {}
+    for model in dict.fromkeys(row["model"] for row in rows):
+        ours = {row["variant"]: row["step"].median_s for row in rows
+                if row["model"] == model and row["variant"].startswith(OURS) and "inductor" not in row["variant"]}
+        best = min(ours, key=lambda variant: ours[variant])
+        found[model] = best, ours[OURS] / ours[best]
+    return found
+
+
 def main(
     models: Annotated[str, typer.Option(help="which, with commas between")] = ",".join(SUBJECTS),
     repeats: Annotated[int, typer.Option(help="steps measured per variant")] = 15,
@@ -268,8 +279,11 @@ def main(
     rows = run(models.split(","), repeats, more_plans, compiled)
     console = Console(width=140, soft_wrap=True)
     console.print(table(rows))
+    for model, (best, regret) in regrets(rows).items() if more_plans else ():
+        console.print(f"{model}: the chosen plan takes {regret:.2f} times as long as our fastest, {best}")
     console.print(SHARED)
-    typer.echo(json.dumps({"conditions": conditions(), "sharing": SHARED, "step_time": as_json(rows)}))
+    typer.echo(json.dumps({"conditions": conditions(), "sharing": SHARED, "step_time": as_json(rows),
+                           "regret": regrets(rows)}))
 
 
 if __name__ == "__main__":

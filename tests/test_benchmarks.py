@@ -67,6 +67,12 @@ def test_a_variant_that_computes_something_else_fails_the_benchmark() -> None:
         step_time._rows("made up", result)
 
 
+def test_the_regret_is_of_the_fastest_of_our_eager_plans() -> None:
+    steps = {"autoparallel": 0.3, "autoparallel, mesh 4": 0.2, "autoparallel, inductor": 0.1, "DDP": 0.05}
+    rows = [{"model": "net", "variant": name, "step": Spread.of([step])} for name, step in steps.items()]
+    assert step_time.regrets(rows) == {"net": ("autoparallel, mesh 4", pytest.approx(1.5))}
+
+
 def test_plans_are_as_good_as_proven() -> None:
     rows = list(search_quality.rows_of("llama", ["4", "2x2"], ["auto", "recursive"], 20.0))
     assert [row.mesh for row in rows] == ["4", "2x2"]
