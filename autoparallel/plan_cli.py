@@ -246,7 +246,7 @@ def progress_line(phase: str, best_s: float, bound_s: float, left_s: float | Non
     if best_s == float("inf"):
         below = f", none below {bound_s:.4g} s" if bound_s > -float("inf") else ""
         return f"search ({phase}): no plan yet{below}{left}; Ctrl-C ends the search"
-    above = f", at most {best_s / bound_s - 1:.0%} slower than the best" if 0 < bound_s <= best_s else ""
+    above = f", at most {100 * (best_s / bound_s - 1):.0f} % slower than the best" if 0 < bound_s <= best_s else ""
     bound = f", bound {bound_s:.4g} s{above}" if bound_s > -float("inf") else ""
     return f"search ({phase}): best {best_s:.4g} s{bound}{left}; Ctrl-C takes the best"
 

@@ -69,7 +69,8 @@ def error_bar(profile: Profile | None, bars: Mapping[str, Any] | None = None, ki
         known = (_table()["time"] if bars is None else bars).get(software, {})
         for device in families:
             if device in known and device != "default":
-                return bar(known[device], (1.0, 1.0), f"{known[device]['runs']} published runs of {software} on {device}")
+                return bar(known[device], (1.0, 1.0), f"{known[device]['runs']} published runs of {software} on "
+                                                      f"{device}")
         if "all" in known:
             return bar(known["all"], ELSEWHERE, f"none on this device, extrapolated from {known['all']['runs']} "
                                                 f"published runs of {software} on others")

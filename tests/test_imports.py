@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import ast
+
 import pytest
 
+from autoparallel.schedule.schedules import SCHEDULES
 from tests.support.sources import LEVEL, ROOT, all_imports_of, imports_of, room_of, short
 
 
@@ -27,6 +30,16 @@ def test_leaves_import_no_torch(leaf: str) -> None:
     outside = {"torch", "transformers"}
     found = [f"{short(path)}:{found.line}" for path in (ROOT / leaf).rglob("*.py")
              for found in all_imports_of(path) if found.module.split(".")[0] in outside]
+    assert not found
+
+
+def test_schedules_are_known_by_name_in_one_file() -> None:
+    """Other code asks their fields; it neither compares nor lists names."""
+    home = ROOT / "autoparallel"
+    found = [f"{short(path)}:{node.lineno} has {node.value!r}" for path in home.rglob("*.py")
+             if path != home / "schedule" / "schedules.py"
+             for node in ast.walk(ast.parse(path.read_text("utf-8")))
+             if isinstance(node, ast.Constant) and node.value in SCHEDULES]
     assert not found
 
 

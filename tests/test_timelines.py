@@ -13,7 +13,7 @@ from torch.distributed.pipelining import schedules as torch_schedules
 from autoparallel.plans import Plan
 from autoparallel.plans.reports.timeline import timeline_of
 from autoparallel.plans.reports.trace import trace_json
-from autoparallel.schedule.pipeline_tasks import StageTimes, order_of, simulated_s
+from autoparallel.schedule.pipeline_tasks import StageTimes, simulated_s
 from autoparallel.schedule.step_config import Hybrid
 from cost_models.pipeline import pipeline_s
 from tests.support.reported import NAMES, PIPELINES
@@ -58,7 +58,8 @@ def test_the_order_of_micro_batches_is_torchs(group: int, chunks: int, count: in
             lambda step, rank=rank, warm=warm: (chunks - 1 - (step - warm) // per_round % chunks) * group + rank,
             num_1f1b_microbatches=rank, enable_zero_bubble=late)
         kinds = {"FORWARD": "F", "FULL_BACKWARD": "B", "BACKWARD_INPUT": "B", "BACKWARD_WEIGHT": "W"}
-        assert list(order_of(hybrid, rank)) == [(kinds[op[1].name], op[0], op[2]) for op in ops if op is not None]
+        expected = [(kinds[op[1].name], op[0], op[2]) for op in ops if op is not None]
+        assert list(hybrid.pipelining.order(hybrid, rank)) == expected
 
 
 @pytest.mark.parametrize("name", PIPELINES)
@@ -94,7 +95,7 @@ def test_boxes_of_pipelines_add_up_to_the_tables(plans: dict[str, Plan], name: s
 @pytest.mark.parametrize("name", PIPELINES)
 def test_each_micro_batch_runs_once_on_each_stage(plans: dict[str, Plan], name: str) -> None:
     hybrid = plans[name].hybrid
-    actions = [action for rank in range(hybrid.pipeline_ranks) for action in order_of(hybrid, rank)]
+    actions = [action for rank in range(hybrid.pipeline_ranks) for action in hybrid.pipelining.order(hybrid, rank)]
     kinds = "FBW" if name == "zero_bubble" else "FB"
     assert sorted(actions) == sorted((kind, stage, micro) for kind in kinds for stage in range(hybrid.stages)
                                      for micro in range(hybrid.micro_batches))

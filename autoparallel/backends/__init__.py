@@ -41,9 +41,9 @@ def check(backend: str, hybrid: Hybrid) -> None:
     if hybrid.recompute == "offload":
         raise PlanError(f"recompute='offload' moves saved tensors of single ops to the host, and backend={backend!r} "
                         "saves those of whole graphs: take recompute='full', or backend='eager'")
-    if hybrid.schedule == "zero_bubble" and hybrid.stages > 1:
-        raise PlanError(f"schedule 'zero_bubble' runs backward in two parts, and a graph of backend={backend!r} is "
-                        "one: take schedule='1f1b' or 'interleaved', or backend='eager'")
+    if hybrid.puts_off_weights:
+        raise PlanError(f"schedule {hybrid.schedule!r} runs backward in two parts, and a graph of backend={backend!r} "
+                        "is one: take schedule='1f1b' or 'interleaved', or backend='eager'")
 
 
 __all__ = ["AUTO", "BACKENDS", "EAGER", "INDUCTOR", "TRACED", "check", "chosen"]

@@ -8,6 +8,7 @@ from typing import Any
 from autoparallel.errors import PlanError
 from autoparallel.export.degrees import Degrees, Lost, states_lost
 from autoparallel.plans import Plan
+from autoparallel.schedule.schedules import SCHEDULES, usual
 
 FILE = "ds_config.json"
 VERSION = "0.19.8"
@@ -83,9 +84,10 @@ def _lost(d: Degrees) -> list[Lost]:
         found.append(Lost(f"recompute {hand.recompute}", "nothing by the file alone: in the script "
                           "model.gradient_checkpointing_enable()"))
     if hand.pp > 1:
-        text = "1F1B" if hand.schedule in ("gpipe", "zero_bubble") else "its own"
+        how = SCHEDULES[hand.schedule or usual(hand.virtual)]
+        text = "its own" if "deepspeed" in how.frameworks else SCHEDULES[usual()].title
         found.append(Lost(f"a pipeline with {list(d.layers_by_stage)} layers by stage and schedule "
-                          f"{hand.schedule or '1f1b'}", f"{text} schedule, on stages of a PipelineModule that the "
+                          f"{how.name}", f"{text} schedule, on stages of a PipelineModule that the "
                           "script makes"))
     return found
 

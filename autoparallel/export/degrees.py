@@ -11,6 +11,7 @@ from autoparallel.errors import PlanError, shown
 from autoparallel.planning.by_hand import ByHand
 from autoparallel.plans import Plan
 from autoparallel.plans.roles import AxisRole, Roles, roles_of
+from autoparallel.schedule.schedules import usual
 
 #: Roles from the slowest links to the fastest, as frameworks lay out their ranks.
 _ORDER = ("data", "expert", "context", "tensor")
@@ -104,7 +105,7 @@ def _as_data(plan: Plan, roles: Roles, role: str, what: str, changed: tuple[Lost
     if role == "pipeline":
         axes = (AxisRole("pipeline", roles.pipeline_ranks, "data", True), *axes)
         wanted = max(1, wanted // roles.pipeline_ranks)
-        roles = replace(roles, pipeline_ranks=1, virtual=1, schedule="1f1b")
+        roles = replace(roles, pipeline_ranks=1, virtual=1, schedule=usual())
     roles = replace(roles, axes=axes, zero_stage=3 if divided else roles.zero_stage)
     batch = _batch(plan)
     if batch % roles.data:
@@ -159,8 +160,7 @@ def _check_names(plan: Plan) -> None:
 
 
 def _schedule(roles: Roles) -> str | None:
-    usual = "interleaved" if roles.virtual > 1 else "1f1b"
-    return None if roles.pipeline_ranks == 1 or roles.schedule == usual else roles.schedule
+    return None if roles.pipeline_ranks == 1 or roles.schedule == usual(roles.virtual) else roles.schedule
 
 
 def _layers(plan: Plan) -> tuple[str, ...]:

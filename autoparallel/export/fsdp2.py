@@ -14,12 +14,11 @@ from autoparallel.export.fsdp2_template import TEMPLATE
 from autoparallel.export.tensor_styles import Styles, styles_of
 from autoparallel.plans import Plan
 from autoparallel.plans.roles import AxisRole
+from autoparallel.schedule.schedules import SCHEDULES, usual
 
 FILE = "parallel_fsdp2.py"
 _CLASSES = ("ColwiseParallel", "ParallelStyle", "RowwiseParallel", "SequenceParallel", "loss_parallel",
             "parallelize_module")
-_SCHEDULES = {"gpipe": "ScheduleGPipe", "1f1b": "Schedule1F1B", "interleaved": "ScheduleInterleaved1F1B",
-              "zero_bubble": "ScheduleInterleavedZeroBubble"}
 
 
 def fsdp2(plan: Plan, degrees: Degrees) -> tuple[dict[str, str], Degrees]:
@@ -48,18 +47,19 @@ def _expressible(plan: Plan, d: Degrees) -> Degrees:
     if why := _no_styles(plan, d):
         d = as_data(plan, d, "tensor", f"products over {d.hand.tp} tensor-parallel ranks ({why})")
     wraps = d.dp > 1 or d.hand.recompute != "none"
-    return _without_zero_bubble(d) if wraps and d.hand.pp > 1 and d.roles.schedule == "zero_bubble" else d
+    return _without_split_backward(d) if wraps and d.hand.pp > 1 and SCHEDULES[d.roles.schedule].splits_backward else d
 
 
-def _without_zero_bubble(d: Degrees) -> Degrees:
+def _without_split_backward(d: Degrees) -> Degrees:
     """fully_shard and checkpoint_wrapper know of whole backwards only: of a backward without the weights' gradients
     they lose these, unsaid."""
     fits = d.roles.micro_batches >= d.hand.pp * d.hand.virtual
-    schedule = "interleaved" if d.hand.virtual > 1 else "1f1b" if fits else "gpipe"
+    without = next(name for name, how in SCHEDULES.items() if how.all_forwards)
+    schedule = usual(d.hand.virtual) if d.hand.virtual > 1 or fits else without
     roles = replace(d.roles, schedule=schedule)
-    lost = Lost("schedule zero_bubble (torch's loses gradients with fully_shard and checkpoint_wrapper)",
+    lost = Lost(f"schedule {d.roles.schedule} (torch's loses gradients with fully_shard and checkpoint_wrapper)",
                 f"schedule {schedule}")
-    return replace(d, roles=roles).losing([lost], schedule="gpipe" if schedule == "gpipe" else None)
+    return replace(d, roles=roles).losing([lost], schedule=schedule if schedule == without else None)
 
 
 def _styles(plan: Plan, d: Degrees) -> Styles | None:
@@ -200,8 +200,8 @@ def _pipeline(plan: Plan, d: Degrees) -> dict[str, Any]:
     for count in d.layers_by_stage:
         ends.append((first, first + count))
         first += count
-    return {"ranks": d.hand.pp, "stages": ends, "schedule": _SCHEDULES[d.roles.schedule],
-            "single": d.roles.schedule in ("gpipe", "1f1b"), **_decoder(plan, d)}
+    return {"ranks": d.hand.pp, "stages": ends, "schedule": SCHEDULES[d.roles.schedule].torch_class,
+            "single": not SCHEDULES[d.roles.schedule].several_stages, **_decoder(plan, d)}
 
 
 __all__ = ["FILE", "fsdp2"]

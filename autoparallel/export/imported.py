@@ -14,6 +14,7 @@ from autoparallel.errors import PlanError, shown
 from autoparallel.export.megatron_rules import LAYOUT, Flags, flags_of, layout_stages
 from autoparallel.planning.by_hand import ByHand
 from autoparallel.plans.files import data_of, text_of
+from autoparallel.schedule.schedules import SCHEDULES, Schedule, usual
 
 _INSTANCES = "num-distributed-optimizer-instances"
 #: Arguments that are read; and those that divide or delay the step's work in ways that a plan by hand cannot say.
@@ -226,12 +227,15 @@ def _torchtitan(text: str, origin: str, num_devices: int | None) -> Imported:
     if "ParallelismConfig" not in named:
         raise PlanError(f"{origin} has no ParallelismConfig(...): a torchtitan recipe is required")
     ignored: tuple[str, ...] = ("spmd_backend",) if found.get("spmd_backend") else ()
-    if found.get("pipeline_parallel_schedule", "1F1B") not in ("1F1B", *_TITAN_SCHEDULES):
+    if _schedule(found) is None:
         ignored += ("pipeline_parallel_schedule",)
     return Imported(ByHand(**_of_torchtitan(found, named, num_devices)), ignored)
 
 
-_TITAN_SCHEDULES = {"GPipe": "gpipe", "InterleavedZeroBubble": "zero_bubble", "Interleaved1F1B": "interleaved"}
+def _schedule(found: Mapping[str, Any]) -> Schedule | None:
+    """The schedule of torchtitan's settings; None: one that we do not have."""
+    name = found.get("pipeline_parallel_schedule", SCHEDULES[usual()].torch_name)
+    return next((how for how in SCHEDULES.values() if how.torch_name == name), None)
 
 
 def _of_torchtitan(found: Mapping[str, Any], named: set[str], num_devices: int | None) -> dict[str, Any]:
@@ -243,14 +247,15 @@ def _of_torchtitan(found: Mapping[str, Any], named: set[str], num_devices: int |
     dp = None if shards == -1 else replicas * shards
     reshard = found.get("fsdp_reshard_after_forward", "default")
     zero = 0 if shards * cp == 1 else {"always": 3, "never": 2}.get(reshard, 3 if pp == 1 else 2)
-    schedule = _TITAN_SCHEDULES.get(found.get("pipeline_parallel_schedule", "1F1B"))
+    how = _schedule(found)
+    schedule = how.name if how is not None and how.name not in (usual(), usual(2)) else None
     parts, experts = found.get("module_fqns_per_model_part"), found.get("expert_parallel_degree", 1)
     tokens, sequence = found.get("num_tokens_per_microbatch_per_dp_rank"), found.get("max_context_length")
     each = found.get("num_pp_microbatches", 1) if pp > 1 else 1
     return {"dp": dp, "tp": tp, "pp": pp, "cp": cp, "zero": zero,
             "ep": _experts(experts // math.gcd(experts, tp), dp),  # those of tensor parallelism come first
             "shards": shards if zero and replicas > 1 and shards > 0 else None,
-            "schedule": schedule if pp > 1 and schedule != "interleaved" else None,
+            "schedule": schedule if pp > 1 else None,
             "virtual": len(parts) // pp if parts and pp > 1 else 1,
             "micro_batch": max(1, tokens // sequence // each) if tokens and sequence else None,
             "recompute": "full" if "FullAC" in named else "selective" if "SelectiveAC" in named else "none",

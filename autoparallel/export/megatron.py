@@ -9,6 +9,7 @@ from autoparallel.errors import PlanError
 from autoparallel.export.degrees import Degrees, Lost
 from autoparallel.export.megatron_rules import LAYOUT, VERSION, broken, flags_of
 from autoparallel.plans import Plan
+from autoparallel.schedule.schedules import SCHEDULES
 
 FILE = "megatron_args.sh"
 Argument = tuple[str, ...]
@@ -53,8 +54,9 @@ def _pipeline(d: Degrees, lost: list[Lost]) -> list[Argument]:
     hand = d.hand
     if hand.pp == 1:
         return []
-    if hand.schedule not in (None, "1f1b", "interleaved"):
-        waits = 0.0 if hand.schedule == "gpipe" else None  # 1F1B waits as long, with less memory
+    how = None if hand.schedule is None else SCHEDULES[hand.schedule]
+    if how is not None and "megatron" not in how.frameworks:
+        waits = 0.0 if how.all_forwards else None  # 1F1B waits as long, with less memory
         lost.append(Lost(f"schedule {hand.schedule}", "1F1B" + (", interleaved" if hand.virtual > 1 else ""), waits))
     if len(set(d.layers_by_stage)) > 1:
         return [(f"--{LAYOUT}", layout_of(d.layers_by_stage))]

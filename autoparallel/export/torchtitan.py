@@ -7,11 +7,10 @@ from typing import Any
 from autoparallel.errors import PlanError
 from autoparallel.export.degrees import Degrees, Lost, more_reductions_s, sharded_by_context
 from autoparallel.plans import Plan
+from autoparallel.schedule.schedules import SCHEDULES
 
 FILE = "autoparallel_recipe.py"
 VERSION = "b5bcd76c6 (August 2026)"
-_SCHEDULES = {"gpipe": "GPipe", "1f1b": "1F1B", "interleaved": "Interleaved1F1B",
-              "zero_bubble": "InterleavedZeroBubble"}
 _TEMPLATE = '''"""{roles}, on {ranks} devices, for torchtitan {version}.
 
     torchtitan's own launcher, with --module autoparallel_recipe --config planned
@@ -76,7 +75,7 @@ def _parallelism(d: Degrees) -> dict[str, Any]:
         "context_parallel_degree": hand.cp, "expert_parallel_degree": d.roles.expert,
         "pipeline_parallel_degree": hand.pp}
     if hand.pp > 1:
-        found |= {"pipeline_parallel_schedule": _SCHEDULES[d.roles.schedule],
+        found |= {"pipeline_parallel_schedule": SCHEDULES[d.roles.schedule].torch_name,
                   "num_pp_microbatches": d.roles.micro_batches,
                   "module_fqns_per_model_part": _parts(d.layers_by_stage)}
     return found

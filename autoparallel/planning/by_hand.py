@@ -36,7 +36,8 @@ from typing import Any
 
 from autoparallel.errors import PlanError, shown
 from autoparallel.plans import Hybrid
-from autoparallel.schedule.step_config import RECOMPUTE, SCHEDULES
+from autoparallel.schedule.schedules import SCHEDULES, usual
+from autoparallel.schedule.step_config import RECOMPUTE
 
 _COUNTS = ("dp", "tp", "pp", "cp", "ep", "shards", "virtual", "micro_batch", "copies")
 SPLITS = ("work", "blocks", "ends")
@@ -152,7 +153,7 @@ class ByHand:
         if batch % (ranks * each):
             raise PlanError(f"by_hand: a batch of {batch} is not divided by dp x micro_batch = {ranks} x {each}: give "
                             f"a batch of a multiple of {ranks * each}, or another micro_batch")
-        schedule = self.schedule or ("interleaved" if self.virtual > 1 else "1f1b")
+        schedule = self.schedule or usual(self.virtual)
         return Hybrid(batch // (ranks * each), self.pp * self.virtual if self.pp > 1 else 1, self.pp, schedule,
                       zero_stage=self.zero, recompute=self.recompute, copies=self.copies)
 

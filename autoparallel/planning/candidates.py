@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 
 from autoparallel.errors import PlanError
 from autoparallel.plans import Hybrid
+from autoparallel.schedule.schedules import SCHEDULES, usual
 from autoparallel.schedule.step_config import BUCKET_BYTES
 from autoparallel.schedule.tiers import ON_DEVICE, Offload
 from autoparallel.strategies.space import Strategy, StrategySpace
@@ -160,8 +161,8 @@ class CandidateSpace:
         chunks = max(even or several, default=1)
         counts = [fixed.pipeline_stages] if fixed.pipeline_stages else sorted({ranks, chunks * ranks})
         if ranks == 1 or fixed.replicas:
-            return [(fixed.schedule or "1f1b", fixed.pipeline_stages or 1)]
-        return [(fixed.schedule or ("1f1b" if n == ranks else "interleaved"), n) for n in counts]
+            return [(fixed.schedule or usual(), fixed.pipeline_stages or 1)]
+        return [(fixed.schedule or usual(n // ranks), n) for n in counts]
 
     def around(self, best: Candidate) -> Iterator[Candidate]:
         """Neighbours of a candidate that the first round leaves out: other schedules, ZeRO stages and recompute; and
@@ -170,7 +171,7 @@ class CandidateSpace:
         recompute = [fixed.recompute] if fixed.recompute else ["none", "selective", "full"]
         counts = [fixed.pipeline_stages] if fixed.pipeline_stages else [c * ranks for c in self._chunks(ranks)]
         for schedule, again, zero, count in itertools.product(
-            [fixed.schedule] if fixed.schedule else ["1f1b", "zero_bubble", "interleaved"], recompute,
+            [fixed.schedule] if fixed.schedule else [s.name for s in SCHEDULES.values() if s.searched], recompute,
             [fixed.zero_stage] if fixed.zero_stage is not None else [1, 2, 3], counts,
         ):
             if h.stages > 1 or schedule == h.schedule:
@@ -181,7 +182,7 @@ class CandidateSpace:
             [shape for count, shape in self.shapes() if count == ranks and _near(shape, best.mesh_shape)],
             recompute, counts,
         ):
-            schedule = fixed.schedule or ("interleaved" if count > ranks else "1f1b")
+            schedule = fixed.schedule or usual(count // ranks)
             for hybrid in self._valid(micro_batches, count, ranks, schedule, h.zero_stage, again):
                 yield Candidate(hybrid, shape)
         for micro_batches in self._interleaved(h):

@@ -60,4 +60,4 @@ def _coordinates(candidate: Candidate) -> tuple[float, ...]:
     inner = shape[-1] if len(shape) > 1 else 1
     sizes = (h.pipeline_ranks, h.stages / h.pipeline_ranks, h.micro_batches, inner)
     return (*(math.log2(n) for n in sizes), FAR * (h.zero_stage == 3), float(RECOMPUTE.index(h.recompute)),
-            float(h.schedule == "zero_bubble"))
+            float(h.pipelining.splits_backward))

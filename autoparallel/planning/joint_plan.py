@@ -20,6 +20,7 @@ from autoparallel.plans.answers import Choice, Sensitivity, Study
 from autoparallel.plans.record import Alternative, Record, Trial
 from autoparallel.plans.reports.asked import alternative_of
 from autoparallel.pricing import Prices
+from autoparallel.schedule.schedules import SCHEDULES
 from autoparallel.search import clock
 from autoparallel.strategies.space import StrategySpace
 from cost_models import Cluster
@@ -46,7 +47,8 @@ def plan_jointly(split: Splits, cluster: Cluster, mesh_shape: Sequence[int] | No
             return plan_on(micro, cluster, candidate.mesh_shape, None, within, hybrid, first)
 
         made = plan_as(candidate.hybrid, candidate.first, seconds)
-        fixed_stages = stages is not None or options.schedule not in (None, "gpipe", "1f1b") or candidate.hybrid.cuts
+        several = options.schedule is not None and SCHEDULES[options.schedule].several_stages
+        fixed_stages = stages is not None or several or candidate.hybrid.cuts
         if fixed_stages or not is_uneven(made):
             return made
         space = StrategySpace(micro.body, made.mesh_shape)

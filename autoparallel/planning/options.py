@@ -31,7 +31,8 @@ from autoparallel.errors import (
 from autoparallel.planning.baselines import NAMES
 from autoparallel.planning.by_hand import ByHand
 from autoparallel.plans import Hybrid, Plan
-from autoparallel.schedule.step_config import BUCKET_BYTES, RECOMPUTE, REDUCE_DTYPES, SCHEDULES
+from autoparallel.schedule.schedules import SCHEDULES, usual
+from autoparallel.schedule.step_config import BUCKET_BYTES, RECOMPUTE, REDUCE_DTYPES
 from autoparallel.schedule.tiers import ON_DEVICE, Offload, largest_tile
 from autoparallel.search import SEARCHES, Progress
 from cost_models import Cluster, memory
@@ -122,7 +123,7 @@ class Options:
         combinations."""
         micro_batches = 1 if self.micro_batches is None else self.micro_batches
         zero_stage = (2 if micro_batches == 1 else 1) if self.zero_stage is None else self.zero_stage
-        return Hybrid(micro_batches, self.stages, pipeline_ranks, self.schedule or "1f1b", zero_stage=zero_stage,
+        return Hybrid(micro_batches, self.stages, pipeline_ranks, self.schedule or usual(), zero_stage=zero_stage,
                       recompute="none" if self.recompute in (None, "auto") else self.recompute,
                       replicas=self.replicas, copies=self.copies or 1, **self.given)
 
@@ -279,7 +280,7 @@ _WANTED: Mapping[str, tuple[Any, ...] | _Wanted] = {
     "micro_batches": _COUNT,
     "pipeline_stages": _COUNT,
     "stage_replicas": _Wanted("the number of ranks of each stage, for example (1, 3)", _are_counts),
-    "schedule": SCHEDULES,
+    "schedule": tuple(SCHEDULES),
     "recompute": (*RECOMPUTE, "auto"),
     "zero_stage": (0, 1, 2, 3),
     "reduce_dtype": REDUCE_DTYPES,

@@ -64,7 +64,7 @@ class ReducedModel:
         share = sum(in_flight(hybrid, stage) for stage in chunks) / len(chunks) / first
         if hybrid.replicas:
             share = max(ranks * in_flight(hybrid, stage) for stage, ranks in enumerate(groups)) / max(groups) / first
-        counted = hybrid.schedule == "zero_bubble" and hybrid.recompute == "none"
+        counted = hybrid.pipelining.splits_backward and hybrid.recompute == "none"
         deferred = (hybrid.pipeline_ranks - 1) / first if counted else 0.0
         products = {use.target for use in space.uses if space.decisions[use.source].kind == "parameter"}
         last = in_flight(hybrid, hybrid.stages - 1) / first

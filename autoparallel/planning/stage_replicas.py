@@ -11,6 +11,7 @@ from autoparallel.errors import PlanError
 from autoparallel.partition.stages import place_cuts, stages_of
 from autoparallel.plans import Hybrid, Plan
 from autoparallel.pricing import ExecutionCounts, Prices, SpacePricer, equal_stages_s, step_s
+from autoparallel.schedule.schedules import usual
 
 #: A pipeline within this factor of one with equal stages counts as even.
 EVEN = 1.05
@@ -45,7 +46,7 @@ def on_several_ranks(plan: Plan, prices: Prices, loss: int | None) -> Hybrid | N
 def dealt_out(hybrid: Hybrid) -> Iterator[Hybrid]:
     """All configurations with fewer stages on the same ranks that the number of micro-batches allows. (A common divisor
     of the stages' ranks could be a mesh axis instead, so it is skipped.)"""
-    ranks, schedule = hybrid.pipeline_ranks, "gpipe" if hybrid.schedule == "gpipe" else "1f1b"
+    ranks, schedule = hybrid.pipeline_ranks, usual() if hybrid.pipelining.several_stages else hybrid.schedule
     for stages in range(2, ranks):
         for ends in itertools.combinations(range(1, ranks), stages - 1):
             replicas = tuple(end - begin for begin, end in itertools.pairwise((0, *ends, ranks)))

@@ -24,6 +24,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
 from autoparallel.plans.plan import Plan
+from autoparallel.schedule.schedules import usual
 from autoparallel.schedule.step_config import Hybrid
 
 ROLES = ("data", "context", "tensor", "expert", "replicated")
@@ -79,7 +80,7 @@ class Roles:
     zero_stage: int = 0
     pipeline_ranks: int = 1
     virtual: int = 1
-    schedule: str = "1f1b"
+    schedule: str = usual()
     micro_batches: int = 1
     recompute: str = "none"
 

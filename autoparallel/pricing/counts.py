@@ -184,7 +184,7 @@ class ExecutionCounts:
     def late_of(self, stage: int) -> int:
         """Micro-batches whose weight gradients the stage defers."""
         h = self.hybrid
-        if h.schedule != "zero_bubble":
+        if not h.pipelining.splits_backward:
             return 0
         if self.one_for_all and h.recompute != "none":  # the last rank defers most; otherwise part of `held`
             stage = h.pipeline_ranks - 1

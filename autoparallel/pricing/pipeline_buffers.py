@@ -38,22 +38,9 @@ def stage_buffers(counts: ExecutionCounts) -> tuple[Buffer, ...]:
 
 def _pending(counts: ExecutionCounts, stage: int) -> tuple[int, int]:
     """The largest number of buffers beyond those of micro-batches in flight: (of values sent and of the gradients
-    received for them, of values received and of the gradients sent for them).
-
-    In its steady state torch's 1F1B keeps the last message of each kind until the next. Of the interleaved stages
-    of a rank one has a message pending; a replicated stage has one in each direction. A zero-bubble stage keeps the
-    output gradients of deferred weight gradients.
-    """
-    h, ranks = counts.hybrid, counts.hybrid.pipeline_ranks
-    rank, again = stage % ranks, h.micro_batches > ranks
+    received for them, of values received and of the gradients sent for them). A replicated stage has one in each
+    direction."""
+    h, held = counts.hybrid, counts.in_flight[stage]
     if h.replicas:
-        return (1, 1) if h.micro_batches_on(stage) > counts.in_flight[stage] else (0, 0)
-    if h.schedule == "1f1b":
-        return (2, 1) if h.micro_batches > counts.in_flight[stage] else (0, 0)
-    if h.schedule == "interleaved":
-        return int(stage == rank and (again or rank > 0)), (1 + again) * (stage >= h.stages - ranks and rank > 0)
-    if h.schedule == "zero_bubble":
-        return counts.late_of(stage) + (rank == 0 and again), int(stage >= h.stages - ranks and rank > 0)
-    if h.schedule == "gpipe":
-        return 0, 0
-    raise NotImplementedError(f"schedule {h.schedule!r}: say here which buffers are pending in it")
+        return (1, 1) if h.micro_batches_on(stage) > held else (0, 0)
+    return h.pipelining.pending(h, stage, held, counts.late_of(stage))

@@ -9,7 +9,7 @@ from typing import NamedTuple
 from autoparallel.pricing.backward_reads import BackwardReads
 from autoparallel.pricing.overlap_simulation import Launch, Passed, Pending, RankStep, StepTasks, Wait
 from autoparallel.pricing.problem import SpacePricer
-from autoparallel.schedule.pipeline_tasks import Action, order_of
+from autoparallel.schedule.schedules import Action
 from autoparallel.strategies.space import Strategy
 
 
@@ -35,7 +35,7 @@ class PipelineRankStep:
         put_off = dict[tuple[int, int], BackwardReads | None]()
         for own, pending in self.stages.values():
             own.begin(step, pending)
-        for action in order_of(self.hybrid, self.rank):
+        for action in self.hybrid.pipelining.order(self.hybrid, self.rank):
             kind, stage, micro_batch = action
             own, pending = self.stages[stage]
             step.events += self._passed(action, sent=False)

@@ -230,7 +230,7 @@ def equal_stages_s(hybrid: Hybrid, micro_batches_s: float) -> float:
 def _virtual(hybrid: Hybrid) -> int:
     """The divisor of the pipeline bubble: stages per rank; three times that for zero bubble, which fills two thirds of
     the bubble with weight gradients (ZB-H1, Qi et al. 2023)."""
-    return hybrid.stages // len(hybrid.groups) * (3 if hybrid.schedule == "zero_bubble" else 1)
+    return hybrid.stages // len(hybrid.groups) * hybrid.pipelining.bubble_parts
 
 
 def _together(stages: Sequence[_Parts]) -> _Parts:

@@ -321,19 +321,16 @@ class Pipeline:
 
     def __init__(self, hybrid: Hybrid, modules: Mapping[int, StageModule], group: dist.ProcessGroup,
                  device: torch.device) -> None:
-        classes: dict[str, Any] = {
-            "gpipe": torch_pp.ScheduleGPipe, "1f1b": torch_pp.Schedule1F1B,
-            "interleaved": torch_pp.ScheduleInterleaved1F1B, "zero_bubble": torch_pp.ScheduleInterleavedZeroBubble,
-        }
+        how = hybrid.pipelining
         self.group, self.device = group, device
-        kind = _SendingStage if hybrid.replicas or hybrid.schedule in ("interleaved", "zero_bubble") else _Stage
+        kind = _SendingStage if hybrid.replicas or how.several_stages else _Stage
         self.stages = [kind(module, index, hybrid, device, group) for index, module in sorted(modules.items())]
         orders: Mapping[int, Sequence[Any]] = {}
         if hybrid.replicas:
             orders = with_messages(hybrid)
             self.schedule = _InMicroBatches(self.stages[0], orders)
         else:
-            self.schedule = classes[hybrid.schedule](
+            self.schedule = getattr(torch_pp, how.torch_class)(
                 self.stages if kind is _SendingStage else self.stages[0], hybrid.micro_batches, loss_fn=_loss,
                 scale_grads=False)
         self.sent: dict[Action, list[dist.Work]] = {}

@@ -7,15 +7,14 @@ torch.distributed.pipelining runs it, with what each waits for; and the seconds 
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 
+from autoparallel.schedule.schedules import Action
 from autoparallel.schedule.step_config import Hybrid
-from cost_models.pipeline import order, warm_up
 from cost_models.timeline import Task, simulate
 
-Action = tuple[str, int, int]
 #: Micro-batches per pipeline rank that are simulated, the fewer and the more; beyond, each takes as long as those
 #: between.
 FEWER, MORE = 4, 6
@@ -43,7 +42,8 @@ class PipelineTasks:
     @cached_property
     def orders(self) -> list[list[Action]]:
         """The actions of each rank, in order."""
-        return [list(order_of(self.hybrid, rank)) for rank in range(self.hybrid.pipeline_ranks)]
+        how = self.hybrid.pipelining
+        return [list(how.order(self.hybrid, rank)) for rank in range(self.hybrid.pipeline_ranks)]
 
     @cached_property
     def issued(self) -> list[tuple[int, str, Action | None]]:
@@ -74,10 +74,10 @@ class PipelineTasks:
         return Task(self._seconds(kind, stage), "compute", self._before(action, number), rank)
 
     def _seconds(self, kind: str, stage: int) -> float:
-        """Zero bubble splits backward in two, here in equal parts: gradients of inputs, then of weights."""
+        """A backward that is split has two equal parts here: gradients of inputs, then of weights."""
         if kind == "F":
             return self.stages[stage].forward_s
-        return self.stages[stage].backward_s / (2 if self.hybrid.schedule == "zero_bubble" else 1)
+        return self.stages[stage].backward_s / (2 if self.hybrid.pipelining.splits_backward else 1)
 
     def _is_sent(self, action: Action) -> bool:
         kind, stage, _ = action
@@ -106,44 +106,4 @@ def simulated_s(hybrid: Hybrid, stages: Sequence[StageTimes]) -> float:
     return more + (count - MORE * ranks) * (more - fewer) / ((MORE - FEWER) * ranks)
 
 
-def order_of(hybrid: Hybrid, rank: int) -> Iterator[Action]:
-    """The actions of one rank of the pipeline axis, in order, as torch.distributed.pipelining runs them."""
-    own, micro_batches = hybrid.stages_of(rank), hybrid.micro_batches_of(rank)
-    if hybrid.schedule == "gpipe":
-        yield from (("F", own[0], micro) for micro in micro_batches)
-        yield from (("B", own[0], micro) for micro in micro_batches)
-    elif hybrid.schedule == "1f1b":
-        ahead = warm_up(hybrid.groups, own[0])
-        yield from ((kind, own[0], micro) for kind, micro in order(ahead, micro_batches))
-    elif hybrid.schedule in ("interleaved", "zero_bubble"):
-        yield from _interleaved(hybrid, rank, own)
-    else:
-        raise NotImplementedError(f"schedule {hybrid.schedule!r}: say here in which order its actions run")
-
-
-def _interleaved(hybrid: Hybrid, rank: int, own: Sequence[int]) -> Iterator[Action]:
-    """Interleaved 1F1B (Narayanan et al. 2021): micro-batches in rounds, each through all of a rank's stages. With zero
-    bubble (Qi et al. 2023) the gradients of weights come later, in the order of backward."""
-    ranks, late = hybrid.pipeline_ranks, hybrid.schedule == "zero_bubble"
-    count, chunks = hybrid.micro_batches, len(own)
-    per_round = count // max(1, count // ranks)
-    total = count * chunks
-    warm = min(total, (chunks - 1) * per_round + (1 if late else 2) * (ranks - 1 - rank))
-
-    def action(kind: str, step: int) -> Action:
-        chunk, within = step // per_round % chunks, step % per_round
-        micro = step // (per_round * chunks) * per_round + within
-        return kind, own[chunk if kind == "F" else chunks - 1 - chunk], micro
-
-    yield from (action("F", step) for step in range(warm))
-    for step in range(total):
-        if warm + step < total:
-            yield action("F", warm + step)
-        yield action("B", step)
-        if late and step >= rank:
-            yield ("W", *action("B", step - rank)[1:])
-    for step in range(max(0, total - rank), total) if late else ():
-        yield ("W", *action("B", step)[1:])
-
-
-__all__ = ["Action", "PipelineTasks", "StageTimes", "order_of", "simulated_s"]
+__all__ = ["PipelineTasks", "StageTimes", "simulated_s"]

@@ -4,17 +4,18 @@ from __future__ import annotations
 
 import itertools
 import math
+from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import cached_property
 from typing import TYPE_CHECKING
 
 from autoparallel.errors import PlanError, shown
+from autoparallel.schedule.schedules import SCHEDULES, Schedule, usual
 from autoparallel.schedule.tiers import ON_DEVICE, Offload
 
 if TYPE_CHECKING:
     import torch
 
-SCHEDULES = ("gpipe", "1f1b", "interleaved", "zero_bubble")
 RECOMPUTE = ("none", "selective", "full", "offload")
 #: Micro-batches, stages and ranks of a pipeline, each.
 MOST = 2**20
@@ -51,7 +52,7 @@ class Hybrid:
     micro_batches: int = 1
     stages: int = 1
     pipeline_ranks: int = 1
-    schedule: str = "1f1b"
+    schedule: str = usual()
     cuts: tuple[str, ...] = ()
     zero_stage: int = 2
     recompute: str = "none"
@@ -89,23 +90,27 @@ class Hybrid:
                             f"same number; take a multiple of {self.pipeline_ranks}")
         if self.stages > 1 and self.pipeline_ranks == 1:
             raise PlanError(f"{self.stages} pipeline stages need a pipeline axis of at least two ranks")
-        per_rank = self.stages // self.pipeline_ranks
-        if per_rank > 1 and not self.replicas and self.schedule in ("gpipe", "1f1b"):
-            raise PlanError(f"schedule {self.schedule!r} runs one stage per rank, and {self.stages} stages on "
-                            f"{self.pipeline_ranks} ranks are {per_rank}: take 'interleaved' or 'zero_bubble'")
-        if self.schedule == "1f1b" and self.stages > 1 and not self.replicas and self.micro_batches < self.stages:
-            raise PlanError(f"schedule '1f1b' needs at least as many micro-batches as its {self.stages} stages, not "
-                            f"{self.micro_batches}: take more, or schedule='gpipe'")
-        if self.schedule == "zero_bubble" and self.stages > 1 and self.recompute == "selective":
-            raise PlanError("schedule 'zero_bubble' runs backward in two parts, and recompute='selective' can run once "
-                            "only: take recompute='full' or another schedule")
-        rounds = max(1, self.micro_batches // self.pipeline_ranks)
-        if self.schedule in ("interleaved", "zero_bubble") and self.micro_batches % rounds:
-            raise PlanError(f"schedule {self.schedule!r} needs micro-batches in rounds of {self.pipeline_ranks}, and "
-                            f"{self.micro_batches} are not: take a multiple of {self.pipeline_ranks}")
-
+        self._check_schedule()
         if self.copies > 1:
             self._check_copies()
+
+    def _check_schedule(self) -> None:
+        how, per_rank = self.pipelining, self.stages // self.pipeline_ranks
+        if per_rank > 1 and not self.replicas and not how.several_stages:
+            raise PlanError(f"schedule {self.schedule!r} runs one stage per rank, and {self.stages} stages on "
+                            f"{self.pipeline_ranks} ranks are {per_rank}: take "
+                            f"{_names(other.several_stages for other in SCHEDULES.values())}")
+        if how.fills and self.stages > 1 and not self.replicas and self.micro_batches < self.stages:
+            raise PlanError(f"schedule {self.schedule!r} needs at least as many micro-batches as its {self.stages} "
+                            f"stages, not {self.micro_batches}: take more, or "
+                            f"{_names(other.all_forwards for other in SCHEDULES.values())}")
+        if self.puts_off_weights and self.recompute == "selective":
+            raise PlanError(f"schedule {self.schedule!r} runs backward in two parts, and recompute='selective' can run "
+                            "once only: take recompute='full' or another schedule")
+        rounds = max(1, self.micro_batches // self.pipeline_ranks)
+        if how.several_stages and self.micro_batches % rounds:
+            raise PlanError(f"schedule {self.schedule!r} needs micro-batches in rounds of {self.pipeline_ranks}, and "
+                            f"{self.micro_batches} are not: take a multiple of {self.pipeline_ranks}")
 
     def _check_copies(self) -> None:
         if self.micro_batches % self.copies:
@@ -127,11 +132,17 @@ class Hybrid:
         if sum(self.replicas) != self.pipeline_ranks:
             raise PlanError(f"{of} are {sum(self.replicas)} ranks together, and the pipeline axis has "
                             f"{self.pipeline_ranks}: they must be the same")
-        if self.schedule not in ("gpipe", "1f1b"):
-            raise PlanError(f"schedule {self.schedule!r} runs each stage on one rank: with {of} take '1f1b' or 'gpipe'")
+        if self.pipelining.several_stages:
+            raise PlanError(f"schedule {self.schedule!r} runs each stage on one rank: with {of} take "
+                            f"{_names(not other.several_stages for other in SCHEDULES.values())}")
         if self.micro_batches % (whole := math.lcm(*self.replicas)):
             raise PlanError(f"{of} need micro-batches in multiples of {whole}, so that each rank of a stage runs as "
                             f"many, and {self.micro_batches} are not")
+
+    @property
+    def pipelining(self) -> Schedule:
+        """All that is known of the schedule."""
+        return SCHEDULES[self.schedule]
 
     @property
     def rounds(self) -> int:
@@ -152,7 +163,7 @@ class Hybrid:
     def puts_off_weights(self) -> bool:
         """Whether backward computes the gradients of weights after those of inputs, for several micro-batches (zero
         bubble)."""
-        return self.schedule == "zero_bubble" and self.stages > 1
+        return self.pipelining.splits_backward and self.stages > 1
 
     @property
     def sum_dtype(self) -> torch.dtype | None:
@@ -196,3 +207,8 @@ class Hybrid:
     def micro_batches_on(self, stage: int) -> int:
         """The number of micro-batches per rank of a stage."""
         return self.micro_batches // self.groups[stage % len(self.groups)]
+
+
+def _names(wanted: Iterable[bool]) -> str:
+    """The names of the wanted schedules, for an error: "'1f1b' or 'gpipe'"."""
+    return " or ".join(repr(name) for name, take in zip(SCHEDULES, wanted, strict=True) if take)

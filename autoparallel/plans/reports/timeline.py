@@ -16,7 +16,8 @@ from dataclasses import dataclass, field, replace
 from autoparallel.errors import PlanError
 from autoparallel.plans.plan import Plan
 from autoparallel.plans.record import Record, StageSeconds
-from autoparallel.schedule.pipeline_tasks import Action, PipelineTasks, StageTimes
+from autoparallel.schedule.pipeline_tasks import PipelineTasks, StageTimes
+from autoparallel.schedule.schedules import Action
 from autoparallel.schedule.step_config import Hybrid
 
 SAID = {"F": "forward", "B": "backward", "W": "weight gradients"}
@@ -168,7 +169,7 @@ def _split_s(rank: int, what: str, action: Action | None, stages: Sequence[Stage
     s = stages[stage]
     if kind == "F":
         return 0.0, s.forward_communication_s
-    parts = 2 if hybrid.schedule == "zero_bubble" else 1
+    parts = 2 if hybrid.pipelining.splits_backward else 1
     exposed_s = s.backward_communication_s / parts
     again_s = min(s.recompute_s, s.backward_s / parts - exposed_s)
     return (again_s if kind == "B" else s.recompute_s - again_s), exposed_s

@@ -14,7 +14,6 @@ from autoparallel.plans.roles import AxisRole, products_of, roles_of
 ZERO = {1: "ZeRO-1", 2: "ZeRO-2", 3: "ZeRO-3 (FSDP)"}
 PARALLEL = {"data": "data parallel", "tensor": "tensor parallel", "context": "context parallel",
             "expert": "data and expert parallel", "replicated": "computed by every rank"}
-SCHEDULES = {"1f1b": "1F1B", "gpipe": "GPipe", "interleaved": "interleaved 1F1B", "zero_bubble": "zero bubble"}
 #: The training state that no rank has whole, by ZeRO stage.
 _SHARDED = {1: "optimizer states", 2: "gradients and optimizer states", 3: "parameters"}
 #: Attention on a context-parallel axis, each rank with some of its heads; products around it on a tensor-parallel axis.
@@ -90,7 +89,7 @@ def _pipeline(plan: Plan) -> str:
     h = plan.hybrid
     per_rank = f", {h.stages // h.pipeline_ranks} stages a rank" if h.stages > h.pipeline_ranks else ""
     shared = f", stages on {' + '.join(map(str, h.replicas))} ranks" if h.replicas else ""
-    return f"pipeline parallel ({SCHEDULES[h.schedule]}{per_rank}{shared})"
+    return f"pipeline parallel ({h.pipelining.title}{per_rank}{shared})"
 
 
 def _cut_by_vocabulary(plan: Plan, axis: int) -> list[str]:
