@@ -19,7 +19,8 @@ from autoparallel.kernels import groups
 from autoparallel.kernels.collectives import exchanged_rows
 from autoparallel.kernels.groups import Axis
 from autoparallel.layout.shapes import shard_of
-from autoparallel.rules.families.windows import Window, arguments, of_each, window_of_rows, windows_of
+from autoparallel.ops.arguments import arguments
+from autoparallel.ops.windows import Window, of_each, window_of_rows, windows_of
 
 Tensor = torch.Tensor
 Span = tuple[int, int]

@@ -11,7 +11,7 @@ from torch.autograd.function import once_differentiable
 from autoparallel.kernels import groups
 from autoparallel.kernels.collectives import all_reduce_tensor
 from autoparallel.kernels.groups import Axis
-from autoparallel.rules.families.windows import arguments
+from autoparallel.ops.arguments import arguments
 
 Tensor = torch.Tensor
 aten = torch.ops.aten

@@ -10,7 +10,7 @@ import torch
 
 from autoparallel.kernels import groups
 from autoparallel.kernels.collectives import all_gather_tensor, all_reduce_tensor, redistribute
-from autoparallel.rules.families.windows import arguments
+from autoparallel.ops.arguments import arguments
 
 Tensor = torch.Tensor
 aten = torch.ops.aten

@@ -10,8 +10,8 @@ from dataclasses import replace
 import torch
 
 from autoparallel.layout import REPLICATE, shard
+from autoparallel.ops.windows import Window, windows_of
 from autoparallel.rules.families.views import whole_dims
-from autoparallel.rules.families.windows import Window, windows_of
 from autoparallel.rules.registry import OpView, rule_for
 from autoparallel.rules.rule import AxisStrategy, Dims, Exchange, Rule, einsum_rule
 

@@ -11,7 +11,7 @@ from dataclasses import replace
 import torch
 
 from autoparallel.layout import shard
-from autoparallel.rules.families.windows import window_of_rows
+from autoparallel.ops.windows import window_of_rows
 from autoparallel.rules.registry import OpView, rule_for
 from autoparallel.rules.rule import AxisStrategy, Exchange, Rule
 

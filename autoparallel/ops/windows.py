@@ -57,13 +57,6 @@ class Spread(Window):
         return self.extent <= self.stride and not self.before and made == size * self.stride
 
 
-def arguments(op: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[str, Any]:
-    """An op's arguments by schema name, defaults included."""
-    declared = op._schema.arguments
-    given = dict(zip((a.name for a in declared), args, strict=False))
-    return {**{a.name: a.default_value for a in declared}, **given, **kwargs}
-
-
 def windows_of(op: Any, given: Mapping[str, Any]) -> tuple[Window, ...]:
     """The windows of a convolution (also a transposed one) or a pooling with arguments ``given`` by schema name, one
     for each dim in space."""
