@@ -348,6 +348,9 @@ def calibrate(
     output: Annotated[Path, typer.Option(help="write the cluster description (TOML) here")],
     ranks: Annotated[int, typer.Option(min=1, help="local processes, where torchrun did not start any")] = 2,
     nics_per_host: Annotated[int | None, typer.Option(min=1, help="network cards that devices of a host share")] = None,
+    links: Annotated[str | None, typer.Option(help="devices that each link but the outermost joins, innermost first: "
+                                              "8,32 where a rack of 32 has a network of its own; a host's by default")
+                     ] = None,
     repeats: Annotated[int, typer.Option(min=1, help="measurements of each call")] = 9,
 ) -> None:
     """Measure ops and collectives on the machines at hand, and write a description for --cluster.
@@ -357,7 +360,7 @@ def calibrate(
     from autoparallel.calibration import job
 
     plan_cli.check_output(output)
-    job.main(output, ranks, nics_per_host, repeats)
+    job.main(output, ranks, nics_per_host, repeats, _sizes(links, "the links' devices", ",", "8,32") or ())
 
 
 @app.command("verify")

@@ -16,13 +16,17 @@ from autoparallel import Cluster
 from autoparallel.calibration import measure
 from autoparallel.cli import app
 from autoparallel.kernels.groups import Axis
+from cost_models import ClusterError, Host
 from cost_models.calibrate import (
+    Measured,
     MeasuredOp,
     MeasuredOverlap,
     fit_device,
+    fit_links,
     fit_overlap_slowdown,
     predicted_op_s,
     predicted_overlap_s,
+    predicted_s,
 )
 
 
@@ -84,6 +88,32 @@ def test_messages_are_measured_one_behind_the_other(monkeypatch: pytest.MonkeyPa
     for _ in range(4):
         pass_on()
     assert told == [1, -1, 1, -1]
+
+
+def test_three_links_are_measured_apart_and_recovered() -> None:
+    """A rack of 16 between hosts of 4 and the rest of 64: what is timed tells the speed of each."""
+    links = measure.links_to_fit(64, (4, 16), 4, nics_per_host=2)
+    assert [(link.name, link.num_devices) for link in links[:2]] == [("inside a host", 4), ("joins 16 devices", 16)]
+    assert (links[2].name, links[2].nics_per_host) == ("joins all devices", 2)
+    speeds = (2e-6, 2e11), (5e-6, 5e10), (1e-5, 1e10)
+    true = [replace(link, alpha_s=alpha, bandwidth_bytes_per_s=rate)
+            for link, (alpha, rate) in zip(links, speeds, strict=True)]
+    device = Cluster.load("local-cpu").device
+    cluster = Cluster("racks", device, tuple(true), 64, ("ring",), host=Host(devices=4))
+    cases = [Measured("all_reduce", mesh, axis, float(nbytes), 0.0) for mesh, axis in measure.group_shapes(64, (4, 16))
+             for nbytes in measure.SIZES]
+    found, residuals = fit_links(replace(cluster, links=tuple(links)),
+                                 [replace(m, seconds=predicted_s(cluster, m)) for m in cases])
+    assert max(map(abs, residuals)) < 0.01 and found.devices_per_host == 4
+    for link, (alpha, rate) in zip(found.links, speeds, strict=True):
+        assert link.alpha_s == pytest.approx(alpha, rel=0.02)
+        assert link.bandwidth_bytes_per_s == pytest.approx(rate, rel=0.02)
+
+
+@pytest.mark.parametrize("joined", [(3,), (4, 6), (8, 4), (5, 10)])
+def test_links_that_do_not_nest_are_refused(joined: tuple[int, ...]) -> None:
+    with pytest.raises(ClusterError, match="give each as a multiple of the one before"):
+        measure.group_shapes(16, joined)
 
 
 @pytest.mark.slow

@@ -168,9 +168,9 @@ def test_summary_tells_errors_order_and_regret() -> None:
 
 
 def test_groups_within_and_across_hosts_are_calibrated() -> None:
-    assert group_shapes(4, 2) == [((4, 2), 1), ((4, 2), 0), ((8,), 0), ((2, 4), 0), ((2, 4), 1)]
-    assert group_shapes(2, 1) == [((2, 1), 0), ((2,), 0)]
-    assert group_shapes(1, 4) == [((4,), 0), ((2, 2), 0), ((2, 2), 1)]
+    assert group_shapes(8, (2,)) == [((4, 2), 1), ((4, 2), 0), ((8,), 0), ((2, 4), 0), ((2, 4), 1)]
+    assert group_shapes(2, (1,)) == [((2,), 0)]
+    assert group_shapes(4, (4,)) == [((4,), 0), ((2, 2), 0), ((2, 2), 1)]
     cluster = nominal(Topology(4, 2, "500mbit", "2gbit"))
     assert [link.bandwidth_bytes_per_s for link in cluster.links] == pytest.approx([125e6, 62.5e6], rel=0.01)
     assert all(link.bandwidth_bytes_per_s < rate for link, rate in zip(cluster.links, (125e6, 62.5e6), strict=True))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import datetime
 import os
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -16,28 +17,29 @@ if TYPE_CHECKING:
     from autoparallel.calibration.measure import Calibration
 
 
-def main(output: Path, ranks: int, nics_per_host: int | None, repeats: int) -> None:
+def main(output: Path, ranks: int, nics_per_host: int | None, repeats: int, joined: Sequence[int] = ()) -> None:
     """Measure and write ``output``. Under torchrun all ranks call this and rank 0 writes; else ``ranks`` local
-    processes are started (InputError for fewer than two)."""
+    processes are started (InputError for fewer than two). ``joined``: as in `measure.calibrate`."""
     if "WORLD_SIZE" in os.environ:
-        found = _under_torchrun(output.stem, nics_per_host, repeats)
+        found = _under_torchrun(output.stem, nics_per_host, repeats, joined)
     else:
         from autoparallel.launch.local import launch
 
         if ranks < 2:
             raise InputError(f"--ranks {ranks}: collectives need at least two processes")
-        found = launch(_measured, ranks, output.stem, ranks, nics_per_host, repeats)[0]
+        found = launch(_measured, ranks, output.stem, ranks, nics_per_host, repeats, joined)[0]
     if int(os.environ.get("RANK", 0)) == 0:
         _tell(found, output)
 
 
-def _measured(name: str, ranks_per_host: int, nics_per_host: int | None, repeats: int) -> Calibration:
+def _measured(name: str, ranks_per_host: int, nics_per_host: int | None, repeats: int, joined: Sequence[int]
+              ) -> Calibration:
     from autoparallel.calibration.measure import calibrate
 
-    return calibrate(name, ranks_per_host, nics_per_host, repeats)
+    return calibrate(name, ranks_per_host, nics_per_host, repeats, joined)
 
 
-def _under_torchrun(name: str, nics_per_host: int | None, repeats: int) -> Calibration:
+def _under_torchrun(name: str, nics_per_host: int | None, repeats: int, joined: Sequence[int]) -> Calibration:
     import torch.distributed as dist
 
     from autoparallel.kernels.groups import destroy_groups
@@ -46,7 +48,7 @@ def _under_torchrun(name: str, nics_per_host: int | None, repeats: int) -> Calib
         torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", 0)))
     dist.init_process_group("nccl" if torch.cuda.is_available() else "gloo")
     try:
-        return _measured(name, int(os.environ.get("LOCAL_WORLD_SIZE", 1)), nics_per_host, repeats)
+        return _measured(name, int(os.environ.get("LOCAL_WORLD_SIZE", 1)), nics_per_host, repeats, joined)
     finally:
         destroy_groups()
 

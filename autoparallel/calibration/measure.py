@@ -14,7 +14,7 @@ from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
-from itertools import count
+from itertools import count, pairwise
 from typing import TYPE_CHECKING
 
 import torch
@@ -33,7 +33,8 @@ from cost_models.calibrate import (
     predicted_op_s,
     predicted_overlap_s,
 )
-from cost_models.cluster import UNLIMITED
+from cost_models.cluster import UNLIMITED, Host
+from cost_models.errors import ClusterError
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -81,38 +82,69 @@ class Calibration:
         return statistics.mean(map(abs, self.residuals))
 
 
-def calibrate(name: str, ranks_per_host: int, nics_per_host: int | None = None, repeats: int = 9) -> Calibration:
+def calibrate(name: str, ranks_per_host: int, nics_per_host: int | None = None, repeats: int = 9,
+              joined: Sequence[int] = ()) -> Calibration:
     """Measure the machines of the default process group: ops on all devices at once, collectives within and across
     hosts, and both overlapped. All ranks call this and get the same result.
 
     ``name``: of the cluster; ``nics_per_host``: network cards that a host's devices share, as in `cost_models.Link`.
+    ``joined``: how many devices each link but the outermost joins, innermost first, where hosts are not the only bounds
+    (8 in a host, 32 in a rack: ``(8, 32)``). Raises ClusterError where each is no multiple of the one before.
     """
     from torch.distributed.device_mesh import init_device_mesh
 
     kind = "cuda" if torch.cuda.is_available() else "cpu"
     world = dist.get_world_size()
     measured: list[Measured] = []
-    for shape, axis in group_shapes(world // ranks_per_host, ranks_per_host):
+    joined = bounds(joined or (ranks_per_host,), world)
+    for shape, axis in group_shapes(world, joined):
         measured += time_collectives(init_device_mesh(kind, shape), axis, KINDS, SIZES, repeats)
     ops = time_ops(torch.device(kind, torch.cuda.current_device()) if kind == "cuda" else torch.device(kind), repeats)
-    links = [Link("inside a host", ranks_per_host, 0.0, ANY_RATE)] * (ranks_per_host > 1)
-    links += [Link("between hosts", UNLIMITED, 0.0, ANY_RATE, nics_per_host=nics_per_host)] * (world > ranks_per_host)
+    links = links_to_fit(world, joined, ranks_per_host, nics_per_host)
     device = fit_device(torch.cuda.get_device_name() if kind == "cuda" else "one process", ops, memory_bytes(kind))
     overlapped = time_overlapped(init_device_mesh(kind, (world,)), OVERLAP_SIDES[kind], OVERLAP_BYTES, repeats)
     device = replace(device, overlap_slowdown=fit_overlap_slowdown(overlapped))
-    cluster, residuals = fit_links(Cluster(name, device, tuple(links), world, ("ring",)), measured)
+    host = Host(devices=ranks_per_host if joined[:1] != (ranks_per_host,) else 0)
+    cluster, residuals = fit_links(Cluster(name, device, tuple(links), world, ("ring",), host=host), measured)
     op_residuals = tuple(predicted_op_s(device, op) / op.seconds - 1 for op in ops)
     return Calibration(cluster, tuple(measured), residuals, tuple(ops), op_residuals, tuple(overlapped))
 
 
-def group_shapes(hosts: int, ranks_per_host: int) -> list[tuple[tuple[int, ...], int]]:
-    """(mesh shape, axis) of groups to measure: within a host, across hosts (sharing network cards), and mixed."""
-    count, whole = hosts * ranks_per_host, (hosts, ranks_per_host)
-    found: list[tuple[tuple[int, ...], int]] = [(whole, 1), (whole, 0)] if hosts > 1 else []
-    found.append(((count,), 0))
-    if count % 2 == 0 and count > 2:
-        found += [((2, count // 2), 0), ((2, count // 2), 1)]
+def bounds(joined: Sequence[int], world: int) -> tuple[int, ...]:
+    """Of the sizes of links those that join some, but not all, devices. Raises ClusterError where one is no multiple of
+    the one before."""
+    sizes = (1, *joined)
+    if any(outer % inner or outer < inner for inner, outer in pairwise(sizes)) or world % sizes[-1]:
+        raise ClusterError(f"links that join {list(joined)} of {world} devices: give each as a multiple of the one "
+                           "before, and all devices as a multiple of the last")
+    return tuple(dict.fromkeys(size for size in joined if 1 < size < world))
+
+
+def group_shapes(world: int, joined: Sequence[int]) -> list[tuple[tuple[int, ...], int]]:
+    """(mesh shape, axis) of groups to measure: across each link alone (sharing network cards), and mixed. ``joined``:
+    devices that each link but the outermost joins.
+
+    >>> group_shapes(8, (4,))
+    [((2, 4), 1), ((2, 4), 0), ((8,), 0)]
+    """
+    joined = bounds(joined, world)
+    sizes = (1, *joined, world)
+    whole = tuple(outer // inner for inner, outer in pairwise(sizes))[::-1]
+    found = [(whole, axis) for axis in reversed(range(len(whole)))] if joined else []
+    found.append(((world,), 0))
+    if world % 2 == 0 and world > 2:
+        found += [((2, world // 2), 0), ((2, world // 2), 1)]
     return [(mesh, axis) for mesh, axis in dict.fromkeys(found) if mesh[axis] > 1]
+
+
+def links_to_fit(world: int, joined: Sequence[int], ranks_per_host: int, nics_per_host: int | None) -> list[Link]:
+    """The links of a machine, innermost first, before their speeds are known."""
+    known = {ranks_per_host: "inside a host"}
+    links = [Link(known.get(size, f"joins {size} devices"), size, 0.0, ANY_RATE) for size in joined]
+    if world > ranks_per_host or joined:
+        name = "between hosts" if ranks_per_host in (1, *joined[-1:]) else "joins all devices"
+        return [*links, Link(name, UNLIMITED, 0.0, ANY_RATE, nics_per_host=nics_per_host)]
+    return [Link("inside a host", ranks_per_host, 0.0, ANY_RATE)] if ranks_per_host > 1 else []
 
 
 def memory_bytes(kind: str) -> float:

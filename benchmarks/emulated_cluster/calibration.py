@@ -47,7 +47,7 @@ def source(found: Calibration) -> str:
 
 def calibrate(ranks: Pool, topology: Topology, repeats: int = 9) -> Calibration:
     """Measure every collective on every shape of group, and fit."""
-    shapes = group_shapes(topology.hosts, topology.ranks_per_host)
+    shapes = group_shapes(topology.hosts * topology.ranks_per_host, (topology.ranks_per_host,))
     measured = [m for mesh, axis in shapes for m in ranks.run(measure, mesh, axis, repeats)[0]]
     cluster, residuals = fit_links(nominal(topology), measured)
     beside = ranks.run(measure_overlap, topology.num_ranks, repeats // 3)[0]
