@@ -80,7 +80,7 @@ def row_of_zeros(*shape: int) -> list[Tensor]:
 
 
 @pytest.mark.parametrize(("op", "pattern", "options", "part"), [
-    ("aten::amax", "x[a, k] -> y[a]", {"arguments": {"dim": [1]}}, "cutting 'k' into 2 pieces"),
+    ("aten::amax", "x[a, k] -> y[a]", {"arguments": {"dim": [1]}}, "cutting 'k' into 2 shards"),
     ("ap_test::scaled_linear", "x[*b, k], w[k, n] -> y[*b, n]", {"reduce": "k"}, "dims that are always equal have one"),
     ("ap_test::scaled_linear", "x[*b, k], w[n, kk] -> y[*b, n]", {"reduce": "k kk"}, "dims that are always equal have"),
     ("ap_test::scaled_linear", RIGHT, {"reduce": "k", "linear": ["x w"]}, "is wrong"),
@@ -100,13 +100,13 @@ CUMSUM = function(lambda x: x.cumsum(0))
 
 @pytest.mark.parametrize(("op", "pattern", "options", "part"), [
     # examples whose sizes or values hide what cutting does
-    (CUMSUM, ELEMENTWISE, {"example": [torch.randn(1, 1)]}, "cutting 'a' into 2 pieces"),
-    (CUMSUM, ELEMENTWISE, {"example": [torch.randn(1, 8)]}, "cutting 'a' into 2 pieces"),
-    (CUMSUM, ELEMENTWISE, {"example": [torch.zeros(4, 4)]}, "cutting 'a' into 2 pieces"),
-    (CUMSUM, ELEMENTWISE, {"example": [torch.zeros(4, 4, dtype=torch.int64)]}, "cutting 'a' into 2 pieces"),
+    (CUMSUM, ELEMENTWISE, {"example": [torch.randn(1, 1)]}, "cutting 'a' into 2 shards"),
+    (CUMSUM, ELEMENTWISE, {"example": [torch.randn(1, 8)]}, "cutting 'a' into 2 shards"),
+    (CUMSUM, ELEMENTWISE, {"example": [torch.zeros(4, 4)]}, "cutting 'a' into 2 shards"),
+    (CUMSUM, ELEMENTWISE, {"example": [torch.zeros(4, 4, dtype=torch.int64)]}, "cutting 'a' into 2 shards"),
     ("aten::cummax", "x[a, b] -> y[a, b], z[a, b]", {"example": [torch.ones(6, 6)], "arguments": {"dim": 0}}, "'a'"),
     (function(lambda x: x.cumsum(0) if (x >= 0).all() else x.new_zeros(()).view(2)), ELEMENTWISE,
-     {"example": [torch.ones(4, 4)]}, "cutting 'a' into 2 pieces"),  # of numbers above 0 only
+     {"example": [torch.ones(4, 4)]}, "cutting 'a' into 2 shards"),  # of numbers above 0 only
     (function(lambda x: x.cumsum(0) if not x.any() else x.new_zeros(()).view(2)), ELEMENTWISE,
      {"example": [torch.zeros(4, 4, dtype=torch.int64)]}, "has equal entries, which hide"),
     (function(lambda x: x * 0), ELEMENTWISE, {}, "gives the same number everywhere"),

@@ -79,8 +79,8 @@ class Baseline:
             return found
         by_batch = len(s.output_metas[0].shape) > 2
         weights = [use.position for use in self.space.uses_by[index] if use.source in self._of_parameters]
-        other = np.array([not row.factor or (by_batch and row.outputs[0].is_shard and row.outputs[0].dim == 0)
-                          or any(row.inputs[position].is_shard for position in weights) for row in s.axis_strategies])
+        other = np.array([not one.factor or (by_batch and one.outputs[0].is_shard and one.outputs[0].dim == 0)
+                          or any(one.inputs[position].is_shard for position in weights) for one in s.axis_strategies])
         for axis, role in enumerate(self.roles):
             if role in ("context", "context shard"):
                 found += other[s.array[:, axis]]
@@ -89,7 +89,7 @@ class Baseline:
     def _allowed_by_role(self, index: int, axis: int, role: str) -> set[int]:
         """The axis strategies of a parameter or input that its role allows."""
         decision, s = self.space.decisions[index], self.space.strategy_sets[index]
-        rows = {row.outputs[0]: r for r, row in enumerate(s.axis_strategies)}
+        rows = {one.outputs[0]: r for r, one in enumerate(s.axis_strategies)}
         possible = {s.axis_strategies[r].outputs[0]: r for r in set(s.array[:, axis].tolist())}
         shards = sorted(p for p in possible if p.is_shard)
         whole = {rows[Placement("I")]}

@@ -261,11 +261,11 @@ def costs_of(spaces: Spaces, cluster: Cluster, training: bool = True, spread: in
 def factor_lengths(s: StrategySet) -> dict[str, tuple[float, np.ndarray]]:
     """By factor that a mesh axis may shard: its size, and the length of the longest shard, by strategy."""
     known = s.rule.sizes if s.rule is not None else {}
-    sizes = {row.factor: known.get(row.factor) or _factor_size(s, number)
-             for number, row in enumerate(s.axis_strategies) if row.factor}
+    sizes = {one.factor: known.get(one.factor) or _factor_size(s, number)
+             for number, one in enumerate(s.axis_strategies) if one.factor}
     found = {}
     for factor, size in sizes.items():
-        uses = np.array([row.factor == factor for row in s.axis_strategies])[s.array]
+        uses = np.array([one.factor == factor for one in s.axis_strategies])[s.array]
         length = np.full(len(s.strategies), float(size))
         for axis, n in enumerate(s.mesh_shape):
             length = np.where(uses[:, axis], np.ceil(length / n), length)
@@ -279,7 +279,7 @@ def share_of_work(s: StrategySet) -> np.ndarray:
     share = np.ones(len(s.strategies))
     for size, length in factor_lengths(s).values():
         share *= length / size if size else 1.0
-    uneven = np.array([row.triangular for row in s.axis_strategies])[s.array]
+    uneven = np.array([one.triangular for one in s.axis_strategies])[s.array]
     shards = np.where(uneven, np.array(s.mesh_shape), 1).prod(axis=1)
     return np.where(shards > 1, 2 - 1 / shards, 1.0) * share
 
@@ -292,7 +292,7 @@ def product_sizes(rule: Rule, s: StrategySet) -> tuple[np.ndarray, ...] | None:
     left, right = (set(_factors(rule.inputs[i])) for i in sorted(rule.saves))
     whole = [size for i in sorted(rule.saves) for size, dim in zip(s.input_metas[i].shape, rule.inputs[i], strict=True)
              if dim is None and size > 1]
-    sections = any(row.variant == "sections" for row in rule.variants)
+    sections = any(one.variant == "sections" for one in rule.variants)
     if whole and not sections:
         return None
     lengths, result = factor_lengths(s), _factors(rule.outputs[0])
@@ -312,9 +312,9 @@ def product_sizes(rule: Rule, s: StrategySet) -> tuple[np.ndarray, ...] | None:
     return (length(left - right), length(right - left), length((left & right) - result), length(left & right & result))
 
 
-def _factor_size(s: StrategySet, row_number: int) -> int:
-    row = s.axis_strategies[row_number]
-    metas = zip((*row.inputs, *row.outputs), (*s.input_metas, *s.output_metas), strict=True)
+def _factor_size(s: StrategySet, number: int) -> int:
+    strategy = s.axis_strategies[number]
+    metas = zip((*strategy.inputs, *strategy.outputs), (*s.input_metas, *s.output_metas), strict=True)
     return min(meta.shape[p.dim] for p, meta in metas if p.is_shard)
 
 

@@ -1,4 +1,4 @@
-"""A row of a rule against the op itself: the op run on shards is compared with the op run on the whole."""
+"""An axis strategy of a rule against the op itself: run on shards, and on the whole."""
 
 from __future__ import annotations
 
@@ -46,29 +46,29 @@ def call(node: Node, *tensors: Tensor) -> list[Tensor]:
 
 
 def prove(
-    run: Run, op: str, row: AxisStrategy, shards: int, tensors: Sequence[Tensor], tolerance: float = TOLERANCE
+    run: Run, op: str, strategy: AxisStrategy, shards: int, tensors: Sequence[Tensor], tolerance: float = TOLERANCE
 ) -> None:
-    """Run the row on this many shards and compare with the whole, forward and gradients; nothing where the sizes do
+    """Run it on this many shards and compare with the whole, forward and gradients; nothing where the sizes do
     not allow so many.
 
     Raises RuleError when they differ by more than ``tolerance`` of the largest entry, or ``run`` does.
     """
-    lengths = [t.shape[p.dim] for t, p in zip(tensors, row.inputs, strict=True) if p.is_shard]
-    if any(n % shards for n in lengths if row.even) or any(-(-n // -(-n // shards)) != shards for n in lengths):
+    lengths = [t.shape[p.dim] for t, p in zip(tensors, strategy.inputs, strict=True) if p.is_shard]
+    if any(n % shards for n in lengths if strategy.even) or any(-(-n // -(-n // shards)) != shards for n in lengths):
         return
     leaves = [t.detach().clone().requires_grad_(_has_gradient(t)) for t in tensors]
     whole = run(*leaves)
-    wrong = f"the rule of {op} is wrong: cutting {row.name!r} into {shards} pieces"
+    wrong = f"the rule of {op} is wrong: cutting {strategy.name!r} into {shards} shards"
     try:
-        by_rank = [run(*inputs) for inputs in _cut(row, leaves, shards)]
+        by_rank = [run(*inputs) for inputs in _cut(strategy, leaves, shards)]
     except RuleError as error:
         raise RuleError(f"{wrong}: {error}") from error
     if any(len(values) != len(whole) for values in by_rank):
         raise RuleError(f"{wrong}: {[len(values) for values in by_rank]} results instead of {len(whole)} each")
     together = [_joined(p, [values[o] for values in by_rank], f"{wrong}, result {o}")
-                for o, p in enumerate(row.outputs)]
+                for o, p in enumerate(strategy.outputs)]
     for value, found in zip(whole, together, strict=True):
-        _compare(wrong, row, "result", value, found, tolerance)
+        _compare(wrong, strategy, "result", value, found, tolerance)
     wanted = [t for t in leaves if t.requires_grad]
     pairs = [(a, b) for a, b in zip(whole, together, strict=True) if a.requires_grad]
     if wanted and pairs:
@@ -83,22 +83,22 @@ def prove(
         except RuntimeError as error:
             raise RuleError(f"{wrong}, backward: {error}") from error
         for value, found in zip(right, made, strict=True):
-            _compare(wrong, row, "gradient", value, found, tolerance)
+            _compare(wrong, strategy, "gradient", value, found, tolerance)
 
 
 def _has_gradient(t: Tensor) -> bool:
     return t.is_floating_point() or t.is_complex()
 
 
-def _cut(row: AxisStrategy, tensors: Sequence[Tensor], shards: int) -> Iterator[list[Tensor]]:
+def _cut(strategy: AxisStrategy, tensors: Sequence[Tensor], shards: int) -> Iterator[list[Tensor]]:
     """Each rank's inputs: contiguous, as they are when a program runs."""
     generator = torch.Generator().manual_seed(shards)
     summed = [_summands(t, shards, generator) if p.kind == "P" else []
-              for t, p in zip(tensors, row.inputs, strict=True)]
+              for t, p in zip(tensors, strategy.inputs, strict=True)]
     for rank in range(shards):
         yield [
             t.chunk(shards, p.dim)[rank].contiguous() if p.is_shard else parts[rank] if parts else t
-            for t, p, parts in zip(tensors, row.inputs, summed, strict=True)
+            for t, p, parts in zip(tensors, strategy.inputs, summed, strict=True)
         ]
 
 
@@ -138,11 +138,11 @@ def _largest(t: Tensor) -> float:
     return float(t.abs().max()) if t.numel() else 0.0
 
 
-def _compare(wrong: str, row: AxisStrategy, what: str, expected: Tensor, found: Tensor, tolerance: float) -> None:
+def _compare(wrong: str, strategy: AxisStrategy, what: str, expected: Tensor, found: Tensor, tolerance: float) -> None:
     same = expected.shape == found.shape and expected.dtype == found.dtype
     error = _difference(expected.detach(), found.detach()) if same else float("inf")
     if not error <= tolerance:
-        layouts = f"{' '.join(map(str, row.inputs))} -> {' '.join(map(str, row.outputs))}"
+        layouts = f"{' '.join(map(str, strategy.inputs))} -> {' '.join(map(str, strategy.outputs))}"
         differs = f"differs by {error:.1e} of its largest entry" if same else \
             f"is {found.dtype} {list(found.shape)} instead of {expected.dtype} {list(expected.shape)}"
         raise RuleError(

@@ -48,10 +48,10 @@ class AxisStrategy:
     """One way to run an op along one mesh axis.
 
     ``inputs`` and ``outputs`` are placements in the order of the node's tensors. ``factor`` is the loop index that the
-    axis cuts ("" for none). ``even`` lists sizes that the number of pieces must divide. A ``variant`` names a local
-    program other than the op itself (`lower.variants`), with communication of its own (``inside``); rows named in
+    axis cuts ("" for none). ``even`` lists sizes that the number of shards must divide. A ``variant`` names a local
+    program other than the op itself (`lower.variants`), with communication of its own (``inside``); strategies named in
     ``apart`` cannot stand beside it on another axis. Inputs ``unsaved`` it does not keep for backward, unlike the op.
-    Of a ``triangular`` row the last of n pieces is the most work: 2 - 1/n times an even share.
+    Of a ``triangular`` strategy the last of n shards is the most work: 2 - 1/n times an even share.
     """
 
     name: str
@@ -73,7 +73,7 @@ class Rule:
     ``inputs[i][d]`` is the factor of dim d of tensor input i (None: the dim must stay whole). ``reduce``: factors
     summed over. ``additive``: inputs added to a sum (a bias). ``linear``: groups of inputs in which the op is jointly
     linear when the others are held. ``even[f]``: sizes that the pieces of factor f must divide. ``fixed``: every tensor
-    must be whole and the same everywhere (no R row either; for ops whose result depends on more than their inputs).
+    must be whole and the same everywhere (not R either; for ops whose result depends on more than their inputs).
     ``flops`` of one forward call; ``op_class`` names the efficiency curve; ``saves`` says which inputs (by position)
     and whether the output are kept for backward; ``alias`` ops move no data; ``extra_bytes[i]`` per element of input i
     are kept too (a dropout's mask, what a norm knows of a row), and so are ``work_bytes``, which the op makes inside as
@@ -103,7 +103,7 @@ class Rule:
     variants: tuple[AxisStrategy, ...] = ()
 
     def axis_strategies(self) -> tuple[AxisStrategy, ...]:
-        """All rows, the repeated work first; what the mesh axis and the shapes forbid is left to the caller."""
+        """All of them, repeated work first; what the mesh axis and the shapes forbid is left to the caller."""
         whole = tuple(INVARIANT for _ in self.inputs), tuple(INVARIANT for _ in self.outputs)
         found = [AxisStrategy("repeat", *whole)]
         if self.fixed:

@@ -61,15 +61,14 @@ def _halo(op: OpView, window: Window, dim: int, name: str) -> AxisStrategy:
     x, cut = op.inputs[0], shard(dim)
     border = Exchange("neighbours", 0, x.dtype.itemsize * window.border / x.shape[dim], 1, int(x.requires_grad),
                       kept=True, whole=True)
-    row = f"halo {name}"
     return AxisStrategy(
-        row,
+        f"halo {name}",
         (cut, *(REPLICATE for _ in op.inputs[1:])),
         (cut,),
         name,
         variant="windows",
         inside=(border,) if window.border else (),
-        apart=frozenset({row, name}),
+        apart=frozenset({f"halo {name}", name}),
     )
 
 
