@@ -41,7 +41,7 @@ def write_whole(path: str | Path, text: str | bytes) -> None:
     """Write a file, text as UTF-8, through a temporary one in its folder: where that fails, an old file stays as it
     was.
 
-    A link is followed. Raises OSError when it cannot be written, UnicodeEncodeError for text that UTF-8 has not.
+    A link is followed. Raises OSError when it cannot be written, UnicodeEncodeError for text that UTF-8 cannot hold.
     """
     target = Path(os.path.realpath(path))
     data = text.encode("utf-8") if isinstance(text, str) else text

@@ -57,8 +57,9 @@ def _solve_kept(problem: Problem, kept: Sequence[np.ndarray], search: str, time_
 
 def solve_with(problem: Problem, least: Sequence[np.ndarray], node: int, pick: int, search: str = "auto",
                time_limit_s: float | None = None) -> Solution:
-    """`solve_pinned` with one choice of one node, where the `least_costs` are known: where memory does not bind, the
-    best plan with it has no choice with which every plan costs more."""
+    """The best plan in which one node has one choice, as `solve_pinned`, but quicker: choices of other nodes whose
+    `least_costs` are above this one's are left out first. The whole problem is solved only if memory, which the least
+    costs do not count, leaves no plan as cheap."""
     start, bound = clock.now(), float(least[node][pick])
     kept = [np.flatnonzero(costs <= bound + SLACK * abs(bound)) for costs in least]
     kept[node] = np.array([pick])

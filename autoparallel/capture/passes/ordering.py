@@ -38,7 +38,7 @@ def order_independent(graph: Graph, parameters: Collection[str], constants: Coll
 
 
 def _order_constants(found: Sequence[Node], place: Mapping[Node, int], updates: Mapping[Node, str]) -> None:
-    """In the order in which they are read."""
+    """Move the nodes of constants so that they stand in the order in which the program first reads them."""
     if not found:
         return
     before = found[0].prev

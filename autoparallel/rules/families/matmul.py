@@ -23,7 +23,8 @@ def linear(op: OpView) -> Rule:
 
 @rule_for("autoparallel::linear_sections")
 def linear_sections(op: OpView) -> Rule:
-    """``n`` cuts every section, by a variant, as a plain piece of the weight has no piece of every section."""
+    """``n`` gives each rank a shard of every section. That takes a variant: a plain shard of the weight's rows would
+    have whole sections and miss others."""
     last, width = len(op.shapes[0]) - 1, sum(op.arg("sizes"))
     results = ", ".join(f"y{i}[*b, .]" for i in range(len(op.outputs)))
     rule = einsum_rule(f"x[*b, k], w[., k], bias[.] -> {results}", op.shapes, [m.shape for m in op.outputs],

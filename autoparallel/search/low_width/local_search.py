@@ -207,8 +207,8 @@ class LocalState:
         return sum(delta for low, high, delta in self.rises(v, pick) if low <= at < high)
 
     def improvable_pairs(self, deadline: float) -> list[int]:
-        """Edges whose two nodes have a joint move that costs less, and fits at the time with the least room; of those
-        that the clock leaves time for."""
+        """Edges whose two nodes can both change so that the plan costs less and still fits at its fullest time. After
+        ``deadline`` no further edge is tried."""
         picks, (source, target), (at, room) = np.array(self.choice), self.problem.ends.T, self._tightest()
         equivalent = self.near.live(paired(self.near.surroundings(picks), picks), at)
         tables = paired(self.problem.costs.numbers[len(picks):], self.near.alone)

@@ -20,10 +20,11 @@ KIND_BITS = 40
 
 @dataclass(frozen=True)
 class Pieces:
-    """Pieces of one form, one per row: ``nodes`` inside, ``border`` nodes around them, and ``inputs``.
+    """Subgraphs with the same nodes, edges and numbers of choices. Each row of an array is one subgraph: the numbers of
+    the ``nodes`` inside it, of the ``border`` nodes that it touches, and of its cost tables, ``inputs``.
 
-    Inputs are numbers: a node's costs, or number of nodes + an edge's table. ``scopes`` say which of (nodes, border)
-    each input is about, by position.
+    Input i is the cost vector of node i; input (number of nodes) + e is the cost table of edge e. ``scopes`` has, for
+    each column of inputs, the columns of (nodes, border) that the table is about.
     """
 
     nodes: np.ndarray
