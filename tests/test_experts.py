@@ -172,6 +172,7 @@ def test_bytes_of_a_part_of_the_experts() -> None:
     )
     assert whole - half == strategy_set.rule.work_bytes / 2
     assert kept_bytes(graph, node, range(2)) == pytest.approx(kept_bytes(graph, node, range(4)) / 2)
+    assert strategy_set.rule.work_bytes == pytest.approx(kept_bytes(graph, node, range(4)), rel=0.01)
 
 
 def kept_bytes(graph: OpGraph, node: Node, experts: range) -> int:

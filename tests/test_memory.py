@@ -121,6 +121,11 @@ PLANS: list[Any] = [
     ("llama", (2, 2), {"recompute": "offload"}, 0.05),
     slow("bert", (4,), {"micro_batches": 2, "recompute": "offload"}, 0.05),
     ("bert", (4,), {"zero_stage": 3, "baseline": "fsdp"}, 0.05),
+    # What a mixture of experts makes inside is kept, though nothing needs its result; with recompute its products are.
+    ("mixtral", (4,), {"baseline": "ddp"}, 0.05),
+    slow("mixtral", (4,), {"baseline": "ddp", "recompute": "selective"}, 0.05),
+    slow("mixtral", (2, 2), {"baseline": "fsdp", "recompute": "full"}, 0.05),
+    slow("deepseek_v3", (4,), {"baseline": "ddp"}, 0.05),
     slow("bert", (4,), {"micro_batches": 2, "zero_stage": 1}, 0.05),
     ("bert", (4,), {"micro_batches": 2, "zero_stage": 3, "baseline": "fsdp"}, 0.05),
     slow("bert", (4,), {"micro_batches": 2, "recompute": "selective"}, 0.05),

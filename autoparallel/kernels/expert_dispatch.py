@@ -36,4 +36,4 @@ def dispatched_experts(body: str, tokens: torch.Tensor, ids: torch.Tensor, by_ro
     row_values = [exchanged_rows(value[order], axis, received, sent) for value in by_row]
     made = routed_experts(body, rows, theirs, row_values, weights, first)
     back = exchanged_rows(made, axis, sent, received)
-    return torch.zeros_like(back).index_copy(0, order, back)
+    return torch.zeros_like(back).index_put((order,), back)  # (`index_copy` would save ``back``)

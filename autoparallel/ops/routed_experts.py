@@ -12,8 +12,8 @@ from torch.fx import GraphModule
 class Body:
     """The experts' computation on sorted rows: ``module(rows, experts, ends, *by_row, *weights)`` -> [rows, *width].
 
-    ``experts``: the expert of each row; ``ends``: where each expert's rows end. ``flops`` and ``made_bytes`` (bytes of
-    intermediate results) are per row.
+    ``experts``: the expert of each row; ``ends``: where each expert's rows end. Per row: ``flops``; ``saved_bytes``, of
+    what autograd saves that is made inside; ``product_bytes``, of the results of its products.
     """
 
     module: GraphModule
@@ -21,7 +21,8 @@ class Body:
     width: tuple[int, ...]
     dtype: torch.dtype
     flops: float
-    made_bytes: float
+    saved_bytes: float
+    product_bytes: float
 
 
 #: Bodies by name, which graphs carry as the op's first argument; one per class of experts in the process.
@@ -56,7 +57,7 @@ def _routed_experts(body: str, tokens: torch.Tensor, ids: torch.Tensor, by_row: 
         experts, order = experts[:own], order[:own]
     rows = tokens[order // max(1, ids.shape[0] // max(1, tokens.shape[0]))]
     made = known.module(rows, experts, ends, *(value[order] for value in by_row), *weights)
-    return made.new_zeros((ids.shape[0], *known.width)).index_copy(0, order, made)
+    return made.new_zeros((ids.shape[0], *known.width)).index_put((order,), made)  # (`index_copy` would save ``made``)
 
 
 _library.impl("routed_experts", _routed_experts, "CompositeImplicitAutograd")

@@ -168,8 +168,10 @@ class _Builder:
         """A node per decision, memoised by equivalence class and choices."""
         intervals, copies = self.live.decision_intervals
         kinds, picks = self.kinds.decisions, self.picks
-        first, which = firsts(paired(paired(kinds, picks), np.unique(copies, return_inverse=True)[1]))
-        models = [self.memo.once(("node", int(kinds[at]), int(picks[at]), float(copies[at])),
+        inside = np.zeros(len(kinds), np.int64)
+        inside[sorted(self.counts.saved.inside_only)] = 1
+        first, which = firsts(paired(paired(paired(kinds, picks), inside), np.unique(copies, return_inverse=True)[1]))
+        models = [self.memo.once(("node", int(kinds[at]), int(picks[at]), int(inside[at]), float(copies[at])),
                                  partial(self._node, at, float(copies[at]))) for at in first]
         made = Repeats(models, which, name=[decision.name for decision in self.space.decisions], interval=intervals)
         if self.penalties is None:
@@ -184,7 +186,8 @@ class _Builder:
         decision, s, numbers = self.space.decisions[index], self.space.strategy_sets[index], self.chosen[index]
         pick, cost = int(self.picks[index]), self.costs.of(index)
         costs = self.memo.once(("total", id(cost), pick), lambda: cost.total[numbers])
-        usages = self.memo.once(("usage", id(s), pick, decision.kind, copies),
+        inside = index in self.counts.saved.inside_only
+        usages = self.memo.once(("usage", id(s), pick, decision.kind, inside, copies),
                                 lambda: self.costs.decision_bytes(index)[numbers] * copies)
         strategies = s.strategies if len(numbers) == len(s.strategies) else tuple(s.strategies[n] for n in numbers)
         return Node(decision.name, costs, usages, strategies=strategies)

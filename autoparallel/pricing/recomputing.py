@@ -76,7 +76,7 @@ class RecomputedBlocks:
         found = dict.fromkeys(self.last, 0)
         for block, index in self.starts.items():
             rule = self.space.strategy_sets[index].rule
-            found[block] = index + (rule is not None and (rule.saves_output or bool(rule.extra_bytes)))
+            found[block] = index + (rule is not None and rule.keeps_own)
         return found
 
     @cached_property
@@ -84,7 +84,7 @@ class RecomputedBlocks:
         """By block, the decision whose backward starts its recompute: the last op that saves anything."""
         found = dict[Block, int]()
         for index, (block, s) in enumerate(zip(self.of, self.space.strategy_sets, strict=True)):
-            saves = s.rule is not None and (s.rule.saves or s.rule.saves_output or s.rule.extra_bytes)
+            saves = s.rule is not None and (s.rule.saves or s.rule.keeps_own)
             if block is not None and saves and any(m.requires_grad for m in s.output_metas):
                 found[block] = index
         return found

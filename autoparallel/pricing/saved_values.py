@@ -21,6 +21,7 @@ class SavedValues:
 
     ``crossing``: the uses (target, position) that send their value to a later stage. ``first_saver``: by value, the
     first op that saves it.
+    ``inside_only``: the decisions of whose results backward needs none, but values that the op makes inside.
     ``checkpoints``: the values that a recomputed block keeps: its inputs, and those of its values that others need.
     """
 
@@ -31,6 +32,7 @@ class SavedValues:
         self.kept = self._kept_values() if training else frozenset()
         self.checkpoints = self._block_inputs() if blocks.some else frozenset()
         self.kept |= self.checkpoints | (self._results_kept() if training else frozenset())
+        self.inside_only = self._keep_inside() if training else frozenset()
 
     def _crosses(self, use: TensorUse) -> bool:
         return (use.target, use.position) in self.crossing
@@ -116,7 +118,26 @@ class SavedValues:
         if self.blocks.hybrid.recompute != "selective":
             return frozenset()
         inside = (i for i, block in enumerate(self.blocks.of) if block is not None and not self.blocks.again(i))
-        return frozenset((i, 0) for i in inside if self.space.strategy_sets[i].output_metas[0].requires_grad)
+        return frozenset((i, 0) for i in inside if self.space.strategy_sets[i].output_metas[0].requires_grad
+                         and not self.products_only(i))
+
+    def products_only(self, index: int) -> bool:
+        """Whether selective recompute keeps the results of the products inside an op, and runs the rest of it again."""
+        rule, blocks = self.space.strategy_sets[index].rule, self.blocks
+        return (rule is not None and rule.product_bytes > 0 and blocks.of[index] is not None
+                and blocks.hybrid.recompute == "selective" and not blocks.how.core_only)
+
+
+    def _keep_inside(self) -> frozenset[int]:
+        """Keep what ops make inside, also where backward needs no result of theirs; returns these ops."""
+        found = set[int]()
+        for index, s in enumerate(self.space.strategy_sets):
+            wanted = any((index, output) in self.kept for output in range(len(s.output_metas)))
+            if not wanted and s.rule is not None and s.rule.keeps_own and s.output_metas[0].requires_grad:
+                found.add(index)
+                self.first_saver.setdefault((index, 0), index)
+        self.kept |= {(index, 0) for index in found}
+        return frozenset(found)
 
 
 class _Needs(NamedTuple):

@@ -142,22 +142,25 @@ class StepCosts:
         """Bytes of one copy of a decision's results (for a parameter its training state, but for what is on the host or
         disk), by strategy."""
         s, kind = self.space.strategy_sets[index], self.space.decisions[index].kind
-        return self.memo.once(("bytes", id(s), kind), lambda: self._bytes_of(s, kind))
+        saved = self.counts.saved
+        how = index in saved.inside_only, saved.products_only(index)
+        return self.memo.once(("bytes", id(s), kind, how), lambda: self._bytes_of(s, kind, *how))
 
-    def _bytes_of(self, s: StrategySet, kind: str) -> np.ndarray:
+    def _bytes_of(self, s: StrategySet, kind: str, inside_only: bool, products_only: bool) -> np.ndarray:
         if kind == "parameter":
             return self.states.device_bytes(s) + self._sums_bytes(s.output_metas[0], s.outputs[0])
         total = self.prices.exchanged_bytes(s)
         if kind in ("shared_read", "output", "update") or (s.rule is not None and s.rule.alias):
             return total
-        for meta, numbers in zip(s.output_metas, s.outputs, strict=True):
+        for meta, numbers in zip(s.output_metas, s.outputs, strict=True) if not inside_only else ():
             total = total + self.prices.local_bytes(meta, numbers)
         if s.rule is not None and self.prices.training:
             for i, size in s.rule.extra_bytes.items():
                 meta = s.input_metas[i]
                 total = total + size / meta.dtype.itemsize * self.prices.local_bytes(meta, s.inputs[i])
             if s.rule.work_bytes:
-                total = total + s.rule.work_bytes * share_of_work(s)
+                inside = s.rule.product_bytes if products_only else s.rule.work_bytes
+                total = total + inside * share_of_work(s)
         return total
 
     def _sums_bytes(self, meta: TensorMeta, numbers: np.ndarray) -> np.ndarray:

@@ -77,9 +77,10 @@ class Rule:
     ``flops`` of one forward call; ``op_class`` names the efficiency curve; ``saves`` says which inputs (by position)
     and whether the output are kept for backward; ``alias`` ops move no data; ``extra_bytes[i]`` per element of input i
     are kept too (a dropout's mask, what a norm knows of a row), and so are ``work_bytes``, which the op makes inside as
-    it works: a rank that does a part of the work makes a part of them. ``backward_flops`` per forward flop, when all
-    inputs need gradients. ``gradient_ops``: as many element-wise ops make an input's gradient (none where it is the
-    output's, or an expanded view of it).
+    it works: a rank that does a part of the work makes a part of them. (``product_bytes``: of the results of products
+    among them, all that selective recompute keeps.) ``backward_flops`` per forward flop, when all inputs need
+    gradients. ``gradient_ops``: as many element-wise ops make an input's gradient (none where it is the output's, or an
+    expanded view of it).
     """
 
     inputs: tuple[Dims, ...]
@@ -98,9 +99,15 @@ class Rule:
     random: bool = False
     extra_bytes: Mapping[int, float] = field(default_factory=dict)
     work_bytes: float = 0.0
+    product_bytes: float = 0.0
     backward_flops: float = 2.0
     gradient_ops: int = 1
     variants: tuple[AxisStrategy, ...] = ()
+
+    @property
+    def keeps_own(self) -> bool:
+        """Whether backward needs what the op makes: its output, or values that it makes inside."""
+        return self.saves_output or bool(self.extra_bytes) or self.work_bytes > 0
 
     def axis_strategies(self) -> tuple[AxisStrategy, ...]:
         """All of them, repeated work first; what the mesh axis and the shapes forbid is left to the caller."""

@@ -25,7 +25,8 @@ from autoparallel.ops.routed_experts import _BODIES, Body, routed_experts
 aten = torch.ops.aten
 
 GROUPED = ("aten::_grouped_mm", "transformers::grouped_mm_fallback")
-VIEWS = frozenset({aten.slice.Tensor, aten.reshape.default})
+#: Of a row's place in the sorted order, which gathering rows and putting them back save.
+SORTED_BYTES = 16.0
 ALONG_DIM = frozenset({aten.cat.default, aten.softmax.int, aten.slice.Tensor})
 
 
@@ -117,8 +118,7 @@ class _Region:
     def _is_row_wise(self, node: Node) -> bool:
         """Whether a row of the result needs no other row."""
         args, inputs = node.args, node.all_input_nodes
-        name = getattr(node.target, "_schema", None) and node.target._schema.name
-        if name in GROUPED:
+        if _name(node) in GROUPED:
             fits = args[0] in self.rows and self.roles.get(args[2]) == "ends" and len(args) == 3 and not node.kwargs
             if fits:
                 self.weights[args[1]] = None
@@ -162,16 +162,39 @@ class _Region:
             made[node] = graph.placeholder(f"by_row_{number}")
         for number, node in enumerate(self.weights):
             made[node] = graph.placeholder(f"weight_{number}")
-        made_bytes = 0.0
+        product_bytes = 0.0
         for node in self.rows:
             made[node] = self._copy(graph, node, made, rows)
-            if node.target not in VIEWS:
-                made_bytes += node.meta["val"].numel() * node.meta["val"].element_size() / self.num_rows
+            if _name(node) in GROUPED:
+                product_bytes += node.meta["val"].numel() * node.meta["val"].element_size() / self.num_rows
         assert self.exit is not None
         graph.output(made[self.exit.args[0]])
-        result = self.exit.meta["val"]
-        return Body(GraphModule({}, graph, "Experts"), self.num_experts, tuple(result.shape[1:]), result.dtype,
-                    self.flops, made_bytes)
+        result, module = self.exit.meta["val"], GraphModule({}, graph, "Experts")
+        return Body(module, self.num_experts, tuple(result.shape[1:]), result.dtype, self.flops,
+                    self._saved_bytes(module) + SORTED_BYTES, product_bytes)
+
+    def _saved_bytes(self, module: GraphModule) -> float:
+        """Bytes a row of the tensors that autograd saves of the body, without the weights: by running it on tensors
+        without data."""
+        def fresh(value: torch.Tensor, rows: int | None = None) -> torch.Tensor:
+            shape = value.shape if rows is None else (rows, *value.shape[1:])
+            return value.new_empty(shape).requires_grad_(value.is_floating_point())
+
+        assert self.tokens is not None
+        ids = self.sort.args[0].meta["val"]
+        weights = [fresh(node.meta["val"]) for node in self.weights]
+        given = {weight.untyped_storage()._cdata for weight in weights}
+        saved: dict[int, torch.Tensor] = {}
+
+        def note(value: torch.Tensor) -> torch.Tensor:
+            if (key := value.untyped_storage()._cdata) not in given:
+                saved[key] = value
+            return value
+
+        with torch.enable_grad(), torch.autograd.graph.saved_tensors_hooks(note, lambda value: value):
+            ends, rows = ids.new_empty(self.num_experts, dtype=torch.int32), self.tokens.meta["val"]
+            module(fresh(rows, self.num_rows), ids, ends, *(fresh(node.meta["val"]) for node in self.by_row), *weights)
+        return sum(value.untyped_storage().nbytes() for value in saved.values()) / self.num_rows
 
     def _copy(self, graph: Graph, node: Node, made: dict[Node, Node], rows: Node) -> Node:
         if node.target is aten.index.Tensor and node.args[1][0] in self.roles:
@@ -183,6 +206,12 @@ class _Region:
         if node.target is aten.reshape.default:
             copy.args = (copy.args[0], [-1, *node.args[1][1:]])
         return copy
+
+
+def _name(node: Node) -> str:
+    """The name of a node's op ("" for others)."""
+    schema = getattr(node.target, "_schema", None)
+    return schema.name if schema is not None else ""
 
 
 def _counts_up(node: Node, length: int) -> bool:

@@ -29,7 +29,8 @@ def routed_experts(op: OpView) -> Rule:
     inputs = tuple((f, *(None,) * (len(s) - 1)) for f, s in zip(first, op.shapes, strict=True))
     return Rule(inputs, (("t", *(None,) * len(body.width)),), {"t": tokens, "e": body.num_experts},
                 reduce=frozenset({"e"}), even={"t": (tokens,)}, flops=body.flops * rows, op_class="matmul",
-                saves=frozenset(range(len(inputs))), work_bytes=body.made_bytes * rows,
+                saves=frozenset(range(len(inputs))), work_bytes=body.saved_bytes * rows,
+                product_bytes=body.product_bytes * rows,
                 variants=(_dispatch(op, tokens),))
 
 
