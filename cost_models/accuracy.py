@@ -55,11 +55,14 @@ def error_bar(profile: Profile | None, bars: Mapping[str, Any] | None = None, ki
     """
     def bar(entry: dict[str, Any], factors: tuple[float, float], basis: str) -> ErrorBar:
         unseen = [kind for kind in kinds if kind not in entry["kinds"]]
+        far = devices > FAR * entry["most_devices"]
+        more = UNSEEN if unseen or far else (1.0, 1.0)
+        if unseen or far:
+            basis = f"assumed, {more[0]:g} times the error of {basis}"
         if unseen:
             basis += f", none of them with {' or '.join(unseen)} parallelism"
-        if far := devices > FAR * entry["most_devices"]:
+        if far:
             basis += f", on {entry['most_devices']} devices at most"
-        more = UNSEEN if unseen or far else (1.0, 1.0)
         return ErrorBar(factors[0] * more[0] * entry["p50"], factors[1] * more[1] * entry["p90"], basis)
 
     if profile is None:

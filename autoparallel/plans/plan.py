@@ -37,6 +37,10 @@ class Combinations:
     ruled_out: int
     left: int
 
+    @property
+    def total(self) -> int:
+        return self.estimated + self.ruled_out + self.left
+
     def __str__(self) -> str:
         parts = [f"{self.estimated} estimated" + (f" ({self.without_plan} of them without a plan that fits)"
                                                   if self.without_plan else ""),

@@ -57,7 +57,7 @@ class AxisRole:
     they are read (FSDP, ZeRO). ``sequence``: whether norms and residuals on a tensor axis are cut along the sequence.
     ``experts``: whether it cuts experts. ``departures``: products with another role, as "path op: strategy (role)".
     ``departures_shard``: as ``shards``, of the weights of those that are data parallel. ``by_heads``: whether it cuts
-    attention by heads.
+    attention by heads. ``share``: of the products, those that have the role.
     """
 
     name: str
@@ -69,6 +69,7 @@ class AxisRole:
     departures: tuple[str, ...] = ()
     departures_shard: bool = False
     by_heads: bool = False
+    share: float = 1.0
 
 
 @dataclass(frozen=True)
@@ -213,7 +214,8 @@ def _axis(plan: Plan, products: list[Product], axis: int) -> AxisRole:
     return AxisRole(plan.axis_names[axis], plan.mesh_shape[axis], role, shards,
                     role == "tensor" and _is_cut_along_sequence(plan, axis), cut, departures,
                     bool(alone) and _mostly_sharded(plan, alone, axis),
-                    any(p.op in _ATTENTION and p.strategies[axis] == "h" for p in products))
+                    any(p.op in _ATTENTION and p.strategies[axis] == "h" for p in products),
+                    1 - len(others) / len(products) if products else 1.0)
 
 
 def _mostly_sharded(plan: Plan, stored: Mapping[str, tuple[str, ...]], axis: int) -> bool:

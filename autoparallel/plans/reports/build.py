@@ -81,7 +81,8 @@ def times_of(p: Prediction) -> tuple[Time, ...]:
         Time("exposed communication", p.exposed_s),
         Time("less what hosts launch ahead", p.hidden_communication_s - p.hidden_s),
         Time("bubbles, sends, waits", p.waiting_s),
-        Time("framework, once a step", p.fixed_s), Time("hidden communication", p.hidden_communication_s, beside=True),
+        Time("framework, per step and micro-batch", p.fixed_s),
+        Time("hidden communication", p.hidden_communication_s, beside=True),
     )
 
 

@@ -13,15 +13,23 @@ GLOSSARY = {
     "ZeRO": "Parameters, gradients and optimizer state are stored in shards over data-parallel ranks. Stage 1 gathers "
             "parameters and sums gradients once a step, stage 2 sums gradients for each micro-batch, stage 3 (FSDP) "
             "gathers for each use.",
-    "micro-batch": "A part of the batch. Micro-batches run one after the other, and their gradients add up.",
+    "micro-batch": "A part of the batch. Micro-batches run one after the other, or interleaved (multi-copy), and their "
+                   "gradients add up.",
     "recompute": "Backward runs a block's forward again instead of keeping its results.",
     "exposed communication": "Seconds in which ranks exchange data and compute nothing.",
     "hidden communication": "Seconds saved because ranks exchange data while they compute.",
     "memory limit": "What a plan's tensors may take on a device: the limit that was given, or the device's memory less "
                     "the process's own, communicators, the allocator's fragments, and room for predictions that are "
                     "too low (memory_confidence: 95 % of runs fit).",
-    "framework": "Seconds that the training software takes once a step, beside ops and communication (fitted to "
-                 "published runs).",
+    "framework": "Seconds that the training software takes for each step and each micro-batch, beside ops and "
+                 "communication (fitted to published runs).",
+    "multi-copy": "Several micro-batches run interleaved on a rank: one's activations are sent while another computes.",
+    "zero bubble": "A pipeline schedule that computes gradients of weights later, in place of most of the bubble.",
+    "HSDP": "Hybrid sharded data parallel: shards within groups of ranks, copies between groups.",
+    "combination": "Pipeline, mesh, micro-batches, ZeRO and recompute together. For each the search finds the "
+                   "sharding, the best of this configuration.",
+    "by hand": "A plan as people write it for Megatron-LM or FSDP, given as --by-hand takes it, and priced by the same "
+               "functions.",
     "launched ahead": "Hosts launch kernels while devices still compute: seconds of launches that would be exposed "
                       "otherwise.",
     "bubble": "Seconds in which a pipeline's rank waits for its first, or after its last, micro-batch.",

@@ -62,9 +62,9 @@ class Picture:
 
 def timeline_pictures(line: Timeline, step_s: float, fixed_s: float = 0.0) -> list[Picture]:
     """Rows of boxes: the whole step, or, of more than `MOST_BOXES`, its beginning and its end. ``step_s``: predicted;
-    ``fixed_s``: what no box has, since the framework takes it once a step."""
+    ``fixed_s``: what no box has, since the framework takes it for each step and micro-batch."""
     note, more_s = f"Simulated: {seconds_str(line.total_s)}", step_s - fixed_s - line.total_s
-    note += f"; the framework takes {seconds_str(fixed_s)} once a step" if fixed_s >= LEAST_TOLD * step_s else ""
+    note += f"; the framework takes {seconds_str(fixed_s)} of a step" if fixed_s >= LEAST_TOLD * step_s else ""
     note += (f"; the prediction counts {seconds_str(more_s)} more of waiting, by the schedule's closed form"
              if more_s >= LEAST_TOLD * step_s else "")
     note += f": predicted {seconds_str(step_s)}."

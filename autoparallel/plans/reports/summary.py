@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 
 from autoparallel.plans.record import Alternative
 from autoparallel.plans.reports.report import Memory, Proof, Report, Speed
-from autoparallel.plans.reports.units import bytes_str, count_str, percent_str, seconds_str
+from autoparallel.plans.reports.units import bytes_str, count_str, percent_str, percent_up, seconds_str
 from autoparallel.plans.reports.words import AROUND_HEADS, HEADS
 
 #: Parts of a step below this share are left out of the summary, but for exposed communication.
@@ -30,8 +31,9 @@ TIMES = 1.0
 def summary(report: Report) -> Report:
     """The report with its summary."""
     lines = (f"{report.title}." + _unusual(report),
-             " ".join([f"{_speed(report)}; {_memory(report.memory)}.", *_costs(report.speed)]),
-             " ".join([_where(report), _proof(report.proof, any(axis.role == "pipeline" for axis in report.axes))]),
+             " ".join([f"{_speed(report)}; {_memory(report.memory)}{_state(report)}.", *_costs(report.speed)]),
+             " ".join([_where(report) + _error(report.speed),
+                       _proof(report.proof, any(axis.role == "pipeline" for axis in report.axes))]),
              _others(report))
     return replace(report, summary=tuple(line for line in lines if line))
 
@@ -76,14 +78,29 @@ def _memory(memory: Memory) -> str:
     return f"{peak} of the {bytes_str(memory.limit_bytes)} that tensors may take{whole} ({room}){host}"
 
 
+def _state(report: Report) -> str:
+    """The bytes that each element of a parameter trains with, which are the first thing that other software has
+    otherwise."""
+    state = report.record.workload.state_bytes if report.record is not None else {}
+    return f", with {sum(state.values()):g} bytes of training state an element ({_parts(state)})" if state else ""
+
+
+def _error(speed: Speed) -> str:
+    """How far such predictions are off, and by what that is known."""
+    return f" Half of such predictions are within {percent_str(speed.p50)}: {speed.basis}." if speed.p50 else ""
+
+
 def state_said(state: Mapping[str, float]) -> str:
     """`Workload.state_bytes` as a sentence.
 
     >>> state_said({"parameter": 2.0, "gradient": 2.0, "adamw states": 4.0})
     'bytes of an element before sharding: parameter 2, gradient 2, adamw states 4'
     """
-    return "bytes of an element before sharding: " + ", ".join(
-        f"{what} {num_bytes:g}" for what, num_bytes in state.items())
+    return f"bytes of an element before sharding: {_parts(state)}"
+
+
+def _parts(state: Mapping[str, float]) -> str:
+    return ", ".join(f"{what} {num_bytes:g}" for what, num_bytes in state.items())
 
 
 def _costs(speed: Speed) -> Iterator[str]:
@@ -102,7 +119,7 @@ def _where(report: Report) -> str:
              for name, parts in (("compute", ("forward compute", "recompute", "backward compute", "optimizer",
                                               "less what hosts launch ahead")),
                                  ("bubbles and waits", ("bubbles, sends, waits",)),
-                                 ("framework once a step", ("framework, once a step",)))}
+                                 ("framework", ("framework, per step and micro-batch",)))}
     said = [f"{name} {percent_str(value)}" for name, value in share.items() if value >= LEAST_SHARE]
     said.insert(1, f"communication exposed {percent_str(max(0.0, report.exposed_share))}{_mostly(report)}")
     return f"Of the step: {', '.join(said)}."
@@ -134,8 +151,8 @@ def _proof(proof: Proof, in_pipeline: bool) -> str:
         return f"{said}{other}."
     if proof.within_any > LOOSE:
         return (f"{said}; the bound on all combinations is loose: this one is at most "
-                f"{1 + proof.within_any:.2g} times as slow as the best.")
-    return f"{said}; at most {percent_str(proof.within_any)} slower than the best combination."
+                f"{math.ceil(10 * (1 + proof.within_any)) / 10:g} times as slow as the best.")
+    return f"{said}; at most {percent_up(proof.within_any)} slower than the best combination{_all_tried(proof)}."
 
 
 def _sharding(within: float | None, less: str) -> str:
@@ -146,8 +163,14 @@ def _sharding(within: float | None, less: str) -> str:
     if within > LOOSE:
         return (f"Not proven near the best sharding of this configuration (its cost without {less} is "
                 f"{1 + within:.2g} times the bound): more time may find a better one")
-    return (f"Proven within {percent_str(within)} of the best sharding of this configuration, by its cost without "
+    return (f"Proven within {percent_up(within)} of the best sharding of this configuration, by its cost without "
             f"{less}")
+
+
+def _all_tried(proof: Proof) -> str:
+    """That a joint search left no combination out, where that is so."""
+    tried = proof.combinations
+    return "" if tried is None or tried.left else f", of which all {tried.total:,} were estimated or ruled out"
 
 
 # -------------------------------------------------------------------------------------------------- why no other
@@ -193,7 +216,8 @@ def _near(speed: Speed, named: Sequence[str], rest_s: Sequence[float]) -> str:
     more = [f"{count} more plan{'s' if count > 1 else ''}"] if count else []
     if not (named or more):
         return ""
-    return f" As fast, within the median error of predictions ({percent_str(speed.p50)}): {'; '.join([*named, *more])}."
+    return (f" Not told apart by the median error of predictions ({percent_str(speed.p50)}): "
+            f"{'; '.join([*named, *more])}.")
 
 
 def _untried(report: Report) -> str:
@@ -201,7 +225,8 @@ def _untried(report: Report) -> str:
     trials, step_s = report.record.trials if report.record is not None else (), report.speed.step_s
     faster = [trial.step_s for trial in trials if trial.estimated and not trial.too_large and trial.step_s < step_s]
     tried = report.proof.combinations
-    left = "" if tried is None or not tried.left else f" {tried.left:,} combinations were left for lack of time."
+    left = "" if tried is None or not tried.left else (
+        f" {tried.left:,} of {tried.total:,} combinations were left for lack of time.")
     if not faster:
         return left
     some = f"{len(faster)} combinations estimated faster" if len(faster) > 1 else "One combination estimated faster"

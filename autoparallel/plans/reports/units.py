@@ -80,4 +80,17 @@ def percent_str(share: float) -> str:
     return f"{value:.0f} %" if abs(value) >= 9.95 else f"{value:.1f} %" if abs(value) >= 0.995 else f"{value:.2g} %"
 
 
-__all__ = ["bytes_str", "count_str", "large_str", "percent_str", "seconds_str"]
+def percent_up(share: float) -> str:
+    """A share in percent, as `percent_str` but rounded up: for what is at most so much.
+
+    >>> percent_up(0.2549), percent_up(0.00131), percent_up(0.25)
+    ('26 %', '0.14 %', '25 %')
+    """
+    value = 100 * share
+    if value <= 0:
+        return percent_str(share)
+    digits = 1 if value >= 9.95 else 10.0 ** (1 - math.floor(math.log10(value)))
+    return percent_str(math.ceil(value * digits - 1e-9) / digits / 100)
+
+
+__all__ = ["bytes_str", "count_str", "large_str", "percent_str", "percent_up", "seconds_str"]

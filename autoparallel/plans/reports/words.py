@@ -21,6 +21,8 @@ HEADS = "cut by heads (as DeepSpeed-Ulysses)"
 AROUND_HEADS = "context parallel, around attention by heads (as DeepSpeed-Ulysses)"
 #: Modules named in a departure, at most.
 MOST_NAMES = 5
+#: Axes of whose products fewer have the role say so.
+MOST = 0.5
 #: Letters of a module's name, at most.
 LONGEST = 60
 _GENERIC = re.compile(r"axis\d+|devices")
@@ -30,7 +32,7 @@ _GENERIC = re.compile(r"axis\d+|devices")
 class AxisWords:
     """A mesh axis: its ``label`` in reports (its name, or after its role), what it does in ``words``, the slowest link
     that its groups cross ("": not known), whether it cuts the vocabulary, and products of another role. ``shards``,
-    ``sequence``, ``experts``: as in `plans.roles.AxisRole`."""
+    ``sequence``, ``experts``, ``share``: as in `plans.roles.AxisRole`."""
 
     name: str
     label: str
@@ -43,6 +45,7 @@ class AxisWords:
     shards: bool = False
     sequence: bool = False
     experts: bool = False
+    share: float = 1.0
 
 
 def axis_words(plan: Plan, work: Workload | None) -> tuple[AxisWords, ...]:
@@ -57,7 +60,7 @@ def axis_words(plan: Plan, work: Workload | None) -> tuple[AxisWords, ...]:
         said = "".join([_words(axis, roles.zero_stage), f"; {' and '.join(vocabulary)} by vocabulary" if vocabulary
                         else ""])
         found.append(AxisWords(axis.name, label, axis.size, axis.role, said, links.get(axis.name, ""),
-                               bool(vocabulary), departures, axis.shards, axis.sequence, axis.experts))
+                               bool(vocabulary), departures, axis.shards, axis.sequence, axis.experts, axis.share))
     return tuple(found)
 
 
@@ -153,7 +156,9 @@ def _axes_said(plan: Plan, axes: list[AxisWords]) -> Iterator[str]:
         elif role == "replicated":
             yield f"{degree} ranks{mesh} that compute the same{_over(some)}"
         else:
-            yield f"{PARALLEL[role]} {degree}{mesh}{_stored(some, zero)}{_over(some)}"
+            least = min(axis.share for axis in some)
+            part = f" for {least:.0%} of the products".replace("%", " %") if least < MOST else ""
+            yield f"{PARALLEL[role]} {degree}{mesh}{part}{_stored(some, zero)}{_over(some)}"
 
 
 def _stored(some: list[AxisWords], zero: int) -> str:
