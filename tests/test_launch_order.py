@@ -133,7 +133,7 @@ def test_reductions_that_the_last_micro_batch_launches(baseline: str, mesh_shape
     assert reads_of(reads, lambda node: None)[1] == plan.reads.reads
     pairs = (*plan.windows.reduced, *plan.windows.gathered)
     early = [pair for pair in pairs if all(map(plan.windows.is_last, pair.steps))]
-    assert len(early) == len(ended_together(overlap(reads, hybrid.bucket_bytes))) > 0
+    assert len(early) == len(ended_together(overlap(reads, hybrid))) > 0
     shared = [step.target for step in plan.reads.parameter_steps if space.decisions[step.target].kind == "shared_read"]
     assert shared and all(space.decisions[plan.reads.first_reader(one)].kind == "op" for one in shared)
 
@@ -158,7 +158,8 @@ def test_overlapped_programs_compute_the_same(mesh_shape: tuple[int, ...]) -> No
     for number, strategies in enumerate(plans):
         for size in (0, 300, 1e9) if not number else (300,):
             ranks = Ranks(Candidate(space, strategies, direct=not number), CLUSTER)
-            ranks.programs = {at: replace(p, module=overlap(p.module, size)) for at, p in ranks.programs.items()}
+            hybrid = Hybrid(bucket_bytes=size, zero_stage=2 + number % 2)
+            ranks.programs = {at: replace(p, module=overlap(p.module, hybrid)) for at, p in ranks.programs.items()}
             model.zero_grad()
             error, name = worst_error(expected, ranks.step(model, inputs))
             assert error <= 1e-9, (name, number, size)

@@ -23,6 +23,7 @@ from autoparallel.kernels.collectives import (
     reduce_gradient,
 )
 from autoparallel.schedule.async_windows import TOP, AsyncWindows, Event, Pair, Read, kind_of, places
+from autoparallel.schedule.step_config import Hybrid
 
 #: node -> the name of its block, or None.
 BlockOf = Callable[[FxNode], str | None]
@@ -37,14 +38,13 @@ def ended_together(module: GraphModule) -> list[list[int]]:
             if all(set(made.users) == {output} for made in made_here)]
 
 
-def overlap(module: GraphModule, bucket_bytes: float, block_of: BlockOf | None = None) -> GraphModule:
-    """The same program with parameter communication overlapped with compute.
+def overlap(module: GraphModule, hybrid: Hybrid, block_of: BlockOf | None = None) -> GraphModule:
+    """The same program with parameter communication overlapped with compute, as the step configuration has it.
 
-    ``bucket_bytes``: of a bucket, at most. ``block_of``: recomputed blocks. Each stays contiguous, so gathers that
-    it reads end before it begins.
+    ``block_of``: recomputed blocks. Each stays contiguous, so gathers that it reads end before it begins.
     """
     steps, reads = reads_of(module, block_of or (lambda node: None))
-    events, writer = AsyncWindows(reads, bucket_bytes).events, _Writer(module, steps, reads)
+    events, writer = AsyncWindows(reads, hybrid.bucket_bytes, hybrid.keeps_gathered).events, _Writer(module, steps, reads)
     writer.run(events.get(TOP, ()))
     seen = set[int]()
     for node in module.graph.nodes:

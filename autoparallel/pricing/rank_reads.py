@@ -86,7 +86,7 @@ class RankReads:
         self.once = self._once()
         self.reads, self.last_step = self._reads(self.once)
         self.synchronous = hybrid.zero_stage == 3 and not hybrid.prefetches
-        self.windows = AsyncWindows([] if self.synchronous else self.reads, hybrid.bucket_bytes)
+        self.windows = AsyncWindows([] if self.synchronous else self.reads, hybrid.bucket_bytes, hybrid.keeps_gathered)
         sent = defaultdict[int, list[TimedStep]](list)
         self.once_steps = dict[tuple[int, int], list[TimedStep]]()
         self.paths = defaultdict[int, list[list[TimedStep]]](list)

@@ -60,7 +60,7 @@ class Compiled:
         compiled at its first call if the backend compiles."""
         hybrid = self.plan.hybrid
         if self.backend == EAGER and hybrid.recompute == "none" and hybrid.zero_stage < 3:
-            return whole_norms(overlap(self.program.module, hybrid.bucket_bytes))
+            return whole_norms(overlap(self.program.module, hybrid))
         return Forward(self.program, hybrid, self.backend)
 
     @cached_property

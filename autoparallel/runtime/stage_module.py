@@ -46,7 +46,7 @@ def split_step(program: Program, hybrid: Hybrid, backend: str = EAGER) -> SplitP
         return replace(split, micro_batch=compiled_by(backend, split.micro_batch, hybrid, hybrid.prefetches))
     micro_batch = split.micro_batch
     if hybrid.prefetches:
-        micro_batch = overlap(micro_batch, hybrid.bucket_bytes, _recomputed(hybrid))
+        micro_batch = overlap(micro_batch, hybrid, _recomputed(hybrid))
     micro_batch = whole_norms(micro_batch)
     if hybrid.copies > 1:
         values = len(split.reads.graph.output_node().args[0])  # type: ignore[arg-type]
@@ -72,7 +72,7 @@ def compiled_by(backend: str, program: GraphModule, hybrid: Hybrid, overlaps: bo
     if not in_blocks(program):
         return compiled(program, how)
     if overlaps:
-        program = overlap(program, hybrid.bucket_bytes, lambda node: node.meta.get("block"))
+        program = overlap(program, hybrid, lambda node: node.meta.get("block"))
     program = gather_again(program, gathers_parameter) if regathers else program
     return compiled(program, replace(how, regathers=False), part_of)
 
@@ -111,7 +111,7 @@ class StageModule(nn.Module):
         self.regathers = hybrid.zero_stage == 3 and (backend == EAGER or in_blocks(program.module))
         split = split_step(program, hybrid, backend)
         self.bucket_bytes = hybrid.bucket_bytes
-        self.reads = split.reads if self.each_micro_batch else overlap(split.reads, hybrid.bucket_bytes)
+        self.reads = split.reads if self.each_micro_batch else overlap(split.reads, hybrid)
         self.reduced_together, self.reduced_at_once = ended_together(self.reads), reduced_together(split.reads)
         self.micro_batch = split.micro_batch
         self.received = program.received

@@ -33,7 +33,7 @@ class Forward(nn.Module):
         self.regathers = hybrid.zero_stage == 3 and (backend == EAGER or in_blocks(program.module))
         self.bucket_bytes = hybrid.bucket_bytes
         if backend == EAGER:
-            overlapped = overlap(program.module, hybrid.bucket_bytes, _recomputed(hybrid))
+            overlapped = overlap(program.module, hybrid, _recomputed(hybrid))
             self.module = _kept_less(whole_norms(overlapped), hybrid)
         else:
             self.module = compiled_by(backend, program.module, hybrid, overlaps=True)

@@ -160,6 +160,11 @@ class Hybrid:
         return self.zero_stage == 3 and self.stages == 1
 
     @property
+    def keeps_gathered(self) -> bool:
+        """Whether gathered parameters are kept until backward."""
+        return self.zero_stage < 3
+
+    @property
     def puts_off_weights(self) -> bool:
         """Whether backward computes the gradients of weights after those of inputs, for several micro-batches (zero
         bubble)."""
