@@ -108,6 +108,17 @@ def test_a_plan_that_does_not_fit_is_priced() -> None:
     assert plan.prediction.peak_bytes == least
 
 
+def test_as_few_blocks_as_memory_requires_are_recomputed() -> None:
+    free, full = (priced(f"dp=4,recompute={how}").prediction.peak_bytes for how in ("none", "full"))
+    assert priced("dp=4,recompute=auto").prediction == priced("dp=4").prediction
+    limit = (free + full) / 2
+    plan = priced("dp=4,recompute=auto", memory_limit_bytes=limit)
+    assert plan.hybrid.recompute == "full" and plan.hybrid.recompute_blocks == ("model.layers.0",)
+    assert full < plan.prediction.peak_bytes <= limit
+    with pytest.raises(InfeasibleError, match="needs"):
+        priced("dp=4,recompute=auto", memory_limit_bytes=full / 2)
+
+
 @pytest.mark.parametrize(("by_hand", "said"), [
     ("dp=3", r"dp x tp x pp x cp = 3 x 1 x 1 x 1 = 3, and the cluster has 4 devices"),
     ("tp=0", "tp is 0: give a whole number, 1 or more"),

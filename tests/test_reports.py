@@ -436,7 +436,7 @@ def test_notebooks_show_the_summary_as_text(plans: dict[str, Plan]) -> None:
     (16, 8, False, "pp=2,micro_batch=1,tp=8,zero=1,sequence_parallel,recompute=selective"),
     (16, 8, True, "dp=16,ep=8,zero=1"), (1, 8, True, "dp=1"), (12, 8, False, "dp=12"),
     (64, 8, True, "pp=8,micro_batch=1,ep=8,zero=1,recompute=full"),
-    (16, 8, False, "tp=8,zero=3,sequence_parallel,recompute=full"),
+    (16, 8, False, "tp=8,zero=3,sequence_parallel,recompute=auto"),
 ])
 def test_usual_recipes_use_all_devices(devices: int, host: int, experts: bool, some: str) -> None:
     found = list(recipes(devices, host, experts))

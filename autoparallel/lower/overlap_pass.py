@@ -44,7 +44,8 @@ def overlap(module: GraphModule, hybrid: Hybrid, block_of: BlockOf | None = None
     ``block_of``: recomputed blocks. Each stays contiguous, so gathers that it reads end before it begins.
     """
     steps, reads = reads_of(module, block_of or (lambda node: None))
-    events, writer = AsyncWindows(reads, hybrid.bucket_bytes, hybrid.keeps_gathered).events, _Writer(module, steps, reads)
+    windows, writer = AsyncWindows(reads, hybrid.bucket_bytes, hybrid.keeps_gathered), _Writer(module, steps, reads)
+    events = windows.events
     writer.run(events.get(TOP, ()))
     seen = set[int]()
     for node in module.graph.nodes:

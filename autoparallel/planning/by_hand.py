@@ -21,7 +21,8 @@
     | micro_batch       | sequences of a micro-batch on each data-parallel rank         | the batch in one; with pp  |
     |                   |                                                               | 1                          |
     | copies            | micro-batches that run interleaved at a time                  | 1                          |
-    | recompute         | none, selective, full, offload                                | none                       |
+    | recompute         | none, selective, full, offload; auto: of whole blocks, as few | none                       |
+    |                   | as memory requires                                            |                            |
     | sequence_parallel | norms and residuals are cut along the sequence over tp        | no                         |
 
 Ranks are laid out as Megatron does: tensor innermost, then context, expert, data, pipeline.
@@ -41,6 +42,8 @@ from autoparallel.schedule.step_config import RECOMPUTE
 
 _COUNTS = ("dp", "tp", "pp", "cp", "ep", "shards", "virtual", "micro_batch", "copies")
 SPLITS = ("work", "blocks", "ends")
+#: Recompute of whole blocks, as few as memory requires.
+AUTO = "auto"
 EXAMPLE = '"dp=8,tp=8,pp=4,zero=1,micro_batch=1,recompute=selective,sequence_parallel"'
 
 
@@ -73,8 +76,8 @@ class ByHand:
         if not isinstance(self.sequence_parallel, bool):
             raise PlanError(f"by_hand: sequence_parallel is {shown(self.sequence_parallel)}: write it alone, or give "
                             "true or false")
-        if self.recompute not in RECOMPUTE:
-            raise PlanError(f"by_hand: recompute is {shown(self.recompute)}; there are {list(RECOMPUTE)}")
+        if self.recompute not in (*RECOMPUTE, AUTO):
+            raise PlanError(f"by_hand: recompute is {shown(self.recompute)}; there are {[*RECOMPUTE, AUTO]}")
         if self.schedule not in (None, *SCHEDULES):
             raise PlanError(f"by_hand: schedule is {shown(self.schedule)}; there are {list(SCHEDULES)}")
         if self.split not in SPLITS:
@@ -143,8 +146,8 @@ class ByHand:
         return sizes, names, roles
 
     def hybrid(self, batch: int) -> Hybrid:
-        """The step configuration for a global batch of so many sequences. Raises PlanError if they are not divided
-        evenly."""
+        """The step configuration for a global batch of so many sequences; without recompute where that is "auto".
+        Raises PlanError if they are not divided evenly."""
         ranks = self.dp or 1
         each = self.micro_batch or (1 if self.pp > 1 else max(1, batch // ranks))
         if batch % ranks:
@@ -155,7 +158,8 @@ class ByHand:
                             f"a batch of a multiple of {ranks * each}, or another micro_batch")
         schedule = self.schedule or usual(self.virtual)
         return Hybrid(batch // (ranks * each), self.pp * self.virtual if self.pp > 1 else 1, self.pp, schedule,
-                      zero_stage=self.zero, recompute=self.recompute, copies=self.copies)
+                      zero_stage=self.zero, recompute="none" if self.recompute == AUTO else self.recompute,
+                      copies=self.copies)
 
     def __str__(self) -> str:
         said = [f"{f.name}={getattr(self, f.name)}" for f in fields(self)

@@ -6,14 +6,17 @@ from dataclasses import replace
 
 from autoparallel.capture.outputs import loss_output
 from autoparallel.errors import InfeasibleError, InputError, PlanError
-from autoparallel.partition import Splits
+from autoparallel.partition import MicroBatches, Splits, stages_of
 from autoparallel.partition.microbatch import batch_size
-from autoparallel.planning.by_hand import ByHand
+from autoparallel.planning.by_hand import AUTO, ByHand
 from autoparallel.planning.departures import check_sequences
 from autoparallel.planning.one_mesh import plan_on
 from autoparallel.planning.options import Options
+from autoparallel.planning.recompute import fewest_recomputed
 from autoparallel.planning.study import StudyByHand
-from autoparallel.plans import Plan
+from autoparallel.plans import Hybrid, Plan
+from autoparallel.search import clock
+from autoparallel.strategies.space import StrategySpace
 from cost_models import Cluster
 from cost_models.accuracy import usable_bytes
 
@@ -33,10 +36,12 @@ def plan_by_hand(split: Splits, cluster: Cluster, options: Options, hand: ByHand
     except InfeasibleError as error:
         raise PlanError(f"by_hand: {hybrid.micro_batches} micro-batches: {error} In by_hand that is micro_batch="
                         f"{batch // (hand.dp or 1)}") from error
+    limit, free = options.memory_limit_bytes, usable_bytes(cluster, options.memory_confidence)
     made = plan_on(micro, cluster, shape, names, options, hybrid)
-    limit, needed = options.memory_limit_bytes, made.prediction.peak_bytes
+    if hand.recompute == AUTO and made.prediction.peak_bytes > (limit or free):
+        made = _recomputing_enough(micro, cluster, options, hand, hybrid, limit or free)
+    needed = made.prediction.peak_bytes
     if limit is None:  # it is priced whether it fits or not, and the report says so
-        free = usable_bytes(cluster, options.memory_confidence)
         made = replace(made, prediction=replace(made.prediction, limit_bytes=free))
     if limit is not None and needed > limit:
         raise InfeasibleError(f"the plan by hand ({hand}) needs {needed:.4g} bytes on a device, and memory_limit_bytes "
@@ -44,6 +49,27 @@ def plan_by_hand(split: Splits, cluster: Cluster, options: Options, hand: ByHand
     elsewhere = replace(options, memory_limit_bytes=None, progress=None)
     return replace(made, study=StudyByHand(made, cluster,
                                            lambda other: plan_by_hand(split, other, elsewhere, hand)))
+
+
+def _recomputing_enough(micro: MicroBatches, cluster: Cluster, options: Options, hand: ByHand, hybrid: Hybrid,
+                        limit_bytes: float) -> Plan:
+    """The plan that recomputes as few blocks as memory requires; all of them, where that does not fit either."""
+    shape, names, _ = hand.mesh
+    full = replace(hybrid, recompute="full")
+
+    def make(again: tuple[str, ...] | None) -> Plan:
+        made = plan_on(micro, cluster, shape, names, options, replace(full, recompute_blocks=again))
+        if again is not None and made.prediction.peak_bytes > limit_bytes:
+            raise InfeasibleError(f"the plan by hand with recompute of {len(again)} blocks")
+        return made
+
+    whole = make(None)
+    if whole.prediction.peak_bytes > limit_bytes:
+        return whole
+    space = StrategySpace(micro.body, shape)
+    known = replace(whole, prediction=replace(whole.prediction, limit_bytes=limit_bytes))
+    return fewest_recomputed(known, stages_of(space, micro.loss, whole.hybrid).blocks(space), make,
+                             clock.now() + options.time_limit_s)
 
 
 __all__ = ["plan_by_hand"]

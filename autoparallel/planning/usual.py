@@ -33,7 +33,7 @@ def recipes(devices: int, host_devices: int, experts: bool = False) -> Iterator[
     """
     yield from (f"dp={devices}{more}" for more in ("", ",zero=1", ",zero=3", ",zero=1,micro_batch=1",
                                                    ",zero=3,micro_batch=1", ",zero=3,micro_batch=1,recompute=selective",
-                                                   ",zero=3,recompute=full", ",zero=3,micro_batch=1,recompute=full"))
+                                                   ",zero=3,recompute=auto", ",zero=3,micro_batch=1,recompute=auto"))
     inner = min(devices, host_devices)
     if experts and inner > 1:
         yield f"dp={devices},ep={inner},zero=1"
@@ -42,7 +42,7 @@ def recipes(devices: int, host_devices: int, experts: bool = False) -> Iterator[
     if experts and inner > 1:
         yield from (f"pp={stages},micro_batch=1,ep={inner},zero=1,recompute=full" for stages in (8, 16)
                     if devices // inner % stages == 0)
-    yield f"tp={inner},zero=3,sequence_parallel,recompute=full"
+    yield f"tp={inner},zero=3,sequence_parallel,recompute=auto"
     tensor = f"tp={inner},zero=1,sequence_parallel"
     yield f"{tensor},recompute=selective"
     for stages in (stages for stages in (2, 4, 8, 16) if devices // inner % stages == 0):
@@ -94,7 +94,7 @@ def usual_plans(split: Splits, cluster: Cluster, options: Options, seconds: floa
     """Price each of the `recipes` that ``options`` and the model allow. Once one plan fits in memory, no further recipe
     is begun after ``seconds``."""
     ends, limit, graph = clock.now() + seconds, options.limit_bytes(cluster), split.graph
-    found, too_large, hybrids = dict[str, Plan](), dict[str, float](), set[tuple[Hybrid, object]]()
+    found, too_large, hybrids = dict[str, Plan](), dict[str, float](), set[tuple[Hybrid, object, str]]()
     experts = any(EXPERTS in node.op_name for node in graph.of_kind("op"))
     weights = sum(node.outputs[0].num_bytes for node in graph.of_kind("parameter"))
     fits = False
@@ -103,12 +103,12 @@ def usual_plans(split: Splits, cluster: Cluster, options: Options, seconds: floa
             with suppress(AutoparallelError):
                 hand = ByHand.of(text).on(cluster.num_devices)
                 hybrid = hand.hybrid(batch_size(graph) if hand.needs_batch else 1)
-                if (hybrid, hand.mesh) in hybrids or not _allowed(hybrid, options):
+                if (hybrid, hand.mesh, hand.recompute) in hybrids or not _allowed(hybrid, options):
                     continue
                 if (least := least_bytes(hand, weights)) > limit:
                     too_large[text] = least
                 elif clock.now() < ends or (seconds > 0 and not fits):
-                    hybrids.add((hybrid, hand.mesh))
+                    hybrids.add((hybrid, hand.mesh, hand.recompute))
                     found[text] = plan_by_hand(split, cluster, pricing_of(options, hand, ends - clock.now()), hand)
                     fits = fits or found[text].prediction.peak_bytes <= limit
     return UsualPlans(found, too_large, limit)
