@@ -66,7 +66,7 @@ class ParallelModule(nn.Module):
         self._state = State(model, position, hybrid, compile_call, inputs, max_forms, limits)
         self._calls = Calls(self, self._state)
         self.training = model.training
-        if callable(getattr(type(model), "generate", None)):
+        if callable(getattr(type(model), "_prepare_cache_for_generation", None)):  # transformers' generate
             self.__class__ = generating(ParallelModule, cast(Any, type(model)))
 
     @property
