@@ -31,6 +31,7 @@ def by_hand(name: str, text: str) -> autoparallel.Plan:
     ("gpt2", "pp=2,dp=2,recompute=full", "data 2, pipeline 2 (1f1b), 4 micro-batches, recompute full"),
     ("mixtral", "dp=2,tp=2", "data 2 x tensor 2 (experts)"),
     ("mixtral", "dp=4,ep=2", "data 2 x expert 2"),
+    ("mixtral", "dp=4,ep=2,zero=1", "data 2 (in shards) x expert 2 (in shards), ZeRO 1"),
 ])
 def test_roles_written_by_hand_are_found(name: str, text: str, found: str) -> None:
     roles = roles_of(by_hand(name, text))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -232,6 +233,24 @@ def head_size(plan: Plan) -> int:
     return rows // plan.model.heads if plan.model.heads else 0
 
 
+def experts_beside_tensor(hand: ByHand) -> list[Lost]:
+    """Of frameworks whose expert-parallel ranks are neighbours, those of tensor parallelism first."""
+    if hand.ep == 1 or hand.tp == 1:
+        return []
+    return [Lost(f"experts over {hand.ep} data-parallel ranks", f"over {hand.ep} neighbouring ranks, tensor-parallel "
+                 "ones first")]
+
+
+def ep_by_hand(experts: int, tp: int, dp: int | None) -> int:
+    """The ``ep`` of a plan by hand where so many ranks, tensor-parallel ones first, have whole experts: over those of
+    tensor parallelism alone it deals them of its own accord.
+
+    >>> ep_by_hand(2, 2, 4), ep_by_hand(4, 2, 4), ep_by_hand(2, 1, 4)
+    (1, 4, 2)
+    """
+    return 1 if tp % experts == 0 else experts if dp is None else math.gcd(experts, dp)
+
+
 def sharded_by_context(hand: ByHand) -> list[Lost]:
     """Of frameworks that keep parameters in shards over context-parallel ranks, whatever a plan does."""
     if hand.cp == 1 or hand.zero:
@@ -245,5 +264,5 @@ def states_lost(plan: Plan) -> Lost:
     return Lost(f"optimizer states {where}", "on the devices, in more of their memory")
 
 
-__all__ = ["Degrees", "Lost", "as_data", "degrees_of", "head_size", "more_reductions_s", "sharded_by_context", "some",
-           "states_lost"]
+__all__ = ["Degrees", "Lost", "as_data", "degrees_of", "ep_by_hand", "experts_beside_tensor", "head_size",
+           "more_reductions_s", "sharded_by_context", "some", "states_lost"]
