@@ -115,7 +115,8 @@ def _as_data(plan: Plan, roles: Roles, role: str, what: str, changed: tuple[Lost
                         "fewer devices")
     roles = replace(roles, micro_batches=max(n for n in range(1, wanted + 1) if batch // roles.data % n == 0))
     kept = f", with parameters in shards (ZeRO {roles.zero_stage})" if divided else ""
-    count = f", {roles.micro_batches} micro-batches" if roles.micro_batches != plan.hybrid.micro_batches else ""
+    said = "the batch in one" if roles.micro_batches == 1 else f"{roles.micro_batches} micro-batches"
+    count = f", {said}" if roles.micro_batches != plan.hybrid.micro_batches else ""
     return roles, (*changed, Lost(what, f"these ranks are data-parallel{kept}{count}"))
 
 
