@@ -10,8 +10,10 @@ import pytest
 import torch
 import torch.distributed as dist
 import transformers
+from torch.distributed.tensor import DTensor
 
 import autoparallel
+from autoparallel.capture.tracing.hf_caches import write_back
 from tests.support.models import CASES
 from tests.support.ranks import mesh_of
 
@@ -145,6 +147,38 @@ def test_a_conversation_goes_on_with_the_caller_s_cache(ranks: Any, kind: str) -
     for found in ranks(4).run(continued, kind, timeout_s=300):
         assert [turn[:2] for turn in found] == 3 * [(True, True)]
         assert [turn[2] for turn in found] == [2, 1, 2 if kind == "dynamic" else 0]
+
+
+def decoded_by_hand(kind: str) -> tuple[bool, bool]:
+    """A loop of the caller's own, which keeps the cache that it gives: logits, whether it is what is returned."""
+    from transformers import DynamicCache, StaticCache
+
+    model: Any = CASES["llama"].build().eval()
+    ids = torch.arange(20).reshape(4, 5)
+    parallel: Any = autoparallel.compile(model, mesh_of(2, 2), example_kwargs={"input_ids": ids}, baseline="fsdp")
+    found, kept = [], []
+    with torch.no_grad():
+        for module in (model, parallel):
+            cache = DynamicCache() if kind == "dynamic" else StaticCache(model.config, max_cache_len=8)
+            steps = [module(given, past_key_values=cache, use_cache=True) for given in (ids, ids[:, :1], ids[:, 1:2])]
+            found.append([whole(step.logits) for step in steps])
+            kept.append(all(step.past_key_values is cache for step in steps))
+    right = all(torch.allclose(a, b, atol=1e-5) for a, b in zip(*found, strict=True))
+    return right, all(kept)
+
+
+def whole(value: Any) -> torch.Tensor:
+    return value.full_tensor() if isinstance(value, DTensor) else value
+
+
+@pytest.mark.parametrize("kind", ["dynamic", pytest.param("static", marks=pytest.mark.slow)])
+def test_a_cache_of_the_caller_s_has_the_keys_of_each_call(ranks: Any, kind: str) -> None:
+    assert ranks(4).run(decoded_by_hand, kind, timeout_s=300) == 4 * [(True, True)]
+
+
+def test_a_cache_that_is_not_returned_is_warned_of() -> None:
+    with pytest.warns(UserWarning, match="the DynamicCache that the call was given .* call it with use_cache=True"):
+        assert write_back((), {"past_key_values": transformers.DynamicCache()}, (1, 2)) == (1, 2)
 
 
 class Sampler(torch.nn.Linear):

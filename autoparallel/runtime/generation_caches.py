@@ -89,8 +89,8 @@ class Caches:
         """The result of ``generate``, whose cache is of the kind that was asked for; keys and values of the caller's
         own cache are those after the last token, as one process leaves them. All ranks call this."""
         returned = getattr(result, "past_key_values", None)
-        if self.given is not None and self.last is not None and self.last is not self.given:
-            self.given.layers = (_dynamic(self.last) if self.grows else self.last).layers
+        if self.given is not None and self.grows and self.last is not None:
+            self.given.layers = _dynamic(self.last).layers
             if returned is not None:
                 result.past_key_values = self.given
         elif returned is not None and (self.grows or self.leaves_open):
