@@ -39,6 +39,7 @@ class AutoparallelTraining(_Base):
     model: Any
     model_wrapped: Any
     accelerator: Any
+    optimizer_cls_and_kwargs: Any
     #: Whether the loss is that of a trainer beside this mixin (None: if that has one of its own); methods of such a
     #: trainer that the class replaces knowingly.
     inherits_loss: bool | None = None
