@@ -8,6 +8,7 @@ torch's code writes to them in place. Here partial results are reduced at once, 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
+from functools import cache
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -45,6 +46,12 @@ class Adafactor(torch.optim.Adafactor):
 def transformers_adafactor(params: Iterable[Any], **options: Any) -> _Transformers:
     """`transformers.optimization.Adafactor` under every plan: same options, state and steps as in one process. Raises
     InputError if transformers is not installed."""
+    return adafactor_of_transformers()(params, **options)
+
+
+@cache
+def adafactor_of_transformers() -> type[_Transformers]:
+    """The class that `transformers_adafactor` makes. Raises InputError if transformers is not installed."""
     try:
         from transformers.optimization import Adafactor as Own
     except ImportError as error:
@@ -71,7 +78,7 @@ def transformers_adafactor(params: Iterable[Any], **options: Any) -> _Transforme
                 _plain_step(Own)(self)
             return loss
 
-    return TransformersAdafactor(params, **options)
+    return TransformersAdafactor
 
 
 class _ReducedAtOnce(TorchFunctionMode):
@@ -116,4 +123,4 @@ def _plain_step(kind: type[torch.optim.Optimizer]) -> Any:
     return step.__wrapped__ if getattr(step, "hooked", False) else step
 
 
-__all__ = ["Adafactor", "transformers_adafactor"]
+__all__ = ["Adafactor", "adafactor_of_transformers", "transformers_adafactor"]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -120,6 +121,73 @@ def images(parallel: dict[str, Any], shape: tuple[int, ...], options: dict[str, 
         losses.append(float(loss.detach()))
     reset_accelerate()
     return losses
+
+
+def metrics(split: bool) -> list[tuple[list[float], list[int]]]:
+    """Of an epoch with an incomplete last batch: what a script gathers of losses, as run_clm_no_trainer does, and
+    samples."""
+    options = {"dataloader_config": accelerate.DataLoaderConfiguration(split_batches=True)} if split else {}
+    accelerator = accelerator_of({}, (4,), **options)
+    ranks = dist.get_world_size() if dist.is_initialized() and not split else 1
+    loader = accelerator.prepare(DataLoader(TensorDataset(torch.arange(22)), batch_size=8 // ranks))
+    each = 8 // (dist.get_world_size() if dist.is_initialized() else 1)
+    found = [accelerator.gather_for_metrics((rows.float().mean().repeat(each), rows)) for (rows,) in loader]
+    reset_accelerate()
+    return [(loss.tolist(), rows.tolist()) for loss, rows in found]
+
+
+@pytest.mark.parametrize("split", [False, True])
+def test_losses_are_gathered_as_often_as_there_are_samples(ranks: Any, split: bool) -> None:
+    expected = metrics(split)
+    assert [len(losses) for losses, _ in expected] == [8, 8, 6]
+    assert ranks(4).run(metrics, split, timeout_s=100) == 4 * [expected]
+
+
+_SCHEDULES: dict[str, Any] = {
+    "lambda": lambda o, ranks: torch.optim.lr_scheduler.LambdaLR(o, lambda step: 1 - step / (10 * ranks)),
+    "cosine": lambda o, ranks: torch.optim.lr_scheduler.CosineAnnealingLR(o, 10 * ranks),
+    "one cycle": lambda o, ranks: torch.optim.lr_scheduler.OneCycleLR(o, 0.1, total_steps=10 * ranks),
+    "sequence": lambda o, ranks: torch.optim.lr_scheduler.SequentialLR(o, [
+        torch.optim.lr_scheduler.LinearLR(o, 0.1, total_iters=2 * ranks),
+        torch.optim.lr_scheduler.CosineAnnealingLR(o, 8 * ranks)], [2 * ranks])}
+
+
+def prepared(kind: str, ranks: int) -> Any:
+    """A schedule as accelerate wraps it."""
+    optimizer = torch.optim.SGD([nn.Parameter(torch.zeros(1))], lr=0.1)
+    return SimpleNamespace(scheduler=_SCHEDULES[kind](optimizer, ranks), split_batches=False, step_with_optimizer=True)
+
+
+@pytest.mark.filterwarnings("ignore:Detected call of")
+@pytest.mark.parametrize("kind", list(_SCHEDULES))
+def test_a_schedule_goes_on_with_another_number_of_ranks(kind: str) -> None:
+    """After 3 training steps on 4 ranks, as after 3 on 2, then and after each further step."""
+    from autoparallel.integrations.schedules import Begun, moved
+
+    saved, fresh, loaded = prepared(kind, 4), prepared(kind, 2), prepared(kind, 2)
+    for _ in range(12):
+        saved.scheduler.step()
+    begun = Begun.of(loaded)
+    loaded.scheduler.load_state_dict(saved.scheduler.state_dict())
+    moved([begun], 4, 2)
+    for _ in range(6):
+        fresh.scheduler.step()
+    for step in range(8):
+        assert loaded.scheduler.get_last_lr() == pytest.approx(fresh.scheduler.get_last_lr(), rel=1e-6), step
+        assert [group["lr"] for group in loaded.scheduler.optimizer.param_groups] == loaded.scheduler.get_last_lr()
+        fresh.scheduler.step()
+        loaded.scheduler.step()
+
+
+@pytest.mark.filterwarnings("ignore:Detected call of")
+def test_a_schedule_of_other_steps_is_refused() -> None:
+    from autoparallel.integrations.schedules import Begun, moved
+
+    loaded = prepared("lambda", 2)
+    begun = Begun.of(loaded)
+    loaded.scheduler.step()
+    with pytest.raises(AutoparallelError, match="LambdaLR was saved after 1 steps on 4 ranks"):
+        moved([begun], 4, 2)
 
 
 @pytest.mark.parametrize(("options", "tolerance"), [({}, 1e-5), ({"mixed_precision": "bf16"}, 2e-2)])

@@ -13,6 +13,7 @@ import autoparallel
 from autoparallel.capture import OpGraph, capture
 from autoparallel.capture.graph import Node
 from autoparallel.ops.routed_experts import routed_experts
+from autoparallel.plans.roles import roles_of
 from autoparallel.pricing import Prices, SpacePricer
 from autoparallel.pricing.record import workload
 from autoparallel.strategies.space import StrategySpace
@@ -68,6 +69,23 @@ def test_experts_by_hand_with_zero_over_both_axes(ranks: Any, by_hand: str) -> N
                              example_kwargs=kwargs, by_hand=by_hand)
     assert all(stored[0] == "S" for stored in plan.strategies["model.layers.0.self_attn.q_proj.weight"])
     for loss, gradients in ranks(4).run(run_plan, plan.mesh_shape, plan, timeout_s=100):
+        assert loss == pytest.approx(reference.losses[0], rel=1e-5)
+        assert_same_gradients(gradients, reference)
+
+
+@pytest.mark.parametrize(("by_hand", "roles"), [
+    ("dp=2,ep=2,tp=2,zero=3,sequence_parallel", "expert 2 (in shards) x tensor 2 (norms along the sequence), ZeRO 3"),
+    pytest.param("dp=2,ep=2,tp=2", "expert 2 x tensor 2", marks=pytest.mark.slow),
+    pytest.param("dp=4,ep=4,zero=2", "expert 4 (in shards), ZeRO 2", marks=pytest.mark.slow)])
+def test_expert_parallel_ranks_by_hand_share_the_work(ranks: Any, by_hand: str, roles: str) -> None:
+    """Beside them, tensor-parallel ranks take other tokens, and ZeRO shards what is no expert over all of them."""
+    case = CASES["mixtral"]
+    args, kwargs = case.inputs(8)
+    plan = autoparallel.plan(case.build(), Cluster.load("h100-sxm", num_devices=4), by_hand=by_hand,
+                             example_inputs=args, example_kwargs=kwargs)
+    assert str(roles_of(plan)) == roles and not roles_of(plan).departures and "depart" not in plan.evidence.stop_reason
+    reference = train_reference(case, "sgd", num_steps=1)
+    for loss, gradients in ranks(4).run(run_plan, plan.mesh_shape, plan, timeout_s=120):
         assert loss == pytest.approx(reference.losses[0], rel=1e-5)
         assert_same_gradients(gradients, reference)
 

@@ -167,6 +167,27 @@ def test_experts_are_exported_to_megatron() -> None:
     assert "--expert-model-parallel-size 2" in text and "--num-experts 4" in text
     lost = autoparallel.export_plan(of_experts("dp=2,tp=2"), "megatron").lost
     assert "whole experts" in lost[0].what  # without sequence parallelism Megatron has no experts over tensor ranks
+    with pytest.raises(PlanError, match="rule 'experts with tensor'"):
+        autoparallel.export_plan(of_experts("dp=2,ep=2,tp=2"), "megatron")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("by_hand", "ep", "lost"), [("dp=2,ep=2,tp=2,sequence_parallel", 1, "experts over 2 data-"),
+                                                     ("dp=2,tp=2,sequence_parallel", 1, ""),
+                                                     ("dp=4,ep=4,zero=1", 4, "")])
+def test_experts_come_back_from_megatron(by_hand: str, ep: int, lost: str, tmp_path: Path) -> None:
+    """Its expert-parallel ranks are neighbours: with as many tensor-parallel ones, those."""
+    made = autoparallel.export_plan(of_experts(by_hand), "megatron")
+    [path] = made.save(tmp_path)
+    found = autoparallel.import_plan(path, num_devices=4)
+    assert found.by_hand == made.by_hand and made.by_hand.ep == ep and found.ignored == ()
+    assert [one.what.startswith(lost) for one in made.lost] == ([True] if lost else [])
+
+
+def test_columns_of_experts_over_tensor_ranks_are_ignored_by_name(tmp_path: Path) -> None:
+    path = tmp_path / "arguments.txt"
+    path.write_text("--tensor-model-parallel-size 2 --expert-model-parallel-size 2 --sequence-parallel")
+    assert autoparallel.import_plan(path).ignored == ("--expert-tensor-parallel-size 2 (its default)",)
 
 
 @pytest.mark.slow

@@ -101,7 +101,7 @@ def check(ranks: Any, name: str, by_hand: str) -> None:
 #: A plan of each kind.
 FEW = [("llama", "dp=2,tp=2,sequence_parallel"), ("llama", "dp=2,pp=2,zero=2,micro_batch=2,recompute=full"),
        ("mixtral", "dp=2,tp=2,zero=3")]
-MORE = [("gpt2", "dp=4,zero=3,shards=2,recompute=selective"),
+MORE = [("gpt2", "tp=2,pp=2,micro_batch=2"), ("gpt2", "dp=4,zero=3,shards=2,recompute=selective"),
         ("llama", "dp=4"), ("llama", "dp=2,tp=2,zero=3"), ("llama", "tp=2,pp=2,micro_batch=2"),
         ("llama", "dp=4,micro_batch=1"), ("llama", "dp=4,zero=1,micro_batch=1"), ("llama", "tp=4"),
         ("gpt2", "dp=4"), ("gpt2", "dp=4,zero=3"), ("gpt2", "dp=4,zero=2,micro_batch=1"),
@@ -173,6 +173,7 @@ def test_two_axes_that_cut_a_product_in_two_ways_leave_it_whole() -> None:
 BEYOND = [
     ("gpt2", "dp=2,tp=2", "take nn.Linear and nn.Embedding, and none of these", "dp=4,zero=3,shards=2,micro_batch=2"),
     ("gpt2", "dp=2,pp=2", "it needs a decoder", "dp=4,zero=3,shards=2,micro_batch=1"),  # its head is the embedding
+    ("gpt2", "tp=2,pp=2", "take nn.Linear and nn.Embedding, and none of these", "dp=4,zero=3,micro_batch=1"),
     ("llama", "dp=2,cp=2", "context_parallel is experimental", "dp=4,micro_batch=2"),
     ("mixtral", "dp=4,ep=2", "torch has no expert-parallel style", "dp=4,zero=3,shards=2,micro_batch=2"),
 ]

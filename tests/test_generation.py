@@ -3,13 +3,17 @@ further tokens."""
 
 from __future__ import annotations
 
+import warnings
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
+import transformers
+from torch.distributed.tensor import DTensor
 
 import autoparallel
+from autoparallel.capture.tracing.hf_caches import write_back
 from tests.support.models import CASES
 from tests.support.ranks import mesh_of
 
@@ -73,10 +77,140 @@ def test_beams_take_two_programs_too(ranks: Any, name: str, mesh: tuple[int, ...
         assert found == [(True, 2), (True, 0), (True, 0)]
 
 
+def grown(name: str, mesh: tuple[int, ...]) -> dict[str, Any]:
+    """Tokens and caches of calls with dynamic caches, and the call forms that each compiles."""
+    model: Any = CASES[name].build().eval()
+    ids = torch.arange(20).reshape(4, 5)
+    parallel: Any = autoparallel.compile(model, mesh_of(*mesh), example_kwargs={"input_ids": ids}, baseline="ddp")
+    asked = {"cache_implementation": "dynamic", "use_cache": True, "return_dict_in_generate": True,
+             "max_new_tokens": NEW}
+    hows: dict[str, dict[str, Any]] = {
+        "greedy": {"do_sample": False}, "sampled": {"do_sample": True}, "beams": {"do_sample": False, "num_beams": 2},
+        "padded": {"attention_mask": torch.ones_like(ids).index_fill(1, torch.tensor([0]), 0), "do_sample": False},
+        "longer": {"do_sample": False, "max_new_tokens": 2 * NEW}}
+    found = {}
+    for case, how in hows.items():
+        known = parallel._state.forms.compiled
+        call = {"attention_mask": torch.ones_like(ids), **asked, **how}
+        torch.manual_seed(3)
+        expected = model.generate(ids, **call)
+        torch.manual_seed(3)
+        with pytest.warns(UserWarning, match="static one with room for 16 tokens"):
+            got = parallel.generate(ids, **call)
+        found[case] = (torch.equal(got.sequences, expected.sequences),
+                       same(got.past_key_values, expected.past_key_values), parallel._state.forms.compiled - known)
+    return found
+
+
+def same(one: Any, other: Any) -> bool:
+    """Whether caches are of one kind and have the same keys and values, whole."""
+    return type(one) is type(other) and len(one.layers) == len(other.layers) and all(
+        type(a.keys) is torch.Tensor and a.keys.shape == b.keys.shape and torch.allclose(a.keys, b.keys, atol=1e-5)
+        and torch.allclose(a.values, b.values, atol=1e-5) for a, b in zip(one.layers, other.layers, strict=True))
+
+
+@pytest.mark.parametrize(("name", "mesh"), [("gpt2", (4,)), pytest.param("llama", (2, 2), marks=pytest.mark.slow)])
+def test_a_dynamic_cache_takes_two_programs_too(ranks: Any, name: str, mesh: tuple[int, ...]) -> None:
+    """What is returned is one process's dynamic cache; a padded prompt has a mask, which is another form."""
+    for found in ranks(4).run(grown, name, mesh, timeout_s=300):
+        assert found == {"greedy": (True, True, 2), "sampled": (True, True, 0), "beams": (True, True, 2),
+                         "padded": (True, True, 1), "longer": (True, True, 0)}
+
+
+def continued(kind: str) -> list[tuple[bool, bool, int]]:
+    """A conversation of three turns on the caller's own cache."""
+    from transformers import DynamicCache, StaticCache
+
+    model: Any = CASES["llama"].build().eval()
+    parallel: Any = autoparallel.compile(model, mesh_of(2, 2), example_kwargs={"input_ids": torch.arange(5)[None]})
+
+    def made() -> Any:
+        return DynamicCache(config=model.config) if kind == "dynamic" else StaticCache(model.config, max_cache_len=32)
+
+    mine, other, ids, found = made(), made(), torch.arange(20).reshape(4, 5), []
+    for turn in range(3):
+        known = parallel._state.forms.compiled
+        call = {"attention_mask": torch.ones_like(ids), "do_sample": False, "max_new_tokens": 4, "use_cache": True}
+        expected = model.generate(ids, past_key_values=other, **call)
+        got = parallel.generate(ids, past_key_values=mine, **call)
+        layers = mine.layers if kind == "dynamic" else []
+        found.append((torch.equal(got, expected), all(torch.allclose(a.keys, b.keys, atol=1e-5) for a, b in zip(
+            layers, other.layers, strict=kind == "dynamic")), parallel._state.forms.compiled - known))
+        ids = torch.cat([got, torch.full((4, 2), 7 + turn)], 1)
+    return found
+
+
+@pytest.mark.filterwarnings("ignore:the dynamic cache runs")
+@pytest.mark.parametrize("kind", [pytest.param("dynamic", marks=pytest.mark.slow), "static"])
+def test_a_conversation_goes_on_with_the_caller_s_cache(ranks: Any, kind: str) -> None:
+    """A prompt that follows cached tokens is another form than the first one; 20 tokens need room for 32, not 16."""
+    for found in ranks(4).run(continued, kind, timeout_s=300):
+        assert [turn[:2] for turn in found] == 3 * [(True, True)]
+        assert [turn[2] for turn in found] == [2, 1, 2 if kind == "dynamic" else 0]
+
+
+def decoded_by_hand(kind: str) -> tuple[bool, bool]:
+    """A loop of the caller's own, which keeps the cache that it gives: logits, whether it is what is returned."""
+    from transformers import DynamicCache, StaticCache
+
+    model: Any = CASES["llama"].build().eval()
+    ids = torch.arange(20).reshape(4, 5)
+    parallel: Any = autoparallel.compile(model, mesh_of(2, 2), example_kwargs={"input_ids": ids}, baseline="fsdp")
+    found, kept = [], []
+    with torch.no_grad():
+        for module in (model, parallel):
+            cache = DynamicCache() if kind == "dynamic" else StaticCache(model.config, max_cache_len=8)
+            steps = [module(given, past_key_values=cache, use_cache=True) for given in (ids, ids[:, :1], ids[:, 1:2])]
+            found.append([whole(step.logits) for step in steps])
+            kept.append(all(step.past_key_values is cache for step in steps))
+    right = all(torch.allclose(a, b, atol=1e-5) for a, b in zip(*found, strict=True))
+    return right, all(kept)
+
+
+def whole(value: Any) -> torch.Tensor:
+    return value.full_tensor() if isinstance(value, DTensor) else value
+
+
+@pytest.mark.parametrize("kind", ["dynamic", pytest.param("static", marks=pytest.mark.slow)])
+def test_a_cache_of_the_caller_s_has_the_keys_of_each_call(ranks: Any, kind: str) -> None:
+    assert ranks(4).run(decoded_by_hand, kind, timeout_s=300) == 4 * [(True, True)]
+
+
+def test_a_cache_that_is_not_returned_is_warned_of() -> None:
+    with pytest.warns(UserWarning, match="the DynamicCache that the call was given .* call it with use_cache=True"):
+        assert write_back((), {"past_key_values": transformers.DynamicCache()}, (1, 2)) == (1, 2)
+
+
+class Sampler(torch.nn.Linear):
+    """A model with a ``generate`` of its own."""
+
+    def generate(self, x: torch.Tensor) -> torch.Tensor:
+        return self(self(x))
+
+
+def generated_by_its_own() -> tuple[bool, list[str]]:
+    """A model's own ``generate``; and what is said of a transformers model with sliding windows."""
+    own: Any = Sampler(8, 8)
+    x = torch.arange(32.0).reshape(4, 8)
+    parallel: Any = autoparallel.compile(own, mesh_of(4), example_inputs=(x,))
+    right = torch.allclose(parallel.generate(x), own.generate(x))
+    config = transformers.MistralConfig(vocab_size=32, hidden_size=16, intermediate_size=16, num_hidden_layers=1,
+                                        num_attention_heads=2, num_key_value_heads=2, sliding_window=4)
+    slides: Any = transformers.MistralForCausalLM(config).eval()
+    ids = torch.arange(20).reshape(4, 5)
+    parallel = autoparallel.compile(slides, mesh_of(4), example_kwargs={"input_ids": ids}, baseline="ddp")
+    with warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always")
+        found = parallel.generate(ids, attention_mask=torch.ones_like(ids), do_sample=False, max_new_tokens=2)
+    right &= torch.equal(found, slides.generate(ids, do_sample=False, max_new_tokens=2))
+    return right, [str(one.message) for one in said]
+
+
 @pytest.mark.slow
-def test_a_dynamic_cache_may_be_asked_for(ranks: Any) -> None:
-    for found in ranks(4).run(generated, "llama", (4,), {"cache_implementation": "dynamic"}, timeout_s=300):
-        assert found["greedy"] and found["drawn"] and found["compiled"] == NEW
+def test_a_cache_that_stays_dynamic_is_announced(ranks: Any) -> None:
+    for right, said in ranks(4).run(generated_by_its_own, timeout_s=300):
+        assert right and any("MistralForCausalLM compiles a program for each further token: it takes no static cache"
+                             in text for text in said)
 
 
 def lies_in_shards() -> tuple[bool, bool, float]:

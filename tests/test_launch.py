@@ -215,6 +215,13 @@ def test_launch_reports_failures_and_restarts(tmp_path: Path) -> None:
     assert output_of([*cli, "--max-restarts", "1", "--", sys.executable, str(script)]).count("started 1") == 2
 
 
+@pytest.mark.ranks
+def test_arguments_of_the_command_that_look_like_torchrun_s_are_the_command_s() -> None:
+    command = [sys.executable, "-c", "import sys; print(sys.argv[1:])", "--log", "a", "--rdzv", "b", "--", "-m", "c"]
+    told = output_of([sys.executable, "-m", "autoparallel.cli", "launch", "--ranks", "1", "--", *command])
+    assert "['--log', 'a', '--rdzv', 'b', '--', '-m', 'c']" in told
+
+
 @pytest.mark.parametrize(("words", "said"), [
     (["--", "no-such-command"], "cannot start no-such-command"),
     (["--nodes", "2", "--", "ls"], "2 hosts need --master host:port"),

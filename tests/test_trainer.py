@@ -132,6 +132,7 @@ FSDP, TENSOR = {"baseline": "fsdp"}, {"baseline": "tensor_parallel"}
     ((4,), {"baseline": "ddp"}, {"build": adapted, "gradient_accumulation_steps": 2}, None),
     ((4,), {"baseline": "ddp"}, {"build": Classified, "gradient_accumulation_steps": 2, "max_grad_norm": 0.1}, None),
     ((4,), FSDP, {"given": True, "max_steps": 4}, 1),
+    slow((4,), FSDP, {"optim": "adafactor", "max_steps": 4}, 1),
     slow((4,), {"zero_stage": 1, "baseline": "ddp"},
          {"activation_checkpointing": True, "include_num_input_tokens_seen": "all"}, 1),
 ])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -115,7 +116,8 @@ def _as_data(plan: Plan, roles: Roles, role: str, what: str, changed: tuple[Lost
                         "fewer devices")
     roles = replace(roles, micro_batches=max(n for n in range(1, wanted + 1) if batch // roles.data % n == 0))
     kept = f", with parameters in shards (ZeRO {roles.zero_stage})" if divided else ""
-    count = f", {roles.micro_batches} micro-batches" if roles.micro_batches != plan.hybrid.micro_batches else ""
+    said = "the batch in one" if roles.micro_batches == 1 else f"{roles.micro_batches} micro-batches"
+    count = f", {said}" if roles.micro_batches != plan.hybrid.micro_batches else ""
     return roles, (*changed, Lost(what, f"these ranks are data-parallel{kept}{count}"))
 
 
@@ -232,6 +234,24 @@ def head_size(plan: Plan) -> int:
     return rows // plan.model.heads if plan.model.heads else 0
 
 
+def experts_beside_tensor(hand: ByHand) -> list[Lost]:
+    """Of frameworks whose expert-parallel ranks are neighbours, those of tensor parallelism first."""
+    if hand.ep == 1 or hand.tp == 1:
+        return []
+    return [Lost(f"experts over {hand.ep} data-parallel ranks", f"over {hand.ep} neighbouring ranks, tensor-parallel "
+                 "ones first")]
+
+
+def ep_by_hand(experts: int, tp: int, dp: int | None) -> int:
+    """The ``ep`` of a plan by hand where so many ranks, tensor-parallel ones first, have whole experts: over those of
+    tensor parallelism alone it deals them of its own accord.
+
+    >>> ep_by_hand(2, 2, 4), ep_by_hand(4, 2, 4), ep_by_hand(2, 1, 4)
+    (1, 4, 2)
+    """
+    return 1 if tp % experts == 0 else experts if dp is None else math.gcd(experts, dp)
+
+
 def sharded_by_context(hand: ByHand) -> list[Lost]:
     """Of frameworks that keep parameters in shards over context-parallel ranks, whatever a plan does."""
     if hand.cp == 1 or hand.zero:
@@ -245,5 +265,5 @@ def states_lost(plan: Plan) -> Lost:
     return Lost(f"optimizer states {where}", "on the devices, in more of their memory")
 
 
-__all__ = ["Degrees", "Lost", "as_data", "degrees_of", "head_size", "more_reductions_s", "sharded_by_context", "some",
-           "states_lost"]
+__all__ = ["Degrees", "Lost", "as_data", "degrees_of", "ep_by_hand", "experts_beside_tensor", "head_size",
+           "more_reductions_s", "sharded_by_context", "some", "states_lost"]

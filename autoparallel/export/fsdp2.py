@@ -63,7 +63,8 @@ def _without_split_backward(d: Degrees) -> Degrees:
 
 
 def _styles(plan: Plan, d: Degrees) -> Styles | None:
-    axes = [number for number, axis in enumerate(d.roles.axes) if axis.role == "tensor" and axis.size > 1]
+    # by name: where the pipeline's ranks are data-parallel instead, the roles have an axis that the plan has not
+    axes = [plan.axis_names.index(axis.name) for axis in d.roles.axes if axis.role == "tensor" and axis.size > 1]
     return styles_of(plan, axes) if axes else None
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ast
-import math
 import shlex
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
@@ -11,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from autoparallel.errors import PlanError, shown
+from autoparallel.export.degrees import ep_by_hand
 from autoparallel.export.megatron_rules import LAYOUT, Flags, flags_of, layout_stages
 from autoparallel.planning.by_hand import ByHand
 from autoparallel.plans.files import data_of, text_of
@@ -74,12 +74,6 @@ def import_plan(path: str | Path, num_devices: int | None = None) -> Imported:
     return replace(found, by_hand=hand, missing=(*ranks, *parts))
 
 
-def _experts(ep: int, dp: int | None) -> int:
-    """Of expert-parallel ranks those among data-parallel ones: a plan by hand deals experts over the tensor-parallel
-    ranks of its own accord."""
-    return ep if dp is None else math.gcd(ep, dp)
-
-
 def _megatron(text: str, origin: str, num_devices: int | None) -> Imported:
     lines = [line for line in text.splitlines() if not line.lstrip().startswith("#")]
     try:
@@ -101,13 +95,17 @@ def _megatron(text: str, origin: str, num_devices: int | None) -> Imported:
     dp = flags.dp if num_devices is not None else None
     instances = flags.number(_INSTANCES) if zero and dp is not None else 1
     values: dict[str, Any] = {
-        "dp": dp, "tp": flags.tp, "pp": flags.pp, "cp": flags.cp, "ep": _experts(flags.ep, dp), "zero": zero,
+        "dp": dp, "tp": flags.tp, "pp": flags.pp, "cp": flags.cp,
+        "ep": ep_by_hand(flags.ep, flags.tp if flags.etp == 1 else 1, dp), "zero": zero,
         "shards": dp // instances if instances > 1 and dp is not None else None, "virtual": _virtual(flags),
         "sequence_parallel": flags.on("sequence-parallel") and flags.tp > 1,
         "micro_batch": flags.number("micro-batch-size") if flags.on("micro-batch-size") else None,
         "recompute": _recompute(flags)}
     known_instances = {_INSTANCES, "outer-dp-sharding-strategy"} if instances > 1 else set[str]()
     ignored = [f"--{name}" for name in flags.given if name in _OTHERS and name not in known_instances]
+    if flags.ep > 1 and flags.etp > 1:
+        ignored.append(f"--expert-tensor-parallel-size {flags.etp}" + (
+            "" if flags.on("expert-tensor-parallel-size") else " (its default)"))
     if flags.on(LAYOUT) and len({stage.count("t") for stage in layout_stages(str(flags[LAYOUT]))}) > 1:
         ignored.append(f"--{LAYOUT}")
     return Imported(ByHand(**values), tuple(ignored))
@@ -253,7 +251,7 @@ def _of_torchtitan(found: Mapping[str, Any], named: set[str], num_devices: int |
     tokens, sequence = found.get("num_tokens_per_microbatch_per_dp_rank"), found.get("max_context_length")
     each = found.get("num_pp_microbatches", 1) if pp > 1 else 1
     return {"dp": dp, "tp": tp, "pp": pp, "cp": cp, "zero": zero,
-            "ep": _experts(experts // math.gcd(experts, tp), dp),  # those of tensor parallelism come first
+            "ep": ep_by_hand(experts, tp, dp),
             "shards": shards if zero and replicas > 1 and shards > 0 else None,
             "schedule": schedule if pp > 1 else None,
             "virtual": len(parts) // pp if parts and pp > 1 else 1,

@@ -6,7 +6,7 @@ import shlex
 from itertools import groupby
 
 from autoparallel.errors import PlanError
-from autoparallel.export.degrees import Degrees, Lost
+from autoparallel.export.degrees import Degrees, Lost, ep_by_hand, experts_beside_tensor
 from autoparallel.export.megatron_rules import LAYOUT, VERSION, broken, flags_of
 from autoparallel.plans import Plan
 from autoparallel.schedule.schedules import SCHEDULES
@@ -26,7 +26,7 @@ def megatron(plan: Plan, degrees: Degrees) -> tuple[dict[str, str], Degrees]:
     if faults := broken(flags):
         raise PlanError("Megatron-LM would refuse this plan: " + "; ".join(f"{rule.text} (rule {rule.name!r})"
                                                                            for rule in faults))
-    said = degrees.losing(lost, schedule=None)
+    said = degrees.losing(lost, schedule=None, ep=ep_by_hand(degrees.hand.ep, degrees.hand.tp, degrees.dp))
     lines = ["# Arguments of this plan for Megatron-LM, checked against " + VERSION + ".",
              f"# {degrees.roles}, on {degrees.ranks} processes.",
              *(f"# Not expressed: {one.what}. Instead: {one.instead}." for one in said.lost),
@@ -42,6 +42,7 @@ def _degrees(d: Degrees, lost: list[Lost]) -> list[Argument]:
         expert = d.roles.expert
     elif d.experts_on_tensor:
         lost.append(Lost("whole experts divided over the tensor-parallel ranks", "each expert's columns and rows are"))
+    lost += experts_beside_tensor(hand)
     sizes = {"tensor-model-parallel-size": hand.tp, "pipeline-model-parallel-size": hand.pp,
              "context-parallel-size": hand.cp, "expert-model-parallel-size": expert}
     found: list[Argument] = [(f"--{name}", str(size)) for name, size in sizes.items() if size > 1]

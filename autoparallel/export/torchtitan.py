@@ -5,7 +5,14 @@ from __future__ import annotations
 from typing import Any
 
 from autoparallel.errors import PlanError
-from autoparallel.export.degrees import Degrees, Lost, more_reductions_s, sharded_by_context
+from autoparallel.export.degrees import (
+    Degrees,
+    Lost,
+    ep_by_hand,
+    experts_beside_tensor,
+    more_reductions_s,
+    sharded_by_context,
+)
 from autoparallel.plans import Plan
 from autoparallel.schedule.schedules import SCHEDULES
 
@@ -42,7 +49,8 @@ def torchtitan(plan: Plan, degrees: Degrees) -> tuple[dict[str, str], Degrees]:
     _check(plan, degrees)
     by_context = sharded_by_context(hand)
     said = degrees.losing([*by_context, *_lost(plan, degrees)], zero=2 if hand.zero == 1 or by_context else hand.zero,
-                          shards=1 if by_context and degrees.dp > 1 else hand.shards)
+                          shards=1 if by_context and degrees.dp > 1 else hand.shards,
+                          ep=ep_by_hand(hand.ep, hand.tp, degrees.dp))
     parallelism = _parallelism(degrees)
     tokens = degrees.micro_batch * degrees.sequence
     training: dict[str, Any] = {
@@ -121,6 +129,7 @@ def _lost(plan: Plan, d: Degrees) -> list[Lost]:
     if hand.tp > 1:
         found.append(Lost("the layout of each op over the tensor-parallel ranks", "the sharding that torchtitan's "
                           "model has"))
+    found += experts_beside_tensor(hand)
     if hand.recompute == "selective":
         found.append(Lost("recompute of all but products and attention", "torchtitan's list of ops"))
     return found

@@ -22,6 +22,7 @@ from torch.utils.data import DataLoader
 from autoparallel.errors import InputError
 from autoparallel.integrations.batches import first_batches, joined_loader
 from autoparallel.integrations.prepared import Call, Preparation, move_optimizer
+from autoparallel.integrations.schedules import Begun, moved, ranks_of_state
 from autoparallel.runtime.checkpoint.job import IN_OTHERS
 from autoparallel.runtime.module import ParallelModule
 from autoparallel.runtime.scaler import GradScaler
@@ -66,7 +67,7 @@ class AutoparallelAccelerator(Accelerator):
         if self.distributed_type in _OTHERS or getattr(self, "parallelism_config", None) is not None:
             raise InputError(f"accelerate is configured for {self.distributed_type.value}: leave out FSDP, DeepSpeed "
                              "and parallelism_config, which autoparallel takes the place of")
-        self.preparation = Preparation(parallel, self.autocast)
+        self.preparation, self.schedules_begun = Preparation(parallel, self.autocast), list[Begun]()
         if self.scaler is not None:
             self.scaler = GradScaler(self.device.type)
 
@@ -94,6 +95,13 @@ class AutoparallelAccelerator(Accelerator):
         if not any(model is known for known in self._models):
             self._models.append(model)
         return model
+
+    def prepare_scheduler(self, scheduler: Any) -> Any:
+        """As accelerate's."""
+        made = super().prepare_scheduler(scheduler)
+        if made not in [begun.prepared for begun in self.schedules_begun]:
+            self.schedules_begun.append(Begun.of(made))
+        return made
 
     def _with_global_batches(self, loader: DataLoader[Any]) -> DataLoader[Any]:
         if getattr(loader, "_is_accelerate_prepared", False):
@@ -125,8 +133,21 @@ class AutoparallelAccelerator(Accelerator):
         return super().gather(tensor)
 
     def gather_for_metrics(self, input_data: Any, use_gather_object: bool = False) -> Any:
-        """Sharded values whole; others, which are of the global batch, as they are."""
-        return pytree.tree_map(_whole, input_data)
+        """Sharded values whole; values of the global batch as they are; others with as many rows as a rank's batch
+        (``loss.repeat(batch_size)``) as accelerate gathers them: those of each rank, and as many rows as the batch has
+        samples, so that means over an epoch weigh each sample once."""
+        return pytree.tree_map(lambda value: self._of_each_rank(_whole(value)), input_data)
+
+    def _of_each_rank(self, value: Any) -> Any:
+        state = self.gradient_state
+        loader, ends = state.active_dataloader, state.end_of_dataloader
+        if not isinstance(value, torch.Tensor) or not value.dim() or loader is None or (ends and state.remainder < 0):
+            return value
+        most, rows = loader.total_batch_size, len(value)
+        samples = state.remainder if ends and state.remainder > 0 else most
+        if rows == samples or rows not in (most, most // self.num_processes):
+            return value
+        return torch.cat([value] * (most // rows))[:samples]
 
     def clip_grad_norm_(self, parameters: Any, max_norm: float, norm_type: float = 2.0) -> Any:
         """As accelerate's; of all parameters of a parallel module, right under every plan."""
@@ -158,10 +179,15 @@ class AutoparallelAccelerator(Accelerator):
 
     def load_state(self, input_dir: str | None = None, load_kwargs: dict[str, Any] | None = None, **options: Any
                    ) -> None:
+        """As accelerate's, of a state of any number of ranks: schedules go on where as many training steps end here.
+        Raises InputError for a folder without a parallel module's state."""
         if input_dir is None:
             raise InputError("load_state needs the folder: accelerator.load_state(\"checkpoints/checkpoint_0\")")
+        ranks = ranks_of_state(Path(input_dir))
         with self._without_parallel() as pairs:
             super().load_state(input_dir, load_kwargs, **options)
+        if ranks not in (0, self.num_processes):
+            moved(self.schedules_begun, ranks, self.num_processes)
         for number, (model, optimizer) in enumerate(pairs):
             folder = Path(input_dir) / IN_OTHERS / f"model-{number}"
             if not folder.exists():

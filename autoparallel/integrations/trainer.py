@@ -22,6 +22,7 @@ from autoparallel.integrations.accelerator import AutoparallelAccelerator
 from autoparallel.integrations.batches import first_batches, one_of, rows_of
 from autoparallel.integrations.loss import with_loss
 from autoparallel.integrations.prepared import move_optimizer
+from autoparallel.optim import adafactor_of_transformers
 from autoparallel.runtime.checkpoint.job import IN_OTHERS
 from autoparallel.runtime.module import ParallelModule
 from autoparallel.runtime.tracing import first_form
@@ -38,6 +39,7 @@ class AutoparallelTraining(_Base):
     model: Any
     model_wrapped: Any
     accelerator: Any
+    optimizer_cls_and_kwargs: Any
     #: Whether the loss is that of a trainer beside this mixin (None: if that has one of its own); methods of such a
     #: trainer that the class replaces knowingly.
     inherits_loss: bool | None = None
@@ -86,6 +88,9 @@ class AutoparallelTraining(_Base):
     def _prepare_for_training(self, max_steps: int, train_dataloader: Any, resume_from_checkpoint: Any) -> Any:
         """Compile the model for the first step's batch, before the optimizer is made of its parameters."""
         self._compile(train_dataloader, self.args.gradient_accumulation_steps)
+        if self.args.optim == "adafactor" and self.optimizer_cls_and_kwargs is None:  # one that steps shards
+            _, options = self.get_optimizer_cls_and_kwargs(self.args, self.model)
+            self.optimizer_cls_and_kwargs = adafactor_of_transformers(), options
         return super()._prepare_for_training(max_steps, train_dataloader, resume_from_checkpoint)
 
     def _compile(self, loader: Any, count: int) -> None:

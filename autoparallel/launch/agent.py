@@ -35,7 +35,9 @@ def run_command(command: Sequence[str], *, plan: Path | None = None, ranks: int 
     host, _, port = (master or "").partition(":")
     where = ["--standalone"] if nodes == 1 else [
         f"--nnodes={nodes}", f"--node-rank={node_rank}", f"--master-addr={host}", f"--master-port={port or 29500}"]
-    return _torchrun([*where, f"--nproc-per-node={count}", f"--max-restarts={max_restarts}", "--no-python", *command])
+    # "--": torchrun takes an argument of the command for its own if it begins like one of its own (--log, --run)
+    return _torchrun([*where, f"--nproc-per-node={count}", f"--max-restarts={max_restarts}", "--no-python", "--",
+                      *command])
 
 
 def _count(plan: Path | None, ranks: int | None, nodes: int) -> int:

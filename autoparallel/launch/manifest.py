@@ -96,7 +96,7 @@ def skypilot(job: Job) -> str:
     target = f"{_PLAN_FOLDER}/plan.json"
     run = ("torchrun --nnodes=$SKYPILOT_NUM_NODES --node-rank=$SKYPILOT_NODE_RANK "
            f"--nproc-per-node={job.per_node} --master-addr=$(echo \"$SKYPILOT_NODE_IPS\" | head -n1) "
-           f"--master-port={PORT} --no-python {job.line}")
+           f"--master-port={PORT} --no-python -- {job.line}")
     resources = {**({"image_id": f"docker:{job.image}"} if job.image else {}),
                  **({"accelerators": f"{_device(job.plan)}:{job.per_node}"} if job.gpus else {})}
     return yaml_of({"name": job.name, "num_nodes": job.nodes, **({"resources": resources} if resources else {}),
@@ -146,7 +146,7 @@ def ray(job: Job) -> str:
 
 def kubeflow(job: Job) -> str:
     """A TrainJob for Kubeflow Trainer's runtime ``torch-distributed``, and a ConfigMap with the plan."""
-    trainer = {"image": image_of(job.image), "command": ["torchrun", "--no-python", *job.command],
+    trainer = {"image": image_of(job.image), "command": ["torchrun", "--no-python", "--", *job.command],
                "numNodes": job.nodes, "numProcPerNode": job.per_node, "env": [_plan_variable()],
                **_resources(job, "resourcesPerNode")}
     volume = {"name": "plan", "configMap": {"name": f"{job.name}-plan"}}
@@ -163,7 +163,7 @@ def kubeflow(job: Job) -> str:
 def pytorchjob(job: Job) -> str:
     """A PyTorchJob: torchrun in each pod, which reads the operator's PET_* variables; and a ConfigMap."""
     replica = {"restartPolicy": "OnFailure", "template": {"spec": _pod(
-        job, "pytorch", ["torchrun", "--no-python", *job.command], [])}}
+        job, "pytorch", ["torchrun", "--no-python", "--", *job.command], [])}}
     replicas = {"Master": {"replicas": 1, **replica},
                 **({"Worker": {"replicas": job.nodes - 1, **replica}} if job.nodes > 1 else {})}
     return _with_plan(job, {
@@ -176,7 +176,7 @@ def jobset(job: Job) -> str:
     index = {"name": "NODE_RANK", "valueFrom": {"fieldRef": {
         "fieldPath": "metadata.annotations['batch.kubernetes.io/job-completion-index']"}}}
     command = ["torchrun", f"--nnodes={job.nodes}", f"--nproc-per-node={job.per_node}", "--node-rank=$(NODE_RANK)",
-               f"--master-addr={job.name}-workers-0-0.{job.name}", f"--master-port={PORT}", "--no-python",
+               f"--master-addr={job.name}-workers-0-0.{job.name}", f"--master-port={PORT}", "--no-python", "--",
                *job.command]
     pod = {**_pod(job, "node", command, [index]), "restartPolicy": "Never"}
     spec = {"parallelism": job.nodes, "completions": job.nodes, "completionMode": "Indexed", "backoffLimit": 0,

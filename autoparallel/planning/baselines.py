@@ -15,9 +15,12 @@ parameters and activations may take; any other counts as a penalty. The search f
     | sequence | the same                  | I -> R                | S(1) -> R, P -> S(1)                  |
     | context  | as data (context shard:   | I -> R (S -> R)       | none; inputs are S(1), products are   |
     |          | as shard)                 |                       | cut along the sequence                |
-    | expert   | experts S(0), others as   | I -> R (S -> R); of   | none                                  |
-    |          | data (expert shard: as    | experts none          |                                       |
+    | expert   | experts S(0), others as   | I -> R; of experts    | none (within the op rows travel to    |
+    |          | data (expert shard: as    | none (S -> R)         | their experts: "dispatch")            |
     |          | shard)                    |                       |                                       |
+
+Beside an expert axis, a tensor or sequence axis leaves experts whole and gives each of its ranks other tokens for them
+(Megatron-LM's expert tensor parallelism of 1): their rows may be cut and gathered over it.
 
 With several axes, tensor and sequence parallelism take the last one (the fastest links) and data parallelism the
 others. FSDP gathers over all axes at once, so each rank's own shard crosses the slow links. Two gathers do the same if
@@ -65,7 +68,7 @@ class Baseline:
         decision, s = self.space.decisions[index], self.space.strategy_sets[index]
         penalties = np.zeros(len(s.strategies))
         if decision.kind not in ("parameter", "input"):
-            return penalties + self._not_along_the_sequence(index)
+            return penalties + self._not_along_the_sequence(index) + self._not_to_the_experts(index)
         for axis, role in enumerate(self.roles):
             allowed = self._allowed_by_role(index, axis, role)
             penalties += ~np.array([r in allowed for r in s.array[:, axis]], dtype=bool)
@@ -86,6 +89,27 @@ class Baseline:
                 found += other[s.array[:, axis]]
         return found
 
+    def _not_to_the_experts(self, index: int) -> np.ndarray:
+        """Of a mixture of experts beside an expert axis, by strategy: axes on which rows do not travel to their
+        experts (expert), or which do not divide the tokens (others)."""
+        s = self.space.strategy_sets[index]
+        found = np.zeros(len(s.strategies))
+        if not self.are_experts(index):
+            return found
+        for axis, role in enumerate(self.roles):
+            wanted = "dispatch" if role in _EXPERT else "t"
+            found += np.array([row.name != wanted for row in s.axis_strategies])[s.array[:, axis]]
+        return found
+
+    def are_experts(self, index: int) -> bool:
+        """Whether a decision is of a mixture of experts beside an expert axis."""
+        rule = self.space.strategy_sets[index].rule
+        return self._has_experts_axis and rule is not None and "e" in rule.sizes
+
+    @cached_property
+    def _has_experts_axis(self) -> bool:
+        return any(role in _EXPERT for role in self.roles)
+
     def _allowed_by_role(self, index: int, axis: int, role: str) -> set[int]:
         """The axis strategies of a parameter or input that its role allows."""
         decision, s = self.space.decisions[index], self.space.strategy_sets[index]
@@ -96,10 +120,13 @@ class Baseline:
         if decision.kind == "input":
             cut = _INPUT_DIMS.get(role)
             return next(({possible[s]} for s in shards if s.dim == cut), whole)
-        if role in _EXPERT and index in self._experts and shards and shards[0].dim == 0:
+        is_expert = index in self._experts
+        if role in _EXPERT and is_expert and shards and shards[0].dim == 0:
             return {possible[shards[0]]}
         if role in ("shard", "context shard", "expert shard") and shards:
             return {possible[p] for p in (shards if len(self.roles) > 1 else shards[:1])}
+        if is_expert and self._has_experts_axis:
+            return whole
         if role in ("tensor", "sequence") and shards and index in self._matrices:
             vector = len(s.output_metas[0].shape) < 2  # a bias is laid out as the product's result
             return {possible[p] for p in shards} | (whole if vector else set())
@@ -140,10 +167,19 @@ class Baseline:
             def penalty(
                 axis: int, source: Placement, target: Placement, before: np.ndarray, _: np.ndarray
             ) -> np.ndarray:
-                return np.full(len(before), step_penalty(self.role_of(use, axis), of_parameter, meta, source, target))
+                return np.full(len(before), self.penalty(use, axis, source, target))
 
             self._made[key] = table.sum_along(penalty, by_dim=True)
         return self._made[key]
+
+    def penalty(self, use: TensorUse, axis: int, source: Placement, target: Placement) -> float:
+        """Of one step of a redistribution along a mesh axis (`step_penalty`)."""
+        of_parameter, role = self.reads_parameter(use), self.role_of(use, axis)
+        beside_experts = self._has_experts_axis and role in ("tensor", "sequence") and not of_parameter
+        if beside_experts and any(p.is_shard and p.dim == 0 for p in (source, target)) and "P" not in (
+                source.kind, target.kind):
+            return LITTLE  # rows for the experts, and theirs
+        return step_penalty(role, of_parameter, use.meta, source, target)
 
     def reads_parameter(self, use: TensorUse) -> bool:
         """Whether a use reads a parameter, by itself or through a shared read."""
@@ -205,7 +241,7 @@ def _matrix_parameters(space: StrategySpace) -> frozenset[int]:
 def by_roles(name: str, space: StrategySpace, roles: tuple[str, ...]) -> Baseline:
     """The restriction to given roles. Raises PlanError for expert parallelism of a model without experts."""
     made = Baseline(name, space, roles)
-    if any(role in _EXPERT for role in roles) and not _expert_parameters(space):
+    if set(_EXPERT) & set(roles) and not _expert_parameters(space):
         raise PlanError(f"{name}: no parameter of the model is known to have a dim of experts, so no axis can be "
                         "expert-parallel: leave out ep")
     return made

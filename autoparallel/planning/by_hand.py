@@ -12,7 +12,9 @@
     |                   | first), ends (as blocks; the embedding and the head count as  |                            |
     |                   | a block each)                                                 |                            |
     | cp                | ranks that share each sequence                                | 1                          |
-    | ep                | expert-parallel ranks, among those of dp                      | 1                          |
+    | ep                | expert-parallel ranks, among those of dp; beside them those   | 1                          |
+    |                   | of tp have whole experts (Megatron's expert tensor parallel   |                            |
+    |                   | size of 1), each for other tokens                             |                            |
     | zero              | 0 to 3; 3 is FSDP                                             | 0                          |
     | shards            | data-parallel ranks among which zero shards (HSDP: one host)  | dp                         |
     | schedule          | gpipe, 1f1b, interleaved, zero_bubble                         | 1f1b; with virtual,        |

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from autoparallel.capture import OpGraph
 from autoparallel.errors import PlanError
 from autoparallel.layout import layout_str
-from autoparallel.planning.baselines import Baseline, step_penalty
+from autoparallel.planning.baselines import Baseline
 from autoparallel.planning.by_hand import ByHand
 from autoparallel.pricing import SpacePricer
 from autoparallel.strategies.space import Strategy
@@ -24,7 +24,7 @@ def departures(by: Baseline, pricer: SpacePricer, strategies: Sequence[Strategy]
     for decision, s in zip(space.decisions, space.strategy_sets, strict=True):
         if by.decision_penalties(decision.index)[numbers[decision.index]] >= 1:
             if decision.kind == "op":
-                found.append(f"a context-parallel axis does not cut {decision.name} along the sequence")
+                found.append(_of_op(by, decision.index, decision.name))
                 continue
             layout = layout_str(tuple(s.axis_strategies[r].outputs[0] for r in strategies[decision.index]))
             found.append(f"{decision.kind} {decision.name} is {layout}, not as the roles "
@@ -32,14 +32,20 @@ def departures(by: Baseline, pricer: SpacePricer, strategies: Sequence[Strategy]
     for use, path, _ in pricer.costs.moves(strategies):
         for priced in path:
             step = priced.step
-            if step_penalty(by.role_of(use, step.axis), by.reads_parameter(use), use.meta, step.source,
-                            step.target) >= 1:
+            if by.penalty(use, step.axis, step.source, step.target) >= 1:
                 source, target = (space.decisions[index].name for index in (use.source, use.target))
                 kind = step.forward if step.forward != "none" else step.backward
                 found.append(f"{kind.replace('_', '-')} over {space.axis_names[step.axis]} of {source} for {target} "
                              f"({layout_str(step.before)} to {layout_str(step.after)}), which the role "
                              f"{by.roles[step.axis]!r} has not")
     return found
+
+
+def _of_op(by: Baseline, index: int, name: str) -> str:
+    if by.are_experts(index):
+        return (f"rows of {name} do not travel to their experts over the expert-parallel axis, or other axes do not "
+                "divide its tokens")
+    return f"a context-parallel axis does not cut {name} along the sequence"
 
 
 def told(found: Sequence[str]) -> str:

@@ -205,7 +205,7 @@ def _axis(plan: Plan, products: list[Product], axis: int) -> AxisRole:
         role = "expert"
     expected = {"expert": ("data",)}.get(role, (role,))
     others = [product for product in products if product.roles[axis] not in expected
-              and not (product in experts and cut and role in ("expert", "tensor"))]
+              and not (product in experts and role in ("expert", "tensor") and (cut or _takes_tokens(product, axis)))]
     of_experts = tuple(f"{product.module}." for product in experts if cut)
     own = {name: layout for name, layout in parameters_of(plan).items() if not name.startswith(of_experts or "\0")}
     shards = role != "tensor" and _mostly_sharded(plan, own, axis)
@@ -216,6 +216,11 @@ def _axis(plan: Plan, products: list[Product], axis: int) -> AxisRole:
                     bool(alone) and _mostly_sharded(plan, alone, axis),
                     any(p.op in _ATTENTION and p.strategies[axis] == "h" for p in products),
                     1 - len(others) / len(products) if products else 1.0)
+
+
+def _takes_tokens(experts: Product, axis: int) -> bool:
+    """Whether ranks of an axis have other tokens for experts, whose rows travel over another axis."""
+    return experts.strategies[axis] == "t" and "dispatch" in experts.strategies
 
 
 def _mostly_sharded(plan: Plan, stored: Mapping[str, tuple[str, ...]], axis: int) -> bool:

@@ -7,12 +7,14 @@ import types
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import cache
+from inspect import signature
 from typing import Any
 
 import torch
 
 from autoparallel.capture.tracing.hf_caches import takes_static_cache
 from autoparallel.runtime.agree import decide_once
+from autoparallel.runtime.generation_caches import Caches
 from autoparallel.runtime.state import State
 
 
@@ -20,28 +22,48 @@ from autoparallel.runtime.state import State
 def generating(module: Any, original: Any) -> Any:
     """A subclass of ``module`` (ParallelModule) and of the model's class ``original``, where ``generate`` looks for its
     methods and for the signature of ``forward``. Within ``generate``, calls return whole tensors (but for keys and
-    values of static caches) and all ranks draw the first rank's numbers. It takes a static cache unless told otherwise:
-    one program for the prompt, and one for all further tokens, where a growing cache needs one for each token."""
+    values of static caches) and all ranks draw the first rank's numbers. It takes a static cache, also in place of a
+    growing one: one program for the prompt, and one for all further tokens (`generation_caches`)."""
 
     @functools.wraps(original.forward)
     def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
-        return module.forward(self, *args, **kwargs)
+        output = module.forward(self, *args, **kwargs)
+        if (caches := self._state.caches) is not None:
+            caches.last = getattr(output, "past_key_values", None)
+        return output
 
     @functools.wraps(original.generate)
     def generate(self: Any, *args: Any, **kwargs: Any) -> Any:
         state: State = self._state
-        if _leaves_cache_open(self, args, kwargs) and takes_static_cache(state.model):
-            kwargs = {**kwargs, "cache_implementation": "static", "disable_compile": True}
-        state.gathers = True
+        leaves_open = _leaves_cache_open(self, args, kwargs)
+        if leaves_open and takes_static_cache(state.model):
+            kwargs = {**kwargs, "cache_implementation": "static"}
+        state.gathers, state.caches = True, Caches(state.model, leaves_open)
         try:
             state.together.agree("generate")
             with first_ranks_draws(state.device):
-                return original.generate(self, *args, **kwargs)
+                result = original.generate(self, *args, **kwargs)
+            with state.together.call():
+                return state.caches.finish(result)
         finally:
-            state.gathers = False
+            state.gathers, state.caches = False, None
+
+    @functools.wraps(original._prepare_cache_for_generation)
+    def prepare_cache(self: Any, *args: Any, **kwargs: Any) -> Any:
+        given = signature(original._prepare_cache_for_generation).bind(self, *args, **kwargs).arguments
+        made = original._prepare_cache_for_generation(self, *args, **kwargs)
+        if (caches := self._state.caches) is not None:
+            caches.prepare(given["generation_config"], given["model_kwargs"], given["generation_mode"],
+                           given["max_cache_length"])
+        return made
+
+    def compiles(self: Any, *args: Any, **kwargs: Any) -> bool:
+        """Whether ``generate`` compiles the model by torch.compile: it is compiled already."""
+        return False
 
     def namespace(members: dict[str, Any]) -> None:
-        members.update(forward=forward, generate=generate, __doc__=module.__doc__)
+        members.update(forward=forward, generate=generate, _prepare_cache_for_generation=prepare_cache,
+                       _valid_auto_compile_criteria=compiles, __doc__=module.__doc__)
 
     return types.new_class(f"Parallel{original.__name__}", (module, original), {}, namespace)
 

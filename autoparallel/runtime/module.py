@@ -16,6 +16,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.utils.data import Dataset
 
 from autoparallel.capture import canonical_call
+from autoparallel.capture.tracing.hf_caches import write_back
 from autoparallel.errors import InputError
 from autoparallel.kernels import groups
 from autoparallel.plans import Hybrid, Plan
@@ -66,7 +67,7 @@ class ParallelModule(nn.Module):
         self._state = State(model, position, hybrid, compile_call, inputs, max_forms, limits)
         self._calls = Calls(self, self._state)
         self.training = model.training
-        if callable(getattr(type(model), "generate", None)):
+        if callable(getattr(type(model), "_prepare_cache_for_generation", None)):  # transformers' generate
             self.__class__ = generating(ParallelModule, cast(Any, type(model)))
 
     @property
@@ -115,6 +116,7 @@ class ParallelModule(nn.Module):
     @torch.compiler.disable(reason=_OPAQUE)
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         state = self._state
+        given = args, kwargs
         with one_at_a_time:
             args, kwargs = self.taken(args, kwargs, state.inputs.are_compared())
             if not state.forms:
@@ -123,7 +125,8 @@ class ParallelModule(nn.Module):
                 raise InputError(f"the model is cut into {state.hybrid.stages} pipeline stages: call "
                                  "parallel.step(...), which runs forward and backward of a whole step")
             compiled = self.trace(args, kwargs, step=False, runs=True)
-            return self._calls.forward(compiled, pytree.tree_leaves(canonical_call(args, kwargs)))
+            result = self._calls.forward(compiled, pytree.tree_leaves(canonical_call(args, kwargs)))
+            return write_back(*given, result)
 
     @torch.compiler.disable(reason=_OPAQUE)
     def step(self, *args: Any, **kwargs: Any) -> torch.Tensor:

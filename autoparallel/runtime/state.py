@@ -18,6 +18,7 @@ from autoparallel.plans import Hybrid
 from autoparallel.runtime import initialise
 from autoparallel.runtime.failing import Closed, Together
 from autoparallel.runtime.form import Compile, Forms
+from autoparallel.runtime.generation_caches import Caches
 from autoparallel.runtime.guards import Places, SharedAttributes
 from autoparallel.runtime.inputs import Inputs
 from autoparallel.runtime.offload.optimizer import Limits
@@ -32,8 +33,8 @@ _training = attrgetter("training")
 @dataclass(eq=False)
 class State:
     """State of a parallel module beside its parameters. ``calls``: calls that have drawn random numbers; ``gathers``:
-    whether outputs are returned whole (within ``generate``); ``whole_outputs``: whether in eval mode, and of models
-    without a scalar loss, whose users compute it from whole outputs (`integrations`)."""
+    whether outputs are returned whole (within ``generate``); ``caches``: of that call; ``whole_outputs``: whether in
+    eval mode, and of models without a scalar loss, whose users compute it from whole outputs (`integrations`)."""
 
     model: nn.Module
     position: groups.MeshPosition
@@ -62,6 +63,7 @@ class State:
         self.nothing: nn.Parameter | None = None  # of an optimizer on a pipeline stage without parameters
         self.offload = ON_DEVICE  # of the first form's plan
         self.gathers = self.whole_outputs = False
+        self.caches: Caches | None = None
         self.seed = initialise.shared_seed(torch.initial_seed())
         self.device = torch.device(self.mesh.device_type)
         if self.device.type == "cuda":

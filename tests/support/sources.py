@@ -13,7 +13,7 @@ ROOT = Path(__file__).parents[2]
 LEVELS = (
     ("cli",),
     ("plan_cli", "capacity_cli", "selftest"),
-    ("demo", "doctor", "calibration", "verification", "integrations", "optim", "advice", "sizing"),
+    ("demo", "doctor", "calibration", "verification", "integrations", "advice", "sizing"),
     ("api", "export"),
     ("compiler",),
     ("planning",),
@@ -27,7 +27,7 @@ LEVELS = (
     ("capture",),
     ("ops", "schedule"),
     ("layout", "search"),
-    ("models",),
+    ("models", "optim"),
     ("errors", "garbage"),
 )
 LEVEL = {room: number for number, rooms in enumerate(LEVELS) for room in rooms}

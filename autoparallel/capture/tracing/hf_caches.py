@@ -8,7 +8,8 @@ rebuilt with layers that return new tensors instead of writing into the old ones
 from __future__ import annotations
 
 import sys
-from collections.abc import Mapping
+import warnings
+from collections.abc import Mapping, Sequence
 from functools import cache
 from inspect import signature
 from typing import Any
@@ -153,6 +154,38 @@ def cached_leaves(spec: pytree.TreeSpec) -> frozenset[int]:
     parts = list(whole.values()) if isinstance(whole, Mapping) else whole if isinstance(whole, (tuple, list)) else []
     return frozenset(number for part in parts if isinstance(part, StaticCache) for layer in part.layers
                      for number in (vars(layer).get("keys"), vars(layer).get("values")) if isinstance(number, int))
+
+
+def write_back(args: Sequence[Any], kwargs: Mapping[str, Any], result: Any) -> Any:
+    """The result of a call, in which a cache that the call was given takes the place of the one that the program has
+    returned, with its keys and values: as a model leaves them. Warns where the program returns none."""
+    if "transformers.cache_utils" not in sys.modules:
+        return result
+    from transformers.cache_utils import Cache, EncoderDecoderCache
+
+    given = [value for value in (*args, *kwargs.values()) if isinstance(value, (Cache, EncoderDecoderCache))]
+    names = list(result) if isinstance(result, Mapping) else range(len(result)) if type(result) is tuple else ()
+    for own in given:
+        place = next((name for name in names if type(result[name]) is type(own)), None)
+        if place is None:
+            warnings.warn(f"the {type(own).__name__} that the call was given does not get its keys and values, since "
+                          "the model does not return it: call it with use_cache=True", stacklevel=3)
+            continue
+        _take_over(own, result[place])
+        if isinstance(result, Mapping):
+            result[place] = own  # type: ignore[index]  # a ModelOutput
+        else:
+            result = (*result[:place], own, *result[place + 1:])
+    return result
+
+
+def _take_over(own: Any, made: Any) -> None:
+    if hasattr(own, "layers"):
+        own.layers = made.layers
+        return
+    _take_over(own.self_attention_cache, made.self_attention_cache)
+    _take_over(own.cross_attention_cache, made.cross_attention_cache)
+    own.is_updated = made.is_updated
 
 
 def _halves(cache: Any) -> tuple[list[Any], None]:
