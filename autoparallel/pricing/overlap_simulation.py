@@ -18,6 +18,7 @@ from typing import NamedTuple
 
 import numpy as np
 
+from autoparallel import clock
 from autoparallel.plans import Hybrid
 from autoparallel.plans.record import Span
 from autoparallel.pricing.backward_reads import BackwardReads
@@ -36,7 +37,6 @@ from autoparallel.pricing.split_backward import SplitBackward, StepsOf
 from autoparallel.pricing.step_cost import ALL_EXPOSED, Exposed
 from autoparallel.schedule.async_windows import TOP, Pair
 from autoparallel.schedule.backward_gathers import Finish
-from autoparallel.search import clock
 from autoparallel.strategies.space import Strategy, StrategySpace
 from cost_models.timeline import Task, equal_slowdown, simulate
 

@@ -10,6 +10,7 @@ from typing import NamedTuple
 
 import numpy as np
 
+from autoparallel import clock
 from autoparallel.layout import COLLECTIVES, SUMS
 from autoparallel.plans import CollectiveUse, Hybrid, Prediction
 from autoparallel.plans.record import StageSeconds
@@ -19,7 +20,6 @@ from autoparallel.pricing.problem import SpacePricer
 from autoparallel.pricing.step_cost import Move
 from autoparallel.pricing.unit_costs import Inside, Prices
 from autoparallel.schedule.pipeline_tasks import StageTimes, simulated_s
-from autoparallel.search import clock
 from autoparallel.search.model.problem import Problem
 from autoparallel.strategies.space import Strategy
 from cost_models import Cluster, collectives

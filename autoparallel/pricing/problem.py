@@ -11,13 +11,13 @@ from typing import Protocol
 
 import numpy as np
 
+from autoparallel import clock
 from autoparallel.layout import RedistributionTable
 from autoparallel.pricing.counts import ExecutionCounts
 from autoparallel.pricing.live_intervals import Liveness
 from autoparallel.pricing.pipeline_buffers import Buffer
 from autoparallel.pricing.step_cost import ALL_EXPOSED, Exposed, StepCosts
 from autoparallel.pricing.unit_costs import Prices
-from autoparallel.search import clock
 from autoparallel.search.model.interned import firsts, paired
 from autoparallel.search.model.problem import Edge, Node, Problem, Repeats, unchecked
 from autoparallel.strategies.space import Strategy, StrategySet, StrategySpace, TensorUse

@@ -6,9 +6,9 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 
+from autoparallel import clock
 from autoparallel.errors import InfeasibleError, SearchError
 from autoparallel.garbage import collected_later
-from autoparallel.search import clock
 from autoparallel.search.high_width.aggregation import Shrunk, shrink
 from autoparallel.search.high_width.bound_filter import Screened, bound_without_limit, screen
 from autoparallel.search.high_width.event_form import compact_of, num_events

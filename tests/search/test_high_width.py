@@ -12,8 +12,9 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
+from autoparallel import clock
 from autoparallel.errors import InfeasibleError
-from autoparallel.search import SEARCHES, MemoryLimitError, Node, NotRepairedError, Problem, clock, evaluate, solve
+from autoparallel.search import SEARCHES, MemoryLimitError, Node, NotRepairedError, Problem, evaluate, solve
 from autoparallel.search.high_width import branch_and_bound, minimum_memory
 from autoparallel.search.high_width import solve as high_width
 from autoparallel.search.high_width.aggregation import shrink

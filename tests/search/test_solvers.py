@@ -11,8 +11,9 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 
+from autoparallel import clock
 from autoparallel.errors import InfeasibleError, SearchError
-from autoparallel.search import SEARCHES, Edge, MemoryLimitError, Node, Problem, clock, evaluate, plan_within, solve
+from autoparallel.search import SEARCHES, Edge, MemoryLimitError, Node, Problem, evaluate, plan_within, solve
 from autoparallel.search.high_width.bound_filter import screen
 from autoparallel.search.low_width.double_recursion import AtPrices
 from autoparallel.search.model import iopddl

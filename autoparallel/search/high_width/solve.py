@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 
 import numpy as np
 
-from autoparallel.search import clock
+from autoparallel import clock
 from autoparallel.search.high_width.aggregation import shrink
 from autoparallel.search.high_width.branch_and_bound import Branching, allowed_cells
 from autoparallel.search.high_width.event_form import Compact, compact_of

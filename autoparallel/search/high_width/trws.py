@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from autoparallel.search import clock
+from autoparallel import clock
 from autoparallel.search.high_width.event_form import Compact
 from autoparallel.search.model.interned import Shared
 from autoparallel.search.model.problem import FORBIDDEN

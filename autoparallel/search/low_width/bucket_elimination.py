@@ -20,7 +20,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from autoparallel.search import clock
+from autoparallel import clock
 from autoparallel.search.low_width.repeated_subgraphs import Pieces, repeated_pieces
 from autoparallel.search.model.interned import Shared
 from autoparallel.search.model.problem import FORBIDDEN, Problem

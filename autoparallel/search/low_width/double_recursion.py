@@ -21,7 +21,7 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from autoparallel.search import clock
+from autoparallel import clock
 from autoparallel.search.low_width.bucket_elimination import Eliminator, TimeIsUpError
 from autoparallel.search.low_width.lagrangian import at_prices, raise_bound
 from autoparallel.search.low_width.solve import Incumbent, affordable, solve_exact

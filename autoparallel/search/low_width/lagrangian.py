@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from autoparallel.search import clock
+from autoparallel import clock
 from autoparallel.search.low_width.bucket_elimination import TimeIsUpError
 from autoparallel.search.model.interned import Shared
 from autoparallel.search.model.memory_rows import Memory, Users, memory_at

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from autoparallel.search import clock
+from autoparallel import clock
 from autoparallel.search.low_width.bucket_elimination import Eliminator, TimeIsUpError
 from autoparallel.search.low_width.lagrangian import Dual, LowestPeak, lowest_peak, mixed_plans, raise_bound
 from autoparallel.search.low_width.local_search import LocalState, Neighbourhood, descend, repair

@@ -22,8 +22,8 @@ from typing import Any, Protocol, TypeVar
 
 import numpy as np
 
+from autoparallel import clock
 from autoparallel.errors import InfeasibleError, SearchError
-from autoparallel.search import clock
 from autoparallel.search.model.interned import Shared
 
 FORBIDDEN = float("inf")
