@@ -1,4 +1,4 @@
-"""The clock of planning: time in which this thread does not run hardly counts, time in which HiGHS works for it does."""
+"""The clock of planning: time without the processor hardly counts, time in which HiGHS works for this thread does."""
 
 from __future__ import annotations
 

@@ -81,8 +81,8 @@ def hybrid(num_ranks: int) -> Iterator[Spec]:
     yield _piped(num_ranks, (1,), 8, "ddp", "1f1b")
 
 
-def interleaved(num_ranks: int) -> Iterator[Spec]:
-    """Tensor-parallel plans with micro-batches one after the other, and interleaved (multi-copy)."""
+def multi_copy(num_ranks: int) -> Iterator[Spec]:
+    """Tensor-parallel plans with micro-batches one after the other, and several at a time (multi-copy)."""
     shapes = [(num_ranks,), *([(num_ranks // 2, 2)] if num_ranks > 2 else [])]
     for shape, name in itertools.product(shapes, ("tensor_parallel", "sequence_parallel")):
         for count, copies in ((1, 1), (2, 1), (2, 2)):
@@ -113,10 +113,10 @@ def _text(shape: tuple[int, ...]) -> str:
 
 def specs(num_ranks: int, most: int | None = None, only_hybrid: bool = False, only_copies: bool = False) -> list[Spec]:
     """The searches, then plain and hybrid plans in turn, at most so many of these together. ``only_hybrid``: those
-    and the joint search; ``only_copies``: `interleaved` and the joint search."""
+    and the joint search; ``only_copies``: `multi_copy` and the joint search."""
     joint = Spec(JOINT, "joint", {"joint": True})
     if only_copies:
-        return [joint, *list(interleaved(num_ranks))[:most]]
+        return [joint, *list(multi_copy(num_ranks))[:most]]
     if only_hybrid:
         return [joint, *list(hybrid(num_ranks))[:most]]
     sides = [list(plain(num_ranks)), list(hybrid(num_ranks))]

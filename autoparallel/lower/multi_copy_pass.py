@@ -1,6 +1,6 @@
-"""Multi-copy: several micro-batches run interleaved, so that one's activations travel while another computes.
+"""Multi-copy: the segments of several micro-batches alternate, so that one's activations travel while another computes.
 
-The program of a micro-batch is cut where activations are redistributed by communication; `schedule/interleaving.py`
+The program of a micro-batch is cut where activations are redistributed by communication; `schedule/multi_copy.py`
 has the order of the copies' segments. A step is begun at the end of a segment, and awaited where the copy's next
 segment begins:
 
@@ -23,10 +23,10 @@ from torch.fx.node import map_arg
 from autoparallel.kernels.async_communication import begin_gathers, begin_reductions, begin_step, end, end_step
 from autoparallel.kernels.rng import random_op, random_op_of_copy
 from autoparallel.layout import COLLECTIVES
-from autoparallel.schedule.interleaving import rounds_of, segment_order
+from autoparallel.schedule.multi_copy import rounds_of, segment_order
 
 
-def interleaved(module: GraphModule, shared: int, copies: int) -> GraphModule:
+def in_copies(module: GraphModule, shared: int, copies: int) -> GraphModule:
     """The program of ``copies`` micro-batches at a time, whose results are a tuple of the micro-batches' results.
 
     ``shared``: the number of leading placeholders that the copies share, the values of parameters. The others are
