@@ -153,7 +153,7 @@ def _named_leaves(output: Any) -> dict[str, torch.Tensor]:
 
 
 @dataclass(frozen=True)
-class Piece:
+class Shard:
     """One rank's part of a result, where it lies in the whole."""
 
     offsets: tuple[int, ...]
@@ -170,7 +170,7 @@ class Piece:
         return error if error == error else float("inf")
 
 
-Shards = dict[str, list[Piece]]
+Shards = dict[str, list[Shard]]
 
 
 class Ranks:
@@ -186,7 +186,7 @@ class Ranks:
             self.programs[coordinate] = program
 
     def step(self, model: nn.Module, inputs: Inputs) -> tuple[Shards, Shards, Shards]:
-        """Forward and backward; every rank's pieces of outputs, gradients and updated buffers."""
+        """Forward and backward; every rank's shards of outputs, gradients and updated buffers."""
         state = {**dict(model.named_parameters(remove_duplicate=False)),
                  **dict(model.named_buffers(remove_duplicate=False)), **self.space.graph.constant_tensors}
         leaves = pytree.tree_leaves(((), dict(sorted(inputs.items()))))
@@ -200,7 +200,7 @@ class Ranks:
         return gathered
 
     def _rank(self, coordinate: Coordinate, state: Mapping[str, Any], leaves: list[Any]
-              ) -> tuple[dict[str, Piece], ...]:
+              ) -> tuple[dict[str, Shard], ...]:
         program, graph = self.programs[coordinate], self.space.graph
         local = [self._local(decision, layout, coordinate, leaves[int(decision.path)] if decision.kind == "input"
                              else state[decision.path])
@@ -215,7 +215,7 @@ class Ranks:
         for decision, layout, value in zip(program.placeholders, program.placeholder_layouts, local, strict=True):
             if decision.kind == "parameter" and value.grad is not None:
                 gradients[decision.path] = self._local_shard(value.grad, state[decision.path].shape, layout, coordinate)
-        buffers = {name: Piece((0,) * value.dim(), value) for name, value in zip(program.updates, updates, strict=True)}
+        buffers = {name: Shard((0,) * value.dim(), value) for name, value in zip(program.updates, updates, strict=True)}
         return results, gradients, buffers
 
     def _local(self, decision: Decision, layout: Layout, coordinate: Coordinate, value: torch.Tensor) -> torch.Tensor:
@@ -227,12 +227,12 @@ class Ranks:
 
     def _local_shard(
         self, value: torch.Tensor, shape: torch.Size | tuple[int, ...], layout: Layout, coordinate: Coordinate
-    ) -> Piece:
-        return Piece(local_box(tuple(shape), layout, self.space.mesh_shape, coordinate)[0], value.detach())
+    ) -> Shard:
+        return Shard(local_box(tuple(shape), layout, self.space.mesh_shape, coordinate)[0], value.detach())
 
 
 def worst_error(expected: Truth, found: tuple[Shards, Shards, Shards]) -> tuple[float, str]:
-    """(largest relative error of any rank's piece of any tensor, that tensor's name)."""
+    """(largest relative error of any rank's shard of any tensor, that tensor's name)."""
     errors = [(0.0, "nothing")]
     for kind, whole, shards in zip(("", "gradient of ", "buffer "), (expected.outputs, expected.gradients,
                                                                      expected.buffers), found, strict=True):

@@ -78,7 +78,7 @@ def test_rules_are_found_by_running(op: Any, shapes: list[tuple[int, ...]], rows
 
 
 def test_halves_are_cut_evenly_only() -> None:
-    """An op that runs on even sizes only: whoever cuts it must leave even pieces, or not cut that dim."""
+    """An op that runs on even sizes only: whoever cuts it must leave even shards, or not cut that dim."""
     class Model(nn.Module):
         def forward(self, x: Tensor) -> Any:
             return function(lambda x: torch.cat([-x[:, x.shape[1] // 2 :], x[:, : x.shape[1] // 2]], 1)
@@ -91,7 +91,7 @@ def test_halves_are_cut_evenly_only() -> None:
 
 
 def test_an_op_of_its_own_sizes_is_cut_into_what_was_tried() -> None:
-    """Whole rows of 64 of 256 are four pieces at most, though more would divide it; a length of 17 is not tried."""
+    """Whole rows of 64 of 256 are four shards at most, though more would divide it; a length of 17 is not tried."""
     class Model(nn.Module):
         def forward(self, x: Tensor) -> Any:
             return function(lambda x: x.view(-1, 64, 17).softmax(1).view(x.shape)).apply(x)

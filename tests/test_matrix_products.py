@@ -1,6 +1,6 @@
 """Matrix products on meshes of two and three axes: the classical algorithms are labels of the strategy space.
 
-2-D (SUMMA): both operands in pieces over both axes, gathered along one each. 3-D: each axis cuts one index, sums over
+2-D (SUMMA): both operands in shards over both axes, gathered along one each. 3-D: each axis cuts one index, sums over
 the last. 2.5-D: as 3-D, with operands whole on the last axis.
 """
 

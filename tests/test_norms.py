@@ -35,7 +35,7 @@ CASES: dict[str, tuple[tuple[Any, ...], set[str]]] = {
 
 @pytest.mark.parametrize("name", list(CASES))
 def test_norms_on_shards(name: str) -> None:
-    """Even and uneven pieces on 2, 3 and 4 ranks, forward and gradients."""
+    """Even and uneven shards on 2, 3 and 4 ranks, forward and gradients."""
     arguments, rows = CASES[name]
     assert {row for row in rows_that_hold(*arguments) if row.startswith("norm")} == rows
 

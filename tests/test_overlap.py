@@ -99,7 +99,7 @@ def most_gathered(mesh_shape: tuple[int, ...], options: dict[str, Any]) -> tuple
 @pytest.mark.parametrize(("recompute", "mesh_shape"), [
     ("none", (4,)), ("full", (2, 2)), slow("none", (2, 2)), slow("full", (4,))])
 def test_prefetched_gathers_take_memory(ranks: Any, recompute: str, mesh_shape: tuple[int, ...]) -> None:
-    """With ZeRO-3 those that are read and the next, far fewer than all; and pieces of which the next are gathered."""
+    """With ZeRO-3 those that are read and the next, far fewer than all; and shards of which the next are gathered."""
     options = {"baseline": "fsdp", "zero_stage": 3, "recompute": recompute}
     whole = sum(p.numel() * p.element_size() for p in CASES["llama"].build().parameters())
     for predicted, found in ranks(4).run(most_gathered, mesh_shape, options, timeout_s=100):

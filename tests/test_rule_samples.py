@@ -378,7 +378,7 @@ def check_row(made: OpCall, row: AxisStrategy, num_ranks: int) -> bool:
 @pytest.mark.parametrize("num_ranks", [2, 3, 4])
 @pytest.mark.parametrize("family", list(SAMPLES))
 def test_axis_strategies_on_shards_give_the_whole(family: str, num_ranks: int) -> None:
-    """Forward and gradient, even and uneven pieces. (Rows that communicate run on ranks: below, test_sequence.)"""
+    """Forward and gradient, even and uneven shards. (Rows that communicate run on ranks: below, test_sequence.)"""
     for made in SAMPLES[family]():
         rule, known = made.rule()
         assert known, f"{made.op} has no rule"

@@ -41,7 +41,7 @@ def test_attention_of_three_dims_is_cut_by_the_first() -> None:
 
 
 def test_attention_with_grouped_queries() -> None:
-    """Batch, heads, queries; the pieces of the heads must divide the key-value heads too."""
+    """Batch, heads, queries; the shards of the heads must divide the key-value heads too."""
     attention = call(aten.scaled_dot_product_attention.default, f(2, 8, 5, 4), f(2, 4, 5, 4), f(2, 4, 5, 4),
                      enable_gqa=True)
     assert table(attention) == [
@@ -82,7 +82,7 @@ def test_cross_entropy_sums_over_targets() -> None:
 
 
 def test_a_cross_product_names_its_dim() -> None:
-    """Of [6, 3] vectors, cut in two, each piece has 3 rows: without a dim, torch takes these for the vectors."""
+    """Of [6, 3] vectors, cut in two, each shard has 3 rows: without a dim, torch takes these for the vectors."""
     class Cross(torch.nn.Module):
         def forward(self, x: Tensor, y: Tensor) -> Tensor:
             return torch.cross(x, y)
@@ -183,7 +183,7 @@ def test_complex_numbers_are_exchanged(ranks: Any) -> None:
 
 
 def classes_on_ranks() -> list[tuple[Tensor, Tensor]]:
-    """Class-parallel cross-entropy: (loss, whole gradient of the logits) for uneven pieces and ignored targets."""
+    """Class-parallel cross-entropy: (loss, whole gradient of the logits) for uneven shards and ignored targets."""
     logits, target = f(8, 11), ids(11, 8)
     target[2] = -100
     axes = groups.bind(mesh_of(torch.distributed.get_world_size()))

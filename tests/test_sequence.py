@@ -1,4 +1,4 @@
-"""Attention cut along the sequence: causal pieces of queries, and ring attention. (Expert dispatch: test_experts.)"""
+"""Attention cut along the sequence: causal shards of queries, and ring attention. (Expert dispatch: test_experts.)"""
 
 from __future__ import annotations
 
@@ -82,7 +82,7 @@ def test_attention_cut_along_the_sequence(ranks: Any, mesh_shape: tuple[int, ...
 
 
 def test_rows_that_stand_apart() -> None:
-    """Rings within rings, and rings of parts of the queries that cross its pieces, are not offered."""
+    """Rings within rings, and rings of parts of the queries that cross its shards, are not offered."""
     q, k = torch.randn(2, 4, 8, 16, requires_grad=True), torch.randn(2, 2, 8, 16, requires_grad=True)
 
     def pairs(causal: bool) -> set[tuple[str, ...]]:
@@ -99,7 +99,7 @@ def test_rows_that_stand_apart() -> None:
 
 
 def test_prices_of_variants() -> None:
-    """The last of n causal pieces is 2 - 1/n even shares; keys go around twice as often backward."""
+    """The last of n causal shards is 2 - 1/n even shares; keys go around twice as often backward."""
     from autoparallel.pricing import Prices
 
     x = torch.empty(1, 16, 4096, 128, dtype=torch.bfloat16, device="meta", requires_grad=True)

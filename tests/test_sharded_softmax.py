@@ -37,7 +37,7 @@ CASES: dict[str, tuple[tuple[Any, ...], set[str]]] = {
 
 @pytest.mark.parametrize("name", list(CASES))
 def test_along_a_cut_dim(name: str) -> None:
-    """Even and uneven pieces on 2, 3 and 4 ranks, forward and gradients."""
+    """Even and uneven shards on 2, 3 and 4 ranks, forward and gradients."""
     arguments, rows = CASES[name]
     assert {row for row in rows_that_hold(*arguments) if row.startswith("along")} == rows
 
@@ -72,7 +72,7 @@ class OneOfEach(nn.Module):
 
 @pytest.mark.parametrize("mesh", [(4,), (2, 2)])
 def test_along_a_dim_that_several_axes_cut(mesh: tuple[int, ...]) -> None:
-    """13 places on 2 x 2 ranks: pieces of 4, 3, 4 and 2."""
+    """13 places on 2 x 2 ranks: shards of 4, 3, 4 and 2."""
     model, inputs = OneOfEach(), {"x": torch.randn(6, 13, generator=torch.Generator().manual_seed(0))}
     space = StrategySpace(capture(model, (), inputs), mesh)
     labels, cut = [], 0

@@ -89,7 +89,7 @@ def of_everything(op: OpView) -> Rule | None:
 
 
 def _reduction(op: OpView, dim: object, keepdim: bool, adds: bool = False, linear: bool = False) -> Rule | None:
-    """``adds``: results of pieces of a reduced dim add up; ``linear``: so do those of summands."""
+    """``adds``: results of shards of a reduced dim add up; ``linear``: so do those of summands."""
     shape = op.shapes[0] or (1,)  # of a number it is the number
     dims = [dim] if isinstance(dim, int) else list(dim or range(len(shape)))  # type: ignore[call-overload]
     reduced = {d % len(shape) for d in dims}
