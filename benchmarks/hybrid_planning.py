@@ -94,7 +94,7 @@ CASES = {
 
 
 def run_case(case: Published, time_limit_s: float) -> dict[str, Any]:
-    """Our plan and the published one, priced alike; CPU and wall seconds of ours."""
+    """Our plan and the published one, priced the same way; CPU and wall seconds of ours."""
     import autoparallel
     from autoparallel.errors import InfeasibleError, SearchError
     from autoparallel.models import load_model

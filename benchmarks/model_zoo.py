@@ -290,27 +290,27 @@ def whole_batch_candidate(graph: OpGraph, cluster: Cluster) -> Candidate:
 
 
 def without_batch(space: StrategySpace) -> dict[int, np.ndarray]:
-    """The strategies of each site that leave the batch whole, which the rules' factors carry from value to value."""
-    lies: dict[tuple[int, int], set[int]] = {}  # (site, output) -> its dims along which the batch lies
+    """The strategies of each decision that leave the batch whole; the rules' factors carry it from value to value."""
+    lies: dict[tuple[int, int], set[int]] = {}  # (decision, output) -> its dims along which the batch lies
     allowed = {}
     for decision, s in zip(space.decisions, space.strategy_sets, strict=True):
         uses = space.uses_by.get(decision.index, ())
         batch = [(use.position, d) for use in uses for d in lies.get((use.source, use.output), ())]
         if decision.kind == "op" and s.rule is not None:
             factors = {s.rule.inputs[position][d] for position, d in batch} - {None}
-            good = [r for r, row in enumerate(s.axis_strategies) if row.factor not in factors]
+            good = [number for number, one in enumerate(s.axis_strategies) if one.factor not in factors]
             found = [{d for d, factor in enumerate(dims) if factor in factors} for dims in s.rule.outputs]
         else:
             found = [{0} if decision.kind == "input" else {d for _, d in batch}] if s.output_metas else []
-            good = [r for r, row in enumerate(s.axis_strategies)
-                    if not any(p.is_shard and p.dim in dims for p, dims in zip(row.outputs, found, strict=True))]
+            good = [number for number, one in enumerate(s.axis_strategies)
+                    if not any(p.is_shard and p.dim in dims for p, dims in zip(one.outputs, found, strict=True))]
         lies.update({(decision.index, output): dims for output, dims in enumerate(found)})
         allowed[decision.index] = np.flatnonzero(np.isin(s.array, good).all(axis=1))
     return allowed
 
 
 def random_candidate(graph: OpGraph, mesh_shape: tuple[int, ...], seed: int) -> Candidate:
-    """Every site takes any of its strategies."""
+    """Every decision takes any of its strategies."""
     space, draw = StrategySpace(graph, mesh_shape), random.Random(seed)
     return Candidate(space, tuple(draw.choice(s.strategies) for s in space.strategy_sets))
 
@@ -330,7 +330,7 @@ def shares(candidate: Candidate) -> tuple[dict[str, float], dict[str, float]]:
     """Shares of the step's FLOP by op: of ops without a rule, and of work that all ranks of some axis repeat."""
     space = candidate.space
     flops, undescribed, repeated = 0.0, defaultdict[str, float](float), defaultdict[str, float](float)
-    for decision, s, label in zip(space.decisions, space.strategy_sets, candidate.strategies, strict=True):
+    for decision, s, strategy in zip(space.decisions, space.strategy_sets, candidate.strategies, strict=True):
         if decision.kind != "op" or s.rule is None or s.rule.fixed or s.rule.alias:
             continue
         name, mine = space.graph.nodes[decision.node].op_name, step_flops(space, decision)
@@ -338,8 +338,8 @@ def shares(candidate: Candidate) -> tuple[dict[str, float], dict[str, float]]:
         if not s.known:
             undescribed[name] += mine
         times = 1
-        for row, size in zip(label, space.mesh_shape, strict=True):
-            times *= 1 if s.axis_strategies[row].factor or s.axis_strategies[row].variant else size
+        for number, size in zip(strategy, space.mesh_shape, strict=True):
+            times *= 1 if s.axis_strategies[number].factor or s.axis_strategies[number].variant else size
         repeated[name] += mine * (times - 1) / (NUM_RANKS - 1)
     return ({op: n / flops for op, n in undescribed.items()},
             {op: n / flops for op, n in repeated.items() if n / flops > SHARE_SHOWN})

@@ -76,7 +76,7 @@ def test_how_much_compute_and_communication_slow_each_other_is_recovered(
 
 @pytest.mark.parametrize(("ahead", "both"), [(0.0, 2.0 + 0.3 * 1.0), (0.5, 1.0 + 1.3), (1.0, 2.0 + 1.0)])
 def test_overlap_slows_only_the_overlapping_tasks(ahead: float, both: float) -> None:
-    """Two seconds of compute and one of communication, posted before, in the middle and behind."""
+    """Two seconds of compute and one of communication, issued before, in the middle and behind."""
     assert predicted_overlap_s(1.3, MeasuredOverlap("all_reduce", 2.0, 1.0, ahead, 0.0)) == pytest.approx(both)
 
 

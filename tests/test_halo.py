@@ -17,11 +17,11 @@ from autoparallel.strategies.space import StrategySpace
 from cost_models import Cluster
 from tests.support.ranks import mesh_of
 from tests.support.reference import differences, gathered, gradients_of
-from tests.support.rule_cases import rows_that_hold
+from tests.support.rule_cases import strategies_that_hold
 
 aten = torch.ops.aten
 
-#: Op and arguments (a tuple is a tensor's shape), and which rows of space, or with an exchange of borders, there are.
+#: Op and arguments (a tuple is a tensor's shape); axis strategies of space, or with an exchange of borders.
 CASES: dict[str, tuple[tuple[Any, ...], set[str]]] = {
     "padded": ((aten.conv2d.default, (2, 4, 12, 9), (6, 4, 3, 3), (6,), [1, 1], [1, 1]), {"halo s0", "halo s1"}),
     "of ResNet's stem": ((aten.conv2d.default, (1, 3, 17, 12), (4, 3, 7, 7), None, [2, 2], [3, 3]),
@@ -80,10 +80,10 @@ CASES: dict[str, tuple[tuple[Any, ...], set[str]]] = {
 
 @pytest.mark.parametrize("name", list(CASES))
 def test_windows_on_shards(name: str) -> None:
-    """Even and uneven shards on 2, 3 and 4 ranks; each row of space applies on some of them."""
-    arguments, rows = CASES[name]
-    held = rows_that_hold(*arguments)
-    assert {row for row in held if "halo" in row or row in ("s0", "s1", "s2")} == rows
+    """Even and uneven shards on 2, 3 and 4 ranks; each axis strategy of space applies on some of them."""
+    arguments, expected = CASES[name]
+    held = strategies_that_hold(*arguments)
+    assert {name for name in held if "halo" in name or name in ("s0", "s1", "s2")} == expected
 
 
 class Block(nn.Module):

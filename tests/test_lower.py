@@ -339,7 +339,7 @@ FILLED_INPUT = torch.randn(8, 16, generator=torch.Generator().manual_seed(0))
 
 
 def filled_sharded(rows: tuple[str, ...]) -> float:
-    """The loss, in two turns, with all such tensors cut alike."""
+    """The loss, in two micro-batches, with all such tensors cut the same way."""
     best = plan(Filled(), Cluster.load("local-cpu", num_devices=4), example_inputs=(FILLED_INPUT,),
                 mesh_shape=(2, 2), axis_names=("x", "y"), micro_batches=2)
     made = [n for n in best.strategies if n.partition("_")[0] in ("zeros", "full", "ones") and ":" not in n]

@@ -151,7 +151,7 @@ def test_an_interrupt_ends_both_searches(monkeypatch: pytest.MonkeyPatch) -> Non
     assert len(begun) == 2 and made.evidence.gap == 0
 
 
-#: What a program does with its device and two links: works, posts, waits for the n-th of what it posted; quarters of
+#: What a program does with its device and two links: works, issues, awaits the n-th of what it issued; quarters of
 #: a second.
 PROGRAMS = st.lists(st.one_of(
     st.tuples(st.just("work"), st.integers(0, 9), st.sampled_from([COMPUTE, "inner", "outer"])),

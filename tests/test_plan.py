@@ -105,7 +105,7 @@ def test_a_saved_plan_loads_equal_and_reads_well(tmp_path: Path) -> None:
 
 
 def test_diff_names_what_differs() -> None:
-    """Nothing between equal plans, one line for one changed site, and the mesh."""
+    """Nothing between equal plans, one line for one changed decision, and the mesh."""
     made = planned("mlp")
     assert made.diff(made).splitlines() == [made.diff(made)] and made.diff(made).startswith("0 differences")
     changed = dataclasses.replace(made, strategies={**made.strategies, "relu": ("wat", "part")})

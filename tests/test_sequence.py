@@ -105,7 +105,7 @@ def test_prices_of_variants() -> None:
     x = torch.empty(1, 16, 4096, 128, dtype=torch.bfloat16, device="meta", requires_grad=True)
     space = StrategySpace(capture(Attention(True), (x, x, x)), (8,))
     prices = Prices(space, Cluster.load("h100-sxm", num_devices=8, software="none"))
-    s = next(s for s in space.strategy_sets if any(row.variant == "ring" for row in s.axis_strategies))
+    s = next(s for s in space.strategy_sets if any(one.variant == "ring" for one in s.axis_strategies))
     price = prices.op(s)
     at = {name: s.position[(s.axis_strategy_named(name),)] for name in ("repeat", "h", "queries", "ring")}
     exchanged = [price.forward_s[at["ring"]] - price.forward_s[at["queries"]],

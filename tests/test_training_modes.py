@@ -150,7 +150,7 @@ def test_fused_optimizers_train_what_is_not_the_original(ranks: Any, options: di
 
 
 def evaluated(mesh_shape: tuple[int, ...], options: dict[str, Any]) -> tuple[float, int, float, int]:
-    """The loss of a step that learns nothing and the number of gradients after it; and of one that learns."""
+    """The loss of a step under no_grad and the number of gradients after it; and of one with gradients."""
     _, called, x = rows_of(mesh_shape, options)
     with torch.no_grad():
         before = float(called.step(x)), len(gradients_of(called))

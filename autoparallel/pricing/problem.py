@@ -90,7 +90,7 @@ class SpacePricer:
         s = self.space.strategy_sets[node]
         return [s.strategies[c] for c in self.choices(node)]
 
-    def repeat_row(self, node: int, axis: int) -> int:
+    def repeat_strategy(self, node: int, axis: int) -> int:
         return self.axis_strategies(node, axis)[0]
 
     def full(self) -> Problem:

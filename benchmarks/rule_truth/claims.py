@@ -1,4 +1,4 @@
-"""What the rules claim, run as it is emitted: each row of an op's strategies on shards, forward and gradients."""
+"""What the rules claim, run as it is emitted: each axis strategy of an op on shards, forward and gradients."""
 
 from __future__ import annotations
 

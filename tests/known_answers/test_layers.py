@@ -135,7 +135,7 @@ def test_transformer_layers_on_two_axes() -> None:
 @pytest.mark.parametrize("name", ["mlp", "bert"])
 def test_sharded_parameters_on_two_axes(name: str) -> None:
     """Alpa on 2 x 2 with parameters' state in shards: what is added up along the second axis stays, gradients along the
-    first are scattered, and what is learned is gathered; all matrices are in four shards. The bytes are as before.
+    first are scattered, and updated parameters are gathered; all matrices are in four shards. The bytes are as before.
     """
     if name == "mlp":
         x, model, pins, objective = torch.zeros(256, 32), mlp(6, 32), alternating(6), 21248.0
@@ -325,8 +325,9 @@ def test_budgets_on_32_by_8_devices(name: str) -> None:
 
 @pytest.mark.slow
 def test_layers_recomputed_where_memory_is_short() -> None:
-    """Galvatron, LLaMA of 28 layers on 8 devices of 36 GB, 64 samples of 8,192 tokens. In 8 turns and all layers alike:
-    data parallelism with ZeRO-3, every layer computed again. Layer by layer, 14 of 28 are, and a step is 5 % faster.
+    """Galvatron, LLaMA of 28 layers on 8 devices of 36 GB, 64 samples of 8,192 tokens. In 8 micro-batches, all layers
+    the same: data parallelism with ZeRO-3, every layer computed again. Layer by layer, 14 of 28 are, and a step is 5 %
+    faster.
 
     The same here by our prices of A100s (its profile, and the model's width, are not in the statement): nothing fits
     where no layer is computed again, and as few as memory allows are better than all. What Galvatron then takes, tensor

@@ -57,7 +57,7 @@ def paths(shape: tuple[int, ...], mesh_shape: tuple[int, ...], priced: str) -> R
 
 def _colossal(action: str, num_elements: np.ndarray, n: int) -> np.ndarray:
     """Colossal-AI, alpha and beta 1: by elements of the shard before the step, whichever the collective; an all_to_all
-    among n n/2 times as dear, what is local 10."""
+    among n n/2 times as expensive, what is local 10."""
     share = (n - 1) / n * num_elements
     return {"all_gather": 1.1 + share, "reduce_scatter": 1.001 + share, "all_reduce": 1.01 + 2 * share,
             "all_to_all": 1.001 + share / n * (n / 2), "none": 0 * share}.get(action, 10 + 0 * share)
