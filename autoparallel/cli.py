@@ -14,6 +14,7 @@ import typer
 from autoparallel import capacity_cli, plan_cli
 from autoparallel.errors import AutoparallelError, InfeasibleError, InputError, printable
 from autoparallel.models import load_model
+from autoparallel.schedule.schedules import SCHEDULES
 
 if TYPE_CHECKING:
     from autoparallel.planning.by_hand import ByHand
@@ -51,13 +52,13 @@ def plan(
     pipeline_stages: Annotated[int | None, typer.Option(help="pipeline stages (on the mesh's first axis)")] = None,
     micro_batches: Annotated[int | None, typer.Option(help="parts of the batch, one after the other")] = None,
     stage_replicas: Annotated[str | None, typer.Option(help="ranks that share each stage's batch, as 1,3")] = None,
-    schedule: Annotated[str | None, typer.Option(help="gpipe, 1f1b, interleaved or zero_bubble")] = None,
+    schedule: Annotated[str | None, typer.Option(help=" or ".join(SCHEDULES))] = None,
     zero_stage: Annotated[int | None, typer.Option(help="0, 1, 2 or 3")] = None,
     recompute: Annotated[str | None, typer.Option(help="none, selective, full, offload or auto")] = None,
     reduce_dtype: Annotated[str | None, typer.Option(help="sum gradients in float32, bfloat16 or float16")] = None,
     bucket_bytes: Annotated[float | None, typer.Option(help="of gradients or parameters that are sent together, "
                                                        "at most (25 MiB)")] = None,
-    copies: Annotated[int | None, typer.Option(help="micro-batches that run interleaved at a time")] = None,
+    copies: Annotated[int | None, typer.Option(help="micro-batches that run at a time (multi-copy)")] = None,
     offload: Annotated[str | None, typer.Option(help="optimizer states on: none (the device), host, disk, auto")
                        ] = None,
     offload_fraction: Annotated[float | None, typer.Option(help="the share of them that moves, as 0.5")] = None,

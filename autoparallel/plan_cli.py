@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from autoparallel import clock
 from autoparallel.errors import InputError, PlanError
 
 if TYPE_CHECKING:
@@ -224,8 +225,6 @@ class Progress:
             self.status.stop()
 
     def __call__(self, phase: str, best_s: float, bound_s: float) -> None:
-        from autoparallel.search import clock
-
         self.says(progress_line(phase, best_s, bound_s, self.time_limit_s - clock.spent_s()))
 
     def says(self, line: str) -> None:

@@ -18,6 +18,7 @@ from typing import Annotated, Any
 
 import typer
 
+from autoparallel.schedule.schedules import usual
 from benchmarks.measure import conditions, peak_memory_bytes
 
 CONFIGS = Path(__file__).parent / "configs"
@@ -93,7 +94,7 @@ CASES = {
 
 
 def run_case(case: Published, time_limit_s: float) -> dict[str, Any]:
-    """Our plan and the published one, priced alike; CPU and wall seconds of ours."""
+    """Our plan and the published one, priced the same way; CPU and wall seconds of ours."""
     import autoparallel
     from autoparallel.errors import InfeasibleError, SearchError
     from autoparallel.models import load_model
@@ -108,7 +109,7 @@ def run_case(case: Published, time_limit_s: float) -> dict[str, Any]:
     by_hand = functools.partial(
         autoparallel.plan, model, cluster, example_inputs=args, example_kwargs=kwargs, mesh_shape=case.mesh_shape,
         micro_batches=case.micro_batches, pipeline_stages=case.pipeline * case.virtual, zero_stage=1,
-        schedule="interleaved" if case.virtual > 1 else "1f1b", recompute=case.recompute, time_limit_s=time_limit_s,
+        schedule=usual(case.virtual), recompute=case.recompute, time_limit_s=time_limit_s,
     )
     fault = ""
     try:

@@ -1,6 +1,6 @@
 """All ranks of a mesh as threads of this process, whose collectives meet in memory.
 
-The emitted programs run as they are, on their own pieces and in their own order; only the five functional collectives
+The emitted programs run as they are, on their own shards and in their own order; only the five functional collectives
 that they call are replaced. A few hundred tiny collectives take milliseconds, so that a plan can be judged in the time
 that starting four processes takes.
 """
@@ -110,7 +110,7 @@ class Collectives:
             rank = _here.rank[id(met)]
             mine = [theirs.split(list(sizes))[rank] for theirs, sizes in met.exchange("all_to_all", (x, sent))]
             if [len(local_shard) for local_shard in mine] != list(received):
-                raise RuntimeError(f"rank {rank} expects pieces of {list(received)}, gets {[len(p) for p in mine]}")
+                raise RuntimeError(f"rank {rank} expects shards of {list(received)}, gets {[len(p) for p in mine]}")
             return torch.cat(mine)
 
         return _run(collective, x)

@@ -153,7 +153,7 @@ def _named_leaves(output: Any) -> dict[str, torch.Tensor]:
 
 
 @dataclass(frozen=True)
-class Piece:
+class Shard:
     """One rank's part of a result, where it lies in the whole."""
 
     offsets: tuple[int, ...]
@@ -170,7 +170,7 @@ class Piece:
         return error if error == error else float("inf")
 
 
-Shards = dict[str, list[Piece]]
+Shards = dict[str, list[Shard]]
 
 
 class Ranks:
@@ -186,7 +186,7 @@ class Ranks:
             self.programs[coordinate] = program
 
     def step(self, model: nn.Module, inputs: Inputs) -> tuple[Shards, Shards, Shards]:
-        """Forward and backward; every rank's pieces of outputs, gradients and updated buffers."""
+        """Forward and backward; every rank's shards of outputs, gradients and updated buffers."""
         state = {**dict(model.named_parameters(remove_duplicate=False)),
                  **dict(model.named_buffers(remove_duplicate=False)), **self.space.graph.constant_tensors}
         leaves = pytree.tree_leaves(((), dict(sorted(inputs.items()))))
@@ -200,7 +200,7 @@ class Ranks:
         return gathered
 
     def _rank(self, coordinate: Coordinate, state: Mapping[str, Any], leaves: list[Any]
-              ) -> tuple[dict[str, Piece], ...]:
+              ) -> tuple[dict[str, Shard], ...]:
         program, graph = self.programs[coordinate], self.space.graph
         local = [self._local(decision, layout, coordinate, leaves[int(decision.path)] if decision.kind == "input"
                              else state[decision.path])
@@ -215,7 +215,7 @@ class Ranks:
         for decision, layout, value in zip(program.placeholders, program.placeholder_layouts, local, strict=True):
             if decision.kind == "parameter" and value.grad is not None:
                 gradients[decision.path] = self._local_shard(value.grad, state[decision.path].shape, layout, coordinate)
-        buffers = {name: Piece((0,) * value.dim(), value) for name, value in zip(program.updates, updates, strict=True)}
+        buffers = {name: Shard((0,) * value.dim(), value) for name, value in zip(program.updates, updates, strict=True)}
         return results, gradients, buffers
 
     def _local(self, decision: Decision, layout: Layout, coordinate: Coordinate, value: torch.Tensor) -> torch.Tensor:
@@ -227,12 +227,12 @@ class Ranks:
 
     def _local_shard(
         self, value: torch.Tensor, shape: torch.Size | tuple[int, ...], layout: Layout, coordinate: Coordinate
-    ) -> Piece:
-        return Piece(local_box(tuple(shape), layout, self.space.mesh_shape, coordinate)[0], value.detach())
+    ) -> Shard:
+        return Shard(local_box(tuple(shape), layout, self.space.mesh_shape, coordinate)[0], value.detach())
 
 
 def worst_error(expected: Truth, found: tuple[Shards, Shards, Shards]) -> tuple[float, str]:
-    """(largest relative error of any rank's piece of any tensor, that tensor's name)."""
+    """(largest relative error of any rank's shard of any tensor, that tensor's name)."""
     errors = [(0.0, "nothing")]
     for kind, whole, shards in zip(("", "gradient of ", "buffer "), (expected.outputs, expected.gradients,
                                                                      expected.buffers), found, strict=True):
@@ -290,27 +290,27 @@ def whole_batch_candidate(graph: OpGraph, cluster: Cluster) -> Candidate:
 
 
 def without_batch(space: StrategySpace) -> dict[int, np.ndarray]:
-    """The strategies of each site that leave the batch whole, which the rules' factors carry from value to value."""
-    lies: dict[tuple[int, int], set[int]] = {}  # (site, output) -> its dims along which the batch lies
+    """The strategies of each decision that leave the batch whole; the rules' factors carry it from value to value."""
+    lies: dict[tuple[int, int], set[int]] = {}  # (decision, output) -> its dims along which the batch lies
     allowed = {}
     for decision, s in zip(space.decisions, space.strategy_sets, strict=True):
         uses = space.uses_by.get(decision.index, ())
         batch = [(use.position, d) for use in uses for d in lies.get((use.source, use.output), ())]
         if decision.kind == "op" and s.rule is not None:
             factors = {s.rule.inputs[position][d] for position, d in batch} - {None}
-            good = [r for r, row in enumerate(s.axis_strategies) if row.factor not in factors]
+            good = [number for number, one in enumerate(s.axis_strategies) if one.factor not in factors]
             found = [{d for d, factor in enumerate(dims) if factor in factors} for dims in s.rule.outputs]
         else:
             found = [{0} if decision.kind == "input" else {d for _, d in batch}] if s.output_metas else []
-            good = [r for r, row in enumerate(s.axis_strategies)
-                    if not any(p.is_shard and p.dim in dims for p, dims in zip(row.outputs, found, strict=True))]
+            good = [number for number, one in enumerate(s.axis_strategies)
+                    if not any(p.is_shard and p.dim in dims for p, dims in zip(one.outputs, found, strict=True))]
         lies.update({(decision.index, output): dims for output, dims in enumerate(found)})
         allowed[decision.index] = np.flatnonzero(np.isin(s.array, good).all(axis=1))
     return allowed
 
 
 def random_candidate(graph: OpGraph, mesh_shape: tuple[int, ...], seed: int) -> Candidate:
-    """Every site takes any of its strategies."""
+    """Every decision takes any of its strategies."""
     space, draw = StrategySpace(graph, mesh_shape), random.Random(seed)
     return Candidate(space, tuple(draw.choice(s.strategies) for s in space.strategy_sets))
 
@@ -330,7 +330,7 @@ def shares(candidate: Candidate) -> tuple[dict[str, float], dict[str, float]]:
     """Shares of the step's FLOP by op: of ops without a rule, and of work that all ranks of some axis repeat."""
     space = candidate.space
     flops, undescribed, repeated = 0.0, defaultdict[str, float](float), defaultdict[str, float](float)
-    for decision, s, label in zip(space.decisions, space.strategy_sets, candidate.strategies, strict=True):
+    for decision, s, strategy in zip(space.decisions, space.strategy_sets, candidate.strategies, strict=True):
         if decision.kind != "op" or s.rule is None or s.rule.fixed or s.rule.alias:
             continue
         name, mine = space.graph.nodes[decision.node].op_name, step_flops(space, decision)
@@ -338,8 +338,8 @@ def shares(candidate: Candidate) -> tuple[dict[str, float], dict[str, float]]:
         if not s.known:
             undescribed[name] += mine
         times = 1
-        for row, size in zip(label, space.mesh_shape, strict=True):
-            times *= 1 if s.axis_strategies[row].factor or s.axis_strategies[row].variant else size
+        for number, size in zip(strategy, space.mesh_shape, strict=True):
+            times *= 1 if s.axis_strategies[number].factor or s.axis_strategies[number].variant else size
         repeated[name] += mine * (times - 1) / (NUM_RANKS - 1)
     return ({op: n / flops for op, n in undescribed.items()},
             {op: n / flops for op, n in repeated.items() if n / flops > SHARE_SHOWN})

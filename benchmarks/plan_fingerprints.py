@@ -167,10 +167,10 @@ def _counts(before: Mapping[str, int], after: Mapping[str, int]) -> tuple[str, s
 
 def verdict(found: list[Difference]) -> str:
     """One line; other plans of the same cost, which may be ties, are told apart from plans of another cost."""
-    dearer = {d.case for d in found if d.kind == "cost"}
-    other = {d.case for d in found if d.kind == "plan"} - dearer
-    rest = {d.case for d in found} - dearer - other
-    return (f"{len(dearer)} cases cost something else, {len(other)} have another plan of the same cost, {len(rest)} "
+    changed = {d.case for d in found if d.kind == "cost"}
+    other = {d.case for d in found if d.kind == "plan"} - changed
+    rest = {d.case for d in found} - changed - other
+    return (f"{len(changed)} cases cost something else, {len(other)} have another plan of the same cost, {len(rest)} "
             "differ in what was asked or why the search ended")
 
 

@@ -22,9 +22,10 @@ from typing import Annotated, Any
 
 import typer
 
+from autoparallel import clock
 from autoparallel.capture import OpGraph
 from autoparallel.errors import SearchError
-from autoparallel.search import Pricer, Problem, Solution, clock, evaluate, solve
+from autoparallel.search import Pricer, Problem, Solution, evaluate, solve
 from autoparallel.search.solver import lowest_memory, table_cells
 from benchmarks.measure import conditions, peak_memory_bytes
 from cost_models import Cluster

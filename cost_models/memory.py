@@ -5,6 +5,7 @@ A terabyte is 1000^4 bytes. Nothing is summed over time: what is live at the ful
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -191,13 +192,21 @@ def in_flight_micro_batches(
     if not 0 <= stage < num_stages or num_micro_batches < 1 or virtual < 1:
         raise ClusterError(f"stage {stage} of {num_stages} with {num_micro_batches} micro-batches and {virtual} "
                            "chunks: stages count from 0, the others from 1")
-    match schedule.lower():
-        case "gpipe":
-            return num_micro_batches * virtual
-        case "1f1b" | "interleaved-1f1b":
-            if virtual == 1:
-                return min(num_stages - stage, num_micro_batches)
-            return min(2 * (num_stages - stage - 1) + (virtual - 1) * num_stages + 1, num_micro_batches * virtual)
-        case "zero-bubble":
-            return min(num_stages, num_micro_batches) * virtual
-    raise ClusterError(f"unknown schedule {schedule!r}: known are gpipe, 1f1b, interleaved-1f1b, zero-bubble")
+    if (held := _IN_FLIGHT.get(schedule.lower())) is None:
+        raise ClusterError(f"unknown schedule {schedule!r}: known are {', '.join(_IN_FLIGHT)}")
+    return held(stage, num_stages, num_micro_batches, virtual)
+
+
+def _as_1f1b(stage: int, num_stages: int, num_micro_batches: int, virtual: int) -> int:
+    if virtual == 1:
+        return min(num_stages - stage, num_micro_batches)
+    return min(2 * (num_stages - stage - 1) + (virtual - 1) * num_stages + 1, num_micro_batches * virtual)
+
+
+#: Chunks in flight, of (stage, stages, micro-batches, chunks on a stage).
+_IN_FLIGHT: dict[str, Callable[[int, int, int, int], int]] = {
+    "gpipe": lambda stage, num_stages, num_micro_batches, virtual: num_micro_batches * virtual,
+    "1f1b": _as_1f1b,
+    "interleaved-1f1b": _as_1f1b,
+    "zero-bubble": lambda stage, num_stages, num_micro_batches, virtual: min(num_stages, num_micro_batches) * virtual,
+}

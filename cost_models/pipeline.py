@@ -6,6 +6,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Sequence
 
@@ -86,8 +87,10 @@ def warm_up(replicas: Sequence[int], stage: int) -> int:
     >>> [warm_up((1, 1, 1), stage) for stage in range(3)], [warm_up((1, 3), stage) for stage in range(2)]
     ([3, 2, 1], [4, 1])
     """
-    later = replicas[stage + 1] * warm_up(replicas, stage + 1) if stage + 1 < len(replicas) else 0
-    return 1 + -(-later // replicas[stage])
+    found = 1
+    for ranks, next_ranks in reversed(list(itertools.pairwise(replicas[stage:]))):
+        found = 1 + -(-next_ranks * found // ranks)
+    return found
 
 
 def order(warm_up: int, micro_batches: Sequence[int]) -> list[tuple[str, int]]:

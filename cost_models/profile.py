@@ -74,7 +74,7 @@ class Profile:
       micro_s, step_s         fixed time of a micro-batch on a stage; of a step
       sync_s                  what each other rank adds to a tensor-parallel collective by being late
       update_bytes            moved for an element beside the optimizer's own: norm, scaling and copies of gradients
-      hide_tensor, hide_experts, hide_data, hide_pipe    shares of communication that can run beside compute
+      hide_tensor, hide_experts, hide_data, hide_pipe    shares of communication that can overlap with compute
       interference            how much of hidden communication compute is slowed by
 
       fragments               what the allocator holds beyond what is in use; communicators: bytes of NCCL's buffers

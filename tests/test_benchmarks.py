@@ -84,9 +84,9 @@ def test_plans_are_as_good_as_proven() -> None:
             assert best.gap <= search_quality.GAP
             assert answers["recursive"].cost >= best.lower_bound  # type: ignore[operator]
         assert all(1 <= ratio <= search_quality.RATIO for ratio in row.ratios("recursive").values())
-        peak, dearest = row.limited["auto"].peak_bytes, row.limited["auto"].cost
+        peak, cost = row.limited["auto"].peak_bytes, row.limited["auto"].cost
         assert peak is not None and peak <= row.limit < row.free_bytes
-        assert dearest is not None and row.free["auto"].cost is not None and dearest > row.free["auto"].lower_bound
+        assert cost is not None and row.free["auto"].cost is not None and cost > row.free["auto"].lower_bound
     said = search_quality.summary(rows, ["auto", "recursive"])
     assert said["rows"] == said["limits"] == 2 and not said["gap above 0.1 %, or no plan"]
     json.dumps(said)

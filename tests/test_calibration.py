@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -16,18 +17,18 @@ from autoparallel import Cluster
 from autoparallel.calibration import measure
 from autoparallel.cli import app
 from autoparallel.kernels.groups import Axis
-from cost_models import ClusterError, Host
+from cost_models import ClusterError, Host, Link
 from cost_models.calibrate import (
     Measured,
     MeasuredOp,
     MeasuredOverlap,
     fit_device,
-    fit_links,
     fit_overlap_slowdown,
     predicted_op_s,
     predicted_overlap_s,
     predicted_s,
 )
+from cost_models.cluster import UNLIMITED
 
 
 def calibrate_two() -> tuple[Cluster, int, int]:
@@ -75,7 +76,7 @@ def test_how_much_compute_and_communication_slow_each_other_is_recovered(
 
 @pytest.mark.parametrize(("ahead", "both"), [(0.0, 2.0 + 0.3 * 1.0), (0.5, 1.0 + 1.3), (1.0, 2.0 + 1.0)])
 def test_overlap_slows_only_the_overlapping_tasks(ahead: float, both: float) -> None:
-    """Two seconds of compute and one of communication, posted before, in the middle and behind."""
+    """Two seconds of compute and one of communication, issued before, in the middle and behind."""
     assert predicted_overlap_s(1.3, MeasuredOverlap("all_reduce", 2.0, 1.0, ahead, 0.0)) == pytest.approx(both)
 
 
@@ -90,30 +91,58 @@ def test_messages_are_measured_one_behind_the_other(monkeypatch: pytest.MonkeyPa
     assert told == [1, -1, 1, -1]
 
 
-def test_three_links_are_measured_apart_and_recovered() -> None:
-    """A rack of 16 between hosts of 4 and the rest of 64: what is timed tells the speed of each."""
-    links = measure.links_to_fit(64, (4, 16), 4, nics_per_host=2)
-    assert [(link.name, link.num_devices) for link in links[:2]] == [("inside a host", 4), ("joins 16 devices", 16)]
-    assert (links[2].name, links[2].nics_per_host) == ("joins all devices", 2)
-    speeds = (2e-6, 2e11), (5e-6, 5e10), (1e-5, 1e10)
-    true = [replace(link, alpha_s=alpha, bandwidth_bytes_per_s=rate)
-            for link, (alpha, rate) in zip(links, speeds, strict=True)]
+@dataclass
+class Pretended:
+    """A machine whose collectives take what ``cluster`` predicts; ``shapes``: the meshes that were asked for."""
+
+    cluster: Cluster
+    shapes: list[tuple[int, ...]] = field(default_factory=list)
+
+    def mesh(self, kind: str, shape: tuple[int, ...]) -> tuple[int, ...]:
+        self.shapes.append(shape)
+        return shape
+
+    def collectives(self, mesh: tuple[int, ...], axis: int, kinds: Sequence[str], sizes: Sequence[int], repeats: int
+                    ) -> list[Measured]:
+        cases = [Measured(kind, mesh, axis, float(nbytes), 0.0) for kind in kinds for nbytes in sizes]
+        return [replace(case, seconds=predicted_s(self.cluster, case)) for case in cases]
+
+
+#: Hosts of 4 in racks of 16 in rooms of 64; domains of 16 over hosts of 4 by NVLink; hosts alone; devices of their own.
+@pytest.mark.parametrize(("ranks_per_host", "asked", "names"), [
+    (4, (4, 16), ["inside a host", "joins 16 devices", "joins all devices"]),
+    (4, (16,), ["joins 16 devices", "joins all devices"]), (4, (), ["inside a host", "between hosts"]),
+    (1, (8,), ["joins 8 devices", "between hosts"]),
+])
+def test_each_link_is_measured_apart_and_recovered(ranks_per_host: int, asked: tuple[int, ...], names: list[str],
+                                                   monkeypatch: pytest.MonkeyPatch) -> None:
+    speeds = list(zip((2e-6, 5e-6, 1e-5), (2e11, 5e10, 1e10), (asked or (4,)) + (UNLIMITED,), strict=False))
+    links = [Link(f"link {size}", size, alpha_s, rate) for alpha_s, rate, size in speeds]
+    links[-1] = replace(links[-1], nics_per_host=2)
     device = Cluster.load("local-cpu").device
-    cluster = Cluster("racks", device, tuple(true), 64, ("ring",), host=Host(devices=4))
-    cases = [Measured("all_reduce", mesh, axis, float(nbytes), 0.0) for mesh, axis in measure.group_shapes(64, (4, 16))
-             for nbytes in measure.SIZES]
-    found, residuals = fit_links(replace(cluster, links=tuple(links)),
-                                 [replace(m, seconds=predicted_s(cluster, m)) for m in cases])
-    assert max(map(abs, residuals)) < 0.01 and found.devices_per_host == 4
-    for link, (alpha, rate) in zip(found.links, speeds, strict=True):
-        assert link.alpha_s == pytest.approx(alpha, rel=0.02)
-        assert link.bandwidth_bytes_per_s == pytest.approx(rate, rel=0.02)
+    there = Pretended(Cluster("there", device, tuple(links), 64, ("ring",), host=Host(devices=ranks_per_host)))
+    monkeypatch.setattr(measure.dist, "get_world_size", lambda: 64)
+    monkeypatch.setattr("torch.distributed.device_mesh.init_device_mesh", there.mesh)
+    monkeypatch.setattr(measure, "time_collectives", there.collectives)
+    monkeypatch.setattr(measure, "time_ops", lambda *_: [])
+    monkeypatch.setattr(measure, "fit_device", lambda *_: device)
+    monkeypatch.setattr(measure, "time_overlapped", lambda *_: [MeasuredOverlap("all_reduce", 1.0, 1.0, 0.0, 1.0)])
+    made = measure.calibrate("here", ranks_per_host, nics_per_host=2, joined=asked)
+    assert max(map(abs, made.residuals)) < 0.01 and made.cluster.devices_per_host == ranks_per_host
+    assert [link.name for link in made.cluster.links] == names and there.shapes[0] == made.measured[0].mesh_shape
+    for found, link in zip(made.cluster.links, links, strict=True):
+        assert (found.num_devices, found.nics_per_host) == (link.num_devices, link.nics_per_host)
+        assert found.alpha_s == pytest.approx(link.alpha_s, rel=0.02)
+        assert found.bandwidth_bytes_per_s == pytest.approx(link.bandwidth_bytes_per_s, rel=0.02)
 
 
 @pytest.mark.parametrize("joined", [(3,), (4, 6), (8, 4), (5, 10)])
-def test_links_that_do_not_nest_are_refused(joined: tuple[int, ...]) -> None:
+def test_links_that_do_not_nest_are_refused(joined: tuple[int, ...], tmp_path: Path) -> None:
     with pytest.raises(ClusterError, match="give each as a multiple of the one before"):
         measure.group_shapes(16, joined)
+    result = CliRunner().invoke(app, ["calibrate", "--ranks", "16", "--output", str(tmp_path / "x.toml"),
+                                      "--links", ",".join(map(str, joined))])
+    assert isinstance(result.exception, ClusterError)  # before ranks are started
 
 
 @pytest.mark.slow

@@ -76,8 +76,8 @@ def test_the_cheapest_is_chosen_where_there_are_prices() -> None:
     prices = [one.price(target.count) or 0.0 for one in with_price]
     assert found.best is not None and found.best.price(target.count) == min(prices)
     assert prices[0] == pytest.approx(1e6 * steps()[1] / 3600 * 2.0)
-    dear = autoparallel.Sizing(replace(target, budget=0.5 * min(prices)), tuple(with_price))
-    assert dear.best is None and {one.lacks(dear.target) for one in dear.sizes} == {"too expensive"}
+    none = autoparallel.Sizing(replace(target, budget=0.5 * min(prices)), tuple(with_price))
+    assert none.best is None and {one.lacks(none.target) for one in none.sizes} == {"too expensive"}
 
 
 def test_jobs_that_do_not_fit_are_reported() -> None:

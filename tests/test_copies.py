@@ -1,4 +1,4 @@
-"""Multi-copy: interleaved micro-batches compute what one after the other does, and are simulated as they run."""
+"""Multi-copy: micro-batches that alternate compute what one after the other does, and are simulated as they run."""
 
 from __future__ import annotations
 
@@ -77,7 +77,7 @@ def step_and_gradients(case_name: str, mesh_shape: tuple[int, ...], options: dic
 
 def difference_from_one_at_a_time(case_name: str, mesh_shape: tuple[int, ...], options: dict[str, Any]
                                   ) -> tuple[float, float]:
-    """How far loss and gradients (2-norm) of interleaved micro-batches are from those of one after the other."""
+    """How far loss and gradients (2-norm) of multi-copy are from those of one after the other."""
     loss, gradients, copies = step_and_gradients(case_name, mesh_shape, options)
     plain = {name: value.replace("copies=2,", "") if name == "by_hand" else value
              for name, value in options.items() if name != "copies"}

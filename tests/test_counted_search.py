@@ -12,8 +12,7 @@ from typing import Any
 import pytest
 
 import autoparallel
-from autoparallel import Plan
-from autoparallel.search import clock
+from autoparallel import Plan, clock
 from cost_models import Cluster
 from tests.support.captured import plan_of
 

@@ -225,19 +225,19 @@ def test_a_new_call_of_a_rule_is_proven_anew() -> None:
 
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        rows = rows_of(lambda x: op(x, once=True), torch.randn(8, 16))
-    assert rows == {"b0", "k"}
+        found = strategies_of(lambda x: op(x, once=True), torch.randn(8, 16))
+    assert found == {"b0", "k"}
     for call, x, right in [(lambda x: op(x), torch.randn(8, 16), {"S(1)"}),
                            (lambda x: op(x, 1, False), torch.randn(8, 16), {"S(0)"}),
                            (lambda x: op(x, once=True), torch.randn(8, 16, dtype=torch.float64), {"S(1)"}),
                            (lambda x: op(x, once=True), torch.randn(8, 16, 4), {"S(0)", "S(1)"}),
                            (lambda x: op(x, once=True), torch.randn(8, 64), {"S(0)"})]:
         with pytest.warns(UserWarning, match="does not hold for a call"):
-            rows = rows_of(call, x)
-        assert {row for row in rows if "linear" not in row} == right, (x.shape, x.dtype)
+            found = strategies_of(call, x)
+        assert {name for name in found if "linear" not in name} == right, (x.shape, x.dtype)
 
 
-def rows_of(call: Any, *tensors: Tensor) -> set[str]:
+def strategies_of(call: Any, *tensors: Tensor) -> set[str]:
     """The ways to cut the only op."""
     from autoparallel.capture import capture
     from autoparallel.rules import find_rule
@@ -248,7 +248,7 @@ def rows_of(call: Any, *tensors: Tensor) -> set[str]:
 
     graph = capture(Model(), tensors)
     (node,) = graph.of_kind("op")
-    return {row.name for row in find_rule(graph, node)[0].axis_strategies()} - {"repeat", "part"}
+    return {s.name for s in find_rule(graph, node)[0].axis_strategies()} - {"repeat", "part"}
 
 
 def test_a_rule_of_a_known_op_replaces_ours() -> None:
@@ -258,7 +258,7 @@ def test_a_rule_of_a_known_op_replaces_ours() -> None:
     before = registry._BUILDERS.get(target)
     try:
         autoparallel.register_rule("aten::tan", "x[a, .] -> y[a, .]")
-        assert rows_of(torch.tan, torch.randn(8, 16)) == {"a"}
+        assert strategies_of(torch.tan, torch.randn(8, 16)) == {"a"}
     finally:
         registry._USERS.discard(target)
         registry._BUILDERS.pop(target)
@@ -271,8 +271,8 @@ def test_low_precision_is_proven_by_its_own_rounding() -> None:
     x = torch.randn(8, 4096, dtype=torch.bfloat16)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        rows = rows_of(lambda x, w: torch.ops.ap_test.scaled_linear(x, w), x, torch.randn(6, 4096).bfloat16())
-    assert rows == {"b0", "k", "n", "linear(0)", "linear(1)"}
+        found = strategies_of(lambda x, w: torch.ops.ap_test.scaled_linear(x, w), x, torch.randn(6, 4096).bfloat16())
+    assert found == {"b0", "k", "n", "linear(0)", "linear(1)"}
 
 
 def loss_and_gradient(pins: Any) -> tuple[float, Tensor, int]:

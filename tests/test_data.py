@@ -73,7 +73,7 @@ def alone() -> list[float]:
     (None, {"micro_batches": 2}, 1),
 ])
 def test_each_rank_reads_its_part(ranks: Any, pins: dict[str, Any] | None, options: dict[str, Any], share: int) -> None:
-    """Samples over both axes; over one, whose pieces are cut along the sequence too; not at all; and in turns."""
+    """Samples over both axes; over one, whose shards are cut along the sequence too; not at all; and in turns."""
     found = ranks(4).run(epochs, pins, options)
     for losses, read, length in found:
         assert losses == pytest.approx(alone(), rel=1e-5) and length == 3

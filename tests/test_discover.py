@@ -33,8 +33,8 @@ def function(forward: Any, backward: Any = None) -> Any:
     return Made
 
 
-def rows_of(op: Any, *shapes: tuple[int, ...]) -> dict[str, str]:
-    """What was found besides repeating: the placements of the rows."""
+def found_for(op: Any, *shapes: tuple[int, ...]) -> dict[str, str]:
+    """What was found besides repeating: the placements of the axis strategies."""
     class Model(nn.Module):
         def forward(self, *tensors: Tensor) -> Any:
             return op.apply(*tensors)
@@ -42,15 +42,15 @@ def rows_of(op: Any, *shapes: tuple[int, ...]) -> dict[str, str]:
     graph = capture(Model(), tuple(torch.zeros(s, requires_grad=not torch.is_inference_mode_enabled()) for s in shapes))
     (node,) = (n for n in graph.of_kind("op") if "Made" in n.op_name)
     rule, known = find_rule(graph, node)
-    rows = {" ".join(map(str, row.inputs)): " ".join(map(str, row.outputs)) for row in rule.axis_strategies()[2:]}
-    assert known == bool(rows)
-    return rows
+    found = {" ".join(map(str, s.inputs)): " ".join(map(str, s.outputs)) for s in rule.axis_strategies()[2:]}
+    assert known == bool(found)
+    return found
 
 
 ROUND = function(lambda x: x.round(), lambda x, g: g)
 
 
-@pytest.mark.parametrize(("op", "shapes", "rows"), [
+@pytest.mark.parametrize(("op", "shapes", "expected"), [
     (ROUND, [(6, 5)], {"S(0)": "S(0)", "S(1)": "S(1)"}),
     (function(lambda x: 3 * x), [(6, 5)], {"S(0)": "S(0)", "S(1)": "S(1)", "P": "P"}),
     (function(lambda x: x.softmax(-1)), [(6, 5)], {"S(0)": "S(0)"}),
@@ -73,12 +73,12 @@ ROUND = function(lambda x: x.round(), lambda x, g: g)
     (function(lambda x: x.view(x.shape[0], 2, 3).sum(1)), [(8, 6)], {"S(0)": "S(0)", "P": "P"}),
     (function(lambda x: x.view(-1, 64).softmax(1).view(x.shape)), [(256,)], {"S(0)": "S(0)"}),  # whole rows of 64
 ])
-def test_rules_are_found_by_running(op: Any, shapes: list[tuple[int, ...]], rows: dict[str, str]) -> None:
-    assert rows_of(op, *shapes) == rows
+def test_rules_are_found_by_running(op: Any, shapes: list[tuple[int, ...]], expected: dict[str, str]) -> None:
+    assert found_for(op, *shapes) == expected
 
 
 def test_halves_are_cut_evenly_only() -> None:
-    """An op that runs on even sizes only: whoever cuts it must leave even pieces, or not cut that dim."""
+    """An op that runs on even sizes only: whoever cuts it must leave even shards, or not cut that dim."""
     class Model(nn.Module):
         def forward(self, x: Tensor) -> Any:
             return function(lambda x: torch.cat([-x[:, x.shape[1] // 2 :], x[:, : x.shape[1] // 2]], 1)
@@ -87,18 +87,18 @@ def test_halves_are_cut_evenly_only() -> None:
     graph = capture(Model(), (torch.zeros(16, 8, requires_grad=True),))
     (node,) = (n for n in graph.of_kind("op") if "Made" in n.op_name)
     rule, _ = find_rule(graph, node)
-    assert {(row.name, row.even) for row in rule.variants} == {("S(0)", (16,)), ("linear(0)", ())}
+    assert {(s.name, s.even) for s in rule.variants} == {("S(0)", (16,)), ("linear(0)", ())}
 
 
 def test_an_op_of_its_own_sizes_is_cut_into_what_was_tried() -> None:
-    """Whole rows of 64 of 256 are four pieces at most, though more would divide it; a length of 17 is not tried."""
+    """Whole rows of 64 of 256 are four shards at most, though more would divide it; a length of 17 is not tried."""
     class Model(nn.Module):
         def forward(self, x: Tensor) -> Any:
             return function(lambda x: x.view(-1, 64, 17).softmax(1).view(x.shape)).apply(x)
 
     graph = capture(Model(), (torch.zeros(256, 17, requires_grad=True),))
     (node,) = (n for n in graph.of_kind("op") if "Made" in n.op_name)
-    assert [(row.name, row.even) for row in find_rule(graph, node)[0].variants] == [("S(0)", (4,))]
+    assert [(s.name, s.even) for s in find_rule(graph, node)[0].variants] == [("S(0)", (4,))]
 
 
 def test_an_op_without_a_derivative() -> None:
@@ -115,12 +115,12 @@ def test_an_op_without_a_derivative() -> None:
 
     graph = capture(Model(), (torch.zeros(6, 5),))
     (node,) = (n for n in graph.of_kind("op") if "halves" in n.op_name)
-    assert {row.name for row in find_rule(graph, node)[0].variants} == {"S(0)", "S(1)", "linear(0)"}
+    assert {s.name for s in find_rule(graph, node)[0].variants} == {"S(0)", "S(1)", "linear(0)"}
 
 
 def test_rules_are_found_without_gradients_too() -> None:
     """Whether gradients are on when a model is planned has no say in what its ops allow."""
     with torch.no_grad():
-        assert rows_of(function(lambda x: x, lambda x, g: g / g.norm()), (4, 5)) == {"P": "P"}
+        assert found_for(function(lambda x: x, lambda x, g: g / g.norm()), (4, 5)) == {"P": "P"}
     with torch.inference_mode():
-        assert rows_of(function(lambda x: x.cos()), (4, 5)) == {"S(0)": "S(0)", "S(1)": "S(1)"}
+        assert found_for(function(lambda x: x.cos()), (4, 5)) == {"S(0)": "S(0)", "S(1)": "S(1)"}

@@ -1,4 +1,4 @@
-"""Random ops: equal bits where ranks hold the same value, other numbers on other pieces, the right distribution."""
+"""Random ops: equal bits where ranks hold the same value, other numbers on other shards, the right distribution."""
 
 from __future__ import annotations
 

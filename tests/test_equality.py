@@ -94,7 +94,7 @@ def test_uneven_shards(ranks: Any, case_name: str, num_ranks: int) -> None:
 
 
 def test_vocabulary_of_50257_on_four_ranks(ranks: Any) -> None:
-    """Real GPT-2 vocabulary, tied embeddings: uneven pieces of 12565, 12565, 12565 and 12562 rows."""
+    """Real GPT-2 vocabulary, tied embeddings: uneven shards of 12565, 12565, 12565 and 12562 rows."""
     check(ranks, "gpt2_full_vocab", (4,), [("baseline", "tensor_parallel"), ("baseline", "fsdp")], "sgd")
 
 

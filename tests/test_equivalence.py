@@ -1,4 +1,4 @@
-"""What is alike is priced, planned and told once: with the same result as one by one."""
+"""Equivalent ops are priced, planned and reported once: with the same result as one by one."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ PIPELINE = {"micro_batches": 4, "stages": 2, "pipeline_ranks": 2}
 
 
 class OneByOne(SpacePricer):
-    """Knows no two sites, and no two links, that are alike."""
+    """Takes no two decisions, and no two tensor uses, for equivalent."""
 
     def __init__(self, *args: object, **options: object) -> None:
         super().__init__(*args, **options)  # type: ignore[arg-type]
@@ -109,7 +109,7 @@ def test_repeated_nodes_and_edges_are_as_if_each_were_made() -> None:
     problem, made = Problem(nodes, edges, 100.0), Problem(tuple(nodes), tuple(edges), 100.0)
     assert [node.name for node in problem.nodes] == list("abcd") and problem.nodes[1:3][0].interval == (1, 3)
     assert (edges[2].source, edges[2].target, edges[2].interval) == (2, 3, (2, 6))
-    for what in ("sizes", "ends", "intervals", "device_classes", "is_labelled"):
+    for what in ("sizes", "ends", "intervals", "device_classes", "has_strategies"):
         assert np.array_equal(getattr(problem, what), getattr(made, what))
     for what in ("costs", "usages"):
         assert all(a is b for a, b in zip(getattr(problem, what), getattr(made, what), strict=True))

@@ -185,7 +185,7 @@ def test_bytes_of_a_part_of_the_experts() -> None:
     assert strategy_set.rule is not None
     usages = SpacePricer(Prices(space, Cluster.load("local-cpu", num_devices=2))).full().nodes[decision].usages
     whole, half = (
-        usages[[strategy_set.axis_strategies[label[0]].name for label in strategy_set.strategies].index(name)]
+        usages[[strategy_set.axis_strategies[strategy[0]].name for strategy in strategy_set.strategies].index(name)]
         for name in ("repeat", "e")
     )
     assert whole - half == strategy_set.rule.work_bytes / 2

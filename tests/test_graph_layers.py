@@ -129,7 +129,7 @@ def put(x: Tensor, edges: Tensor) -> Tensor:
 
 
 def shifted(x: Tensor, edges: Tensor) -> Tensor:
-    """Of rows that are not meant, the place would be outside of the table."""
+    """Of rows that are not valid, the place would be outside of the table."""
     after = edges[0][edges[0] > 0] - 1
     return F.embedding(after, x[: NODES - 1]).sum(0) + x[after].sum(0)
 

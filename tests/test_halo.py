@@ -17,11 +17,11 @@ from autoparallel.strategies.space import StrategySpace
 from cost_models import Cluster
 from tests.support.ranks import mesh_of
 from tests.support.reference import differences, gathered, gradients_of
-from tests.support.rule_cases import rows_that_hold
+from tests.support.rule_cases import strategies_that_hold
 
 aten = torch.ops.aten
 
-#: Op and arguments (a tuple is a tensor's shape), and which rows of space, or with an exchange of borders, there are.
+#: Op and arguments (a tuple is a tensor's shape); axis strategies of space, or with an exchange of borders.
 CASES: dict[str, tuple[tuple[Any, ...], set[str]]] = {
     "padded": ((aten.conv2d.default, (2, 4, 12, 9), (6, 4, 3, 3), (6,), [1, 1], [1, 1]), {"halo s0", "halo s1"}),
     "of ResNet's stem": ((aten.conv2d.default, (1, 3, 17, 12), (4, 3, 7, 7), None, [2, 2], [3, 3]),
@@ -29,7 +29,7 @@ CASES: dict[str, tuple[tuple[Any, ...], set[str]]] = {
     "not padded": ((aten.conv1d.default, (2, 4, 13), (6, 4, 4), (6,)), {"halo s0"}),
     "of steps that leave a rest": ((aten.conv1d.default, (2, 4, 20), (6, 4, 2), (6,), [3]), {"halo s0"}),
     "dilated": ((aten.conv1d.default, (2, 4, 14), (6, 4, 3), (6,), [1], [2], [2]), {"halo s0"}),
-    "wider than pieces": ((aten.conv1d.default, (2, 4, 6), (6, 4, 5), None, [1], [2]), {"halo s0"}),
+    "wider than shards": ((aten.conv1d.default, (2, 4, 6), (6, 4, 5), None, [1], [2]), {"halo s0"}),
     "with more filled up than there is": ((aten.conv1d.default, (2, 4, 4), (6, 4, 2), None, [1], [6]), {"halo s0"}),
     "grouped": ((aten.conv2d.default, (2, 4, 8, 5), (8, 2, 3, 3), (8,), [1, 1], [1, 1], [1, 1], 2),
                 {"halo s0", "halo s1"}),
@@ -52,7 +52,7 @@ CASES: dict[str, tuple[tuple[Any, ...], set[str]]] = {
                                         {"halo s0"}),
     "transposed, of steps of one": ((aten.conv_transpose1d.default, (2, 4, 9), (4, 6, 3), (6,), [1], [1], [0], 1, [2]),
                                     {"halo s0"}),
-    "transposed, wider than pieces": ((aten.conv_transpose1d.default, (4, 4), (4, 6, 9), None, [1], [2]), {"halo s0"}),
+    "transposed, wider than shards": ((aten.conv_transpose1d.default, (4, 4), (4, 6, 9), None, [1], [2]), {"halo s0"}),
     "transposed, grouped": ((aten.conv_transpose1d.default, (2, 4, 8), (4, 3, 5), (6,), [2], [2], [1], 2), {"halo s0"}),
     "maxima": ((aten.max_pool2d.default, (2, 3, 12, 9), [3, 3], [2, 2], [1, 1]), {"halo s0", "halo s1"}),
     "maxima, dilated": ((aten.max_pool1d.default, (2, 3, 15), [3], [2], [1], [2]), {"halo s0"}),
@@ -80,10 +80,10 @@ CASES: dict[str, tuple[tuple[Any, ...], set[str]]] = {
 
 @pytest.mark.parametrize("name", list(CASES))
 def test_windows_on_shards(name: str) -> None:
-    """Even and uneven pieces on 2, 3 and 4 ranks; each row of space applies on some of them."""
-    arguments, rows = CASES[name]
-    held = rows_that_hold(*arguments)
-    assert {row for row in held if "halo" in row or row in ("s0", "s1", "s2")} == rows
+    """Even and uneven shards on 2, 3 and 4 ranks; each axis strategy of space applies on some of them."""
+    arguments, expected = CASES[name]
+    held = strategies_that_hold(*arguments)
+    assert {name for name in held if "halo" in name or name in ("s0", "s1", "s2")} == expected
 
 
 class Block(nn.Module):

@@ -1,4 +1,4 @@
-"""Steps in turns and stages compute the single-process step over the whole batch: loss, gradients, five updates."""
+"""Steps in micro-batches and stages compute the step of one process: loss, gradients, five updates."""
 
 from __future__ import annotations
 
@@ -82,7 +82,7 @@ def test_pipelines(ranks: Any, case_name: str, mesh_shape: tuple[int, ...], opti
 ])
 def test_stages_on_several_ranks(ranks: Any, case_name: str, mesh_shape: tuple[int, ...], options: Options, batch: int
                                 ) -> None:
-    """Which take turns; what all of them learn is added up."""
+    """Which share the micro-batches; the gradients of all of them are added up."""
     assert_one_process(ranks, case_name, mesh_shape, options, "adamw", batch)
 
 
@@ -138,7 +138,7 @@ def step_of_an_input_that_learns(options: Options) -> torch.Tensor | None:
 
 
 def test_gradients_of_inputs(ranks: Any) -> None:
-    """In turns they are whole; in a pipeline a rank would have its stages' part."""
+    """In micro-batches they are whole; in a pipeline a rank would have its stages' part."""
     torch.manual_seed(SEED)
     x = torch.randn(4, 6, requires_grad=True)
     _Remembers(False)(x).backward()
@@ -278,7 +278,7 @@ def test_cuts_send_little_where_that_is_faster(bytes_per_s: float, width: int) -
 
 
 def test_both_stages_at_a_cut_wait_for_its_sends() -> None:
-    """Cuts as even as the ops, however dear messages are: these are the same wherever it is cut."""
+    """Cuts as even as the ops, however expensive messages are: these are the same wherever it is cut."""
     layers = [torch.nn.Linear(8, 8, bias=False) for _ in range(12)]
     flow = flow_of(space := StrategySpace(capture(torch.nn.Sequential(*layers), (torch.zeros(4, 8),)), (1,)), 0)
     seconds = np.array([float(decision.kind == "op") for decision in space.decisions])
@@ -446,9 +446,9 @@ def test_one_micro_batch_on_eight_ranks(ranks: Any, case_name: str, mesh_shape: 
 
 
 def test_fewer_micro_batches_than_ranks() -> None:
-    """Each stage holds those there are. A rank's first stage was taken to hold two of one, its last none, and of what
-    only its loss needs less than none, which ended in an error."""
-    for schedule, last in (("interleaved", 2), ("zero_bubble", 3)):
+    """Each stage holds those there are; the last one of interleaved runs backward after each forward. A rank's first
+    stage was taken to hold two of one, its last none, and of what only its loss needs less than none: an error."""
+    for schedule, last in (("interleaved", 1), ("zero_bubble", 3)):
         assert [in_flight(Hybrid(1, 4, 2, schedule), stage) for stage in range(4)] == [1, 1, 1, 1]
         assert [in_flight(Hybrid(3, 8, 4, schedule), stage) for stage in range(8)] == [3, 3, 3, 3, 3, 3, 3, last]
     case = CASES["gpt2"]

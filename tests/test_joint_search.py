@@ -33,7 +33,7 @@ from tests.support.steps import assert_one_process
 
 
 def test_a_reduced_model_has_the_price_of_the_model() -> None:
-    """Six layers as three: the sketch's price is the model's, on every mesh, where the search treats layers alike."""
+    """Six layers as three: the reduced model's price is the whole's, where equal layers get equal strategies."""
     from transformers import LlamaConfig, LlamaForCausalLM
 
     config = LlamaConfig(vocab_size=128, hidden_size=32, intermediate_size=64, num_hidden_layers=6,
@@ -285,7 +285,7 @@ def test_the_second_round_tries_neighbours_of_the_best() -> None:
 
 
 def test_promising_candidates_are_estimated_first() -> None:
-    """What lies near a dear estimate comes last, unless nothing else is left and there is patience."""
+    """What lies near an expensive estimate comes last, unless nothing else is left and there is patience."""
 
     near, far = (Candidate(Hybrid(m), (8,)) for m in (2, 64))
     order = EstimateOrder([near, far], lambda c: 0.99 + 0.01 * c.hybrid.micro_batches, lambda c: 0.0, lambda c: 0.0)

@@ -179,7 +179,7 @@ def test_gathers_of_a_block_go_together() -> None:
 
 
 def test_a_second_reduction_does_not_wait_for_the_end() -> None:
-    """Of parameters whole on two axes: backward posts the second behind the next bucket's first; a reduction before a
+    """Of parameters whole on two axes: backward issues the second behind the next bucket's first; a reduction before a
     gather begins backward where that is waited for."""
     paths = [[(None, "reduction", "y"), (0, "reduction", "x")] for _ in range(3)]
     reads = [Read(2 * n if after is not None else None, kind, axis, "f", 4, 10 * n + 1)

@@ -1,4 +1,4 @@
-"""Layouts: pieces tile the tensor exactly, as DTensor cuts them; redistribution paths are legal and the shortest."""
+"""Layouts: shards tile the tensor exactly, as DTensor cuts them; redistribution paths are legal and the shortest."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ def laid_out(draw: st.DrawFn) -> tuple[tuple[int, ...], Layout, tuple[int, ...]]
 
 @given(st.integers(0, 200), st.integers(1, 20))
 def test_shards_are_those_of_torch_chunk(size: int, num_ranks: int) -> None:
-    """Of equal lengths but for the last ones; where torch.chunk gives fewer pieces, the rest are empty."""
+    """Of equal lengths but for the last ones; where torch.chunk gives fewer shards, the rest are empty."""
     chunks = [len(c) for c in torch.arange(size).chunk(num_ranks)] if size else []
     assert shards(size, num_ranks) == (*chunks, *[0] * (num_ranks - len(chunks)))
     ends = [0, *itertools.accumulate(shards(size, num_ranks))]
@@ -79,7 +79,7 @@ def test_local_boxes_tile_the_tensor(case: tuple[tuple[int, ...], Layout, tuple[
     for coordinate in coordinates(mesh_shape):
         offsets, local = local_box(shape, layout, mesh_shape, coordinate)
         box = tuple(slice(start, start + length) for start, length in zip(offsets, local, strict=True))
-        assert count[box].shape == local, "the piece lies within the tensor"
+        assert count[box].shape == local, "the shard lies within the tensor"
         count[box] += 1
     assert (count == copies).all()
 
@@ -110,7 +110,7 @@ def test_can_cut_examples() -> None:
     assert can_cut(10, (4,)) and not can_cut(9, (8,)) and can_cut(9, (3, 3))
     assert not can_cut(6, (4,)), "2, 2, 2, 0"
     assert not can_cut(4, (3,)), "2, 2, 0"
-    assert not can_cut(10, (4, 2)), "the last piece has one element"
+    assert not can_cut(10, (4, 2)), "the last shard has one element"
     assert not layout_fits((8,), (shard(1),), (2,)), "there is no dim 1"
 
 
@@ -222,7 +222,7 @@ def test_sums_along_paths(space: LayoutSpace) -> None:
 
 
 def test_an_outer_cut_of_a_dim_is_joined_after_the_inner_one() -> None:
-    """S(0)·S(0) -> I·S(0) cannot gather axis 0 first: the pieces would lie in the wrong order."""
+    """S(0)·S(0) -> I·S(0) cannot gather axis 0 first: the shards would lie in the wrong order."""
     space = LayoutSpace((8, 8), (2, 2), True)
     path = RedistributionTable(space, 4, some_cost).path((shard(0), shard(0)), (INVARIANT, shard(0)))
     assert path[0].axis == 1

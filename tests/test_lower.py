@@ -125,7 +125,7 @@ def test_the_digest_detects_orders_that_would_hang() -> None:
 
 @pytest.mark.parametrize("seed", range(3))
 def test_sizes_of_an_uneven_mesh_add_up(seed: int) -> None:
-    """The pieces along a cut dim, as each step has them, are this rank's and add up to what the step gathers."""
+    """The shards along a cut dim, as each step has them, are this rank's and add up to what the step gathers."""
     space, prices = space_of("mlp", (2, 3))
     program = emit(space, random_strategies(space, seed), prices.path, (1, 2))
     for node in steps_of(program):
@@ -270,7 +270,7 @@ def test_corrupted_programs_are_refused(corrupt: Callable[[Program], FxNode]) ->
 
 
 def test_a_vocabulary_variant_is_not_the_plain_embedding() -> None:
-    """On a piece of the table, plain look-up would read other rows (or none)."""
+    """On a shard of the table, plain look-up would read other rows (or none)."""
     space, prices = space_of("llama", (2,))
     decision = space.decision_named["embedding"]
     strategy = (space.strategy_sets[decision].axis_strategy_named("vocabulary"),)
@@ -339,7 +339,7 @@ FILLED_INPUT = torch.randn(8, 16, generator=torch.Generator().manual_seed(0))
 
 
 def filled_sharded(rows: tuple[str, ...]) -> float:
-    """The loss, in two turns, with all such tensors cut alike."""
+    """The loss, in two micro-batches, with all such tensors cut the same way."""
     best = plan(Filled(), Cluster.load("local-cpu", num_devices=4), example_inputs=(FILLED_INPUT,),
                 mesh_shape=(2, 2), axis_names=("x", "y"), micro_batches=2)
     made = [n for n in best.strategies if n.partition("_")[0] in ("zeros", "full", "ones") and ":" not in n]

@@ -1,6 +1,6 @@
-"""Matrix products on meshes of two and three axes: the classical algorithms are labels of the strategy space.
+"""Matrix products on meshes of two and three axes: the classical algorithms are strategies of the space.
 
-2-D (SUMMA): both operands in pieces over both axes, gathered along one each. 3-D: each axis cuts one index, sums over
+2-D (SUMMA): both operands in shards over both axes, gathered along one each. 3-D: each axis cuts one index, sums over
 the last. 2.5-D: as 3-D, with operands whole on the last axis.
 """
 
@@ -50,12 +50,12 @@ def test_products_on_several_axes(name: str) -> None:
     assert named.keys() <= {decision.name for decision in space.decisions}
     pricer = SpacePricer(Prices(space, machine))
     for plan in range(3):
-        draw, labels = random.Random(plan), list[Strategy]()
+        draw, chosen = random.Random(plan), list[Strategy]()
         for decision, s in zip(space.decisions, space.strategy_sets, strict=True):
-            own = [label for label in s.strategies if s.names(label) == named.get(decision.name)]
-            assert own or decision.name not in named, f"{decision.name} has no label {named[decision.name]}"
-            labels.append(draw.choice(own or s.strategies))
-        assert math.isfinite(evaluate(pricer.full(), pricer.choice_of(labels)).objective)
+            own = [strategy for strategy in s.strategies if s.names(strategy) == named.get(decision.name)]
+            assert own or decision.name not in named, f"{decision.name} has no strategy {named[decision.name]}"
+            chosen.append(draw.choice(own or s.strategies))
+        assert math.isfinite(evaluate(pricer.full(), pricer.choice_of(chosen)).objective)
         model.zero_grad()
-        error, worst = worst_error(expected, Ranks(Candidate(space, tuple(labels)), machine).step(model, inputs))
+        error, worst = worst_error(expected, Ranks(Candidate(space, tuple(chosen)), machine).step(model, inputs))
         assert error <= TOLERANCE, f"{worst}, plan {plan}"

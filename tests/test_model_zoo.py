@@ -67,11 +67,11 @@ def test_each_rank_convolves_its_own_groups() -> None:
     model, inputs = Depthwise(), {"x": torch.randn(4, 8, 9)}
     space = StrategySpace(capture(model, (), inputs), (4,))
     convolution = space.decision_named["conv1d"]
-    labels = [
+    strategies = [
         (s.axis_strategy_named("g"),) if i == convolution else s.strategies[0]
         for i, s in enumerate(space.strategy_sets)
     ]
-    ranks = Ranks(Candidate(space, tuple(labels)), toy_cluster())
+    ranks = Ranks(Candidate(space, tuple(strategies)), toy_cluster())
     assert worst_error(truth(model, inputs), ranks.step(model, inputs))[0] < 1e-5
     calls = [node for node in ranks.programs[(3,)].module.graph.nodes if node.name == "conv1d"]
     assert [node.args[6] for node in calls] == [2]
@@ -97,23 +97,23 @@ def test_cut_classes_may_be_excluded() -> None:
     model, inputs = Excluded().double(), {"x": torch.randn(4, 8, dtype=torch.float64)}
     space = StrategySpace(capture(model, (), inputs), (4,))
     loss = next(decision.index for decision in space.decisions if decision.name.startswith("cross_entropy"))
-    labels = [
+    strategies = [
         (s.axis_strategy_named("classes"),) if i == loss else s.strategies[0] for i, s in enumerate(space.strategy_sets)
     ]
-    ranks = Ranks(Candidate(space, tuple(labels)), toy_cluster())
+    ranks = Ranks(Candidate(space, tuple(strategies)), toy_cluster())
     assert worst_error(truth(model, inputs), ranks.step(model, inputs))[0] < 1e-12
 
 
 def test_a_plan_that_cuts_the_batch_nowhere() -> None:
-    """BERT's sites with a whole batch: heads and hidden dims are cut, the first dim of no activation is."""
+    """BERT's decisions with a whole batch: heads and hidden dims are cut, the first dim of no activation is."""
     graph = capture(build("bert"), (), inputs_of("bert"))
     candidate = model_zoo.whole_batch_candidate(graph, toy_cluster())
     cut = set()
-    for decision, s, label in zip(
+    for decision, s, strategy in zip(
         candidate.space.decisions, candidate.space.strategy_sets, candidate.strategies, strict=True
     ):
         if decision.kind in ("input", "op", "shared_read") and s.output_metas[0].shape[:1] == (8,):
-            cut |= {p for p in s.output_layout(label) if p.is_shard}
+            cut |= {p for p in s.output_layout(strategy) if p.is_shard}
     assert cut and shard(0) not in cut
 
 
@@ -142,11 +142,11 @@ def test_a_wrong_rule_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
     def cut_sums() -> Ranks:
         space = StrategySpace(graph, (4,))
         at = [decision.kind == "op" and graph.nodes[decision.node].target is linear for decision in space.decisions]
-        labels = [
+        strategies = [
             (s.axis_strategy_named("k"),) if cut else s.strategies[0]
             for cut, s in zip(at, space.strategy_sets, strict=True)
         ]
-        return Ranks(Candidate(space, tuple(labels)), toy_cluster())
+        return Ranks(Candidate(space, tuple(strategies)), toy_cluster())
 
     assert worst_error(expected, cut_sums().step(model, inputs))[0] < 1e-5
     monkeypatch.setitem(registry._BUILDERS, linear, wrong)

@@ -118,7 +118,7 @@ def test_calls_of_other_shapes_are_traced_anew(ranks: Any) -> None:
 
 
 def meta_model(load: bool) -> tuple[float, list[str]]:
-    """A meta-device Llama gets its weights; |loss - expected| and parameters whose piece is too large."""
+    """A meta-device Llama gets its weights; |loss - expected| and parameters whose shard is too large."""
     case = CASES["llama"]
     _, kwargs = case.inputs(8)
     real = case.build()

@@ -15,7 +15,7 @@ from autoparallel.pricing import Prices
 from cost_models import Cluster
 from tests.support.ranks import mesh_of
 from tests.support.reference import gathered
-from tests.support.rule_cases import case_of, rows_that_hold
+from tests.support.rule_cases import case_of, strategies_that_hold
 
 aten = torch.ops.aten
 OF_INSTANCES = (None, None, True, 0.1, 1e-5, False)
@@ -35,9 +35,9 @@ CASES: dict[str, tuple[tuple[Any, ...], set[str]]] = {
 
 @pytest.mark.parametrize("name", list(CASES))
 def test_norms_on_shards(name: str) -> None:
-    """Even and uneven pieces on 2, 3 and 4 ranks, forward and gradients."""
+    """Even and uneven shards on 2, 3 and 4 ranks, forward and gradients."""
     arguments, rows = CASES[name]
-    assert {row for row in rows_that_hold(*arguments) if row.startswith("norm")} == rows
+    assert {row for row in strategies_that_hold(*arguments) if row.startswith("norm")} == rows
 
 
 def test_summed_statistics_are_priced() -> None:

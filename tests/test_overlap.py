@@ -99,7 +99,7 @@ def most_gathered(mesh_shape: tuple[int, ...], options: dict[str, Any]) -> tuple
 @pytest.mark.parametrize(("recompute", "mesh_shape"), [
     ("none", (4,)), ("full", (2, 2)), slow("none", (2, 2)), slow("full", (4,))])
 def test_prefetched_gathers_take_memory(ranks: Any, recompute: str, mesh_shape: tuple[int, ...]) -> None:
-    """With ZeRO-3 those that are read and the next, far fewer than all; and pieces of which the next are gathered."""
+    """With ZeRO-3 those that are read and the next, far fewer than all; and shards of which the next are gathered."""
     options = {"baseline": "fsdp", "zero_stage": 3, "recompute": recompute}
     whole = sum(p.numel() * p.element_size() for p in CASES["llama"].build().parameters())
     for predicted, found in ranks(4).run(most_gathered, mesh_shape, options, timeout_s=100):
@@ -108,7 +108,7 @@ def test_prefetched_gathers_take_memory(ranks: Any, recompute: str, mesh_shape: 
 
 
 class Gathers(TorchDispatchMode):
-    """Bytes of gathers, as they are posted and waited for; how many of them at once: with no product between."""
+    """Bytes of gathers, as they are issued and awaited; how many of them at once: with no product between."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -265,7 +265,7 @@ def test_the_last_micro_batch_overlaps_its_reductions(ranks: Any, mesh_shape: tu
 
 
 class _WhereMeant(torch.autograd.Function):
-    """Its scale has no gradient where nothing is meant."""
+    """Its scale has no gradient where no row is valid."""
 
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, scale: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
@@ -302,7 +302,7 @@ def learnt_late(split_step: bool) -> dict[str, torch.Tensor]:
 
 
 def test_gradients_of_the_last_micro_batch_alone_are_reduced(ranks: Any) -> None:
-    """Backward comes to it after those that are reduced with it have been posted."""
+    """Backward comes to it after those that are reduced with it have been issued."""
     expected = learnt_late(split_step=False)
     for found in ranks(2).run(learnt_late, True):
         assert found.keys() == expected.keys()
@@ -311,7 +311,7 @@ def test_gradients_of_the_last_micro_batch_alone_are_reduced(ranks: Any) -> None
 
 
 def learnt_by_one_rank(shared: bool) -> list[dict[str, torch.Tensor]]:
-    """Gradients of two steps: nothing learns the scale in the first, one of the ranks that share it in the second."""
+    """Gradients of two steps: the scale has no gradient in the first, one of the ranks that share it in the second."""
     model, found = _TrainableLate(), []
     x = torch.arange(48.0).view(8, 6) / 48
     masks = torch.zeros(8, 1), torch.tensor([0.0, 0, 1, 1, 0, 0, 1, 1])[:, None]

@@ -62,13 +62,13 @@ def test_no_part_of_a_step_is_lost(mesh_shape: tuple[int, ...], options: dict[st
     {"micro_batches": 4, "schedule": "zero_bubble", "pipeline_stages": 4},
 ])
 def test_pipelines_hide_reductions_of_the_last_backward(options: dict[str, Any]) -> None:
-    """And no more: not without turns before it, nor where each turn reduces, nor where gradients of weights are put
-    off; less than what is reduced once, and than a rank's compute of a turn."""
+    """And no more: not without a micro-batch before it, nor where each one reduces, nor where gradients of weights are
+    put off; less than what is reduced once, and than a rank's compute of a micro-batch."""
     options = {"pipeline_stages": 2, "baseline": "ddp", "bucket_bytes": 20_000, **options}
     cluster = Cluster.load("h100-sxm", num_devices=8, software="none")
     made = plan_of("gpt2", cluster, batch=32, mesh_shape=(2, 4), **options)
     parts, reduces_early = made.prediction, options["micro_batches"] > 1 and "zero_stage" not in options
-    assert (parts.hidden_s > 0) == (reduces_early and options.get("schedule") != "zero_bubble")
+    assert (parts.hidden_s > 0) == (reduces_early and not made.hybrid.puts_off_weights)
     assert parts.step_s == parts.added_s - parts.hidden_s
     reduced = sum(use.seconds for use in parts.collectives if use.direction == "backward")
     assert parts.hidden_s <= min(reduced, (parts.forward_s + parts.backward_s) / options["micro_batches"])
@@ -151,7 +151,7 @@ def test_an_interrupt_ends_both_searches(monkeypatch: pytest.MonkeyPatch) -> Non
     assert len(begun) == 2 and made.evidence.gap == 0
 
 
-#: What a program does with its device and two links: works, posts, waits for the n-th of what it posted; quarters of
+#: What a program does with its device and two links: works, issues, awaits the n-th of what it issued; quarters of
 #: a second.
 PROGRAMS = st.lists(st.one_of(
     st.tuples(st.just("work"), st.integers(0, 9), st.sampled_from([COMPUTE, "inner", "outer"])),

@@ -105,7 +105,7 @@ def test_a_saved_plan_loads_equal_and_reads_well(tmp_path: Path) -> None:
 
 
 def test_diff_names_what_differs() -> None:
-    """Nothing between equal plans, one line for one changed site, and the mesh."""
+    """Nothing between equal plans, one line for one changed decision, and the mesh."""
     made = planned("mlp")
     assert made.diff(made).splitlines() == [made.diff(made)] and made.diff(made).startswith("0 differences")
     changed = dataclasses.replace(made, strategies={**made.strategies, "relu": ("wat", "part")})
@@ -289,7 +289,7 @@ def test_sequence_parallel_is_pairs_instead() -> None:
     """An all-gather before each pair of products and before the head, a reduce-scatter after each pair.
 
     Before the first layer there is none where every rank looks up the whole sequence, as is cheaper on this machine.
-    (Norm weights, read by pieces of the sequence, still need the sum of their gradients.)
+    (Norm weights, read by shards of the sequence, still need the sum of their gradients.)
     """
     found = counted("llama", 2, "sequence_parallel")
     assert found["forward", "reduce_scatter"] == found["backward", "all_gather"] == 2 * LAYERS

@@ -84,7 +84,7 @@ def test_where_there_is_no_path_the_price_is_infinite_however_often_it_runs(time
 
 
 def test_accumulating_gradients_of_micro_batches_takes_time() -> None:
-    """Each turn after the first reads two gradients and writes one: of whole parameters, or of the pieces stored."""
+    """Each micro-batch but the first reads two gradients and writes one: of whole parameters, or of stored shards."""
     cluster = Cluster.load("h100-sxm", num_devices=2, software="none")
     space = StrategySpace(split_batch(graph_of("llama"), 4).body, (2,))
     prices = Prices(space, cluster)

@@ -1,6 +1,6 @@
 """Random models under random plans compute what one process computes: loss, output, every gradient.
 
-Models are drawn from `tests.support.programs`, plans label by label from the whole strategy space; ranks are threads of
+Models are drawn from `tests.support.programs`, plans strategy by strategy from the whole space; ranks are threads of
 this process (`benchmarks.in_process`) and run the emitted programs as they are, in float64. ``-m slow``: 5,000 cases.
 """
 

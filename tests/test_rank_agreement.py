@@ -79,7 +79,7 @@ def test_an_order_of_ops_that_differs_is_shown_with_its_likely_reason(ranks: Any
 
 
 def an_edited_plan_on_one_rank(rank: int) -> list[str]:
-    """In which nothing is said, or which is of other turns."""
+    """In which nothing is said, or which is of other calls."""
     import torch.distributed as dist
 
     x, mesh, said = torch.ones(4, 8), mesh_of(2), []

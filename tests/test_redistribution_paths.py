@@ -140,7 +140,7 @@ def test_paths_keep_value_and_gradient(
 
 
 def step_cases(num_ranks: int) -> list[tuple[str, str, tuple[int, ...]]]:
-    """(source, target, global shape): each step of the table on dims of even and of uneven pieces."""
+    """(source, target, global shape): each step of the table on dims of even and of uneven shards."""
     shapes = [(num_ranks, 2 * num_ranks), (2 * num_ranks - 1, 3 * num_ranks + 1)]
     found = []
     for (a, b), shape in itertools.product(ACTIONS, shapes):
@@ -200,7 +200,7 @@ def test_backward_is_the_adjoint(ranks: Any, num_ranks: int) -> None:
 
 
 def judges() -> dict[tuple[str, str], Callable[[Tensor, Any], Tensor]]:
-    """spmd-types' own function for each step, on pieces of dim 1 (all-to-all: to dim 0)."""
+    """spmd-types' own function for each step, on shards of dim 1 (all-to-all: to dim 0)."""
     import spmd_types as t
 
     S = t.S(1)
@@ -257,7 +257,7 @@ def test_spmd_types_functions_agree(ranks: Any, num_ranks: int) -> None:
 
 
 def test_the_helpers_see_mistakes() -> None:
-    """A missing summand, a replica that differs and pieces in the wrong order are found."""
+    """A missing summand, a replica that differs and shards in the wrong order are found."""
     whole, mesh_shape = numbers((4, 6), 1), (2, 2)
     for text in ("S(0)·S(0)", "P·S(1)", "I·P", "S(1)·R"):
         layout = parse_layout(text)

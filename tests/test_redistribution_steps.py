@@ -1,6 +1,6 @@
 """Every redistribution step, forward and backward, against its definition and against spmd-types as the judge.
 
-What ranks hold means one global value: pieces join (S), every rank has it (R, I), summands add up (P). A step must keep
+What ranks hold means one global value: shards join (S), every rank has it (R, I), summands add up (P). A step must keep
 the value; its backward must turn a gradient placed as the dual of the target into one placed as the dual of the source.
 """
 
@@ -88,7 +88,7 @@ def run_steps(num_dims: int) -> dict[str, tuple[torch.Tensor, torch.Tensor]]:
 
 @pytest.mark.parametrize("num_ranks", [2, 3, 4])
 def test_steps_keep_value_and_gradient(ranks: Any, num_ranks: int) -> None:
-    """Six, eight and five over two, three and four ranks: even and uneven pieces (not six over four: 2, 2, 2, 0)."""
+    """Six, eight and five over two, three and four ranks: even and uneven shards (not six over four: 2, 2, 2, 0)."""
     generator = torch.Generator().manual_seed(1)
     whole = torch.randn(SHAPE, generator=generator, dtype=torch.float64)
     gradient = torch.randn(SHAPE, generator=generator, dtype=torch.float64)
@@ -100,7 +100,7 @@ def test_steps_keep_value_and_gradient(ranks: Any, num_ranks: int) -> None:
 
 
 def conjugated() -> list[torch.Tensor]:
-    """Pieces along dim 1 of numbers that are conjugated only when they are read."""
+    """Shards along dim 1 of numbers that are conjugated only when they are read."""
     axes = groups.bind(mesh_of(torch.distributed.get_world_size()))
     (axis,) = axes.values()
     whole = torch.complex(*torch.randn(2, *SHAPE, generator=torch.Generator().manual_seed(1)))
@@ -117,7 +117,7 @@ def test_conjugates_change_their_dim(ranks: Any) -> None:
 
 
 def judge_steps() -> dict[str, tuple[torch.Tensor, torch.Tensor]]:
-    """The same by spmd-types, for even pieces (dim 1 of size 8)."""
+    """The same by spmd-types, for even shards (dim 1 of size 8)."""
     import spmd_types
 
     mesh = mesh_of(torch.distributed.get_world_size())
@@ -142,7 +142,7 @@ def judge_steps() -> dict[str, tuple[torch.Tensor, torch.Tensor]]:
 
 
 def test_spmd_types_agrees(ranks: Any) -> None:
-    """On 2 ranks, for every step that it has: the same global value and gradient, and the same pieces and replicas."""
+    """On 2 ranks, for every step that it has: the same global value and gradient, and the same shards and replicas."""
     judged, ours = ranks(2).run(judge_steps), ranks(2).run(run_steps, 3)
     assert len(judged[0]) == len(ACTIONS) - 1  # all but S -> S of one dim
     for step in judged[0]:

@@ -1,4 +1,4 @@
-"""reduce_dtype: gradients are summed over ranks in it, add up over turns no worse than in it, and take its bytes."""
+"""reduce_dtype: gradients are summed over ranks in it, over micro-batches no worse than in it, and take its bytes."""
 
 from __future__ import annotations
 
@@ -87,7 +87,7 @@ def test_float32_gradients_may_be_summed_in_bfloat16(ranks: Any) -> None:
 
 
 def types_of_a_call(options: Options) -> set[torch.dtype]:
-    """Types that a call and its backward sum in, where steps take turns."""
+    """Types that a call and its backward sum in, where steps have several micro-batches."""
     case = CASES[CASE]
     args, kwargs = case.inputs(8)
     parallel = autoparallel.compile(case.build().bfloat16(), mesh_of(4), example_inputs=args, example_kwargs=kwargs,

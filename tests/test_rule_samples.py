@@ -327,36 +327,36 @@ def dual(p: Placement) -> Placement:
     return p if p.is_shard else {"R": PARTIAL, "I": INVARIANT, "P": INVARIANT}[p.kind]
 
 
-def fits(row: AxisStrategy, made: OpCall, outputs: Sequence[Tensor], num_ranks: int) -> bool:
-    placed = zip((*made.inputs, *outputs), (*row.inputs, *row.outputs), strict=True)
+def fits(strategy: AxisStrategy, made: OpCall, outputs: Sequence[Tensor], num_ranks: int) -> bool:
+    placed = zip((*made.inputs, *outputs), (*strategy.inputs, *strategy.outputs), strict=True)
     return all(layout_fits(tuple(t.shape), (p,), (num_ranks,)) for t, p in placed) and not any(
-        size % num_ranks for size in row.even
+        size % num_ranks for size in strategy.even
     )
 
 
 def run_rank(
-    made: OpCall, row: AxisStrategy, inputs: Sequence[Tensor], sizes: Sequence[int], start: int
+    made: OpCall, strategy: AxisStrategy, inputs: Sequence[Tensor], sizes: Sequence[int], start: int
 ) -> list[Tensor]:
-    if row.variant == "vocabulary":
+    if strategy.variant == "vocabulary":
         return [variants.vocabulary_embedding(*inputs, *made.args[2:3], start=start)]
-    if row.variant == "queries":
+    if strategy.variant == "queries":
         return [variants.causal_queries(*inputs, start=start, **made.kwargs)]
     return made.run(inputs, sizes)
 
 
-def check_row(made: OpCall, row: AxisStrategy, num_ranks: int) -> bool:
-    """Whether the row applies; if it does it must be true, forward and backward."""
+def check_strategy(made: OpCall, strategy: AxisStrategy, num_ranks: int) -> bool:
+    """Whether the axis strategy applies; if it does it must be true, forward and backward."""
     whole = [t.clone().requires_grad_(t.is_floating_point()) for t in made.inputs]
     expected = made.run(whole)
-    if not fits(row, made, expected, num_ranks):
+    if not fits(strategy, made, expected, num_ranks):
         return False
-    given = [split(t.detach(), p, num_ranks) for t, p in zip(whole, row.inputs, strict=True)]
-    cut = row.inputs[0].dim if row.inputs and row.inputs[0].is_shard else 0
+    given = [split(t.detach(), p, num_ranks) for t, p in zip(whole, strategy.inputs, strict=True)]
+    cut = strategy.inputs[0].dim if strategy.inputs and strategy.inputs[0].is_shard else 0
     starts = [sum(t.shape[cut] for t in given[0][:r]) for r in range(num_ranks)]
     held = [[t[r].clone().requires_grad_(t[r].is_floating_point()) for t in given] for r in range(num_ranks)]
-    size = [local_shape(tuple(expected[0].shape), (row.outputs[0],), (num_ranks,), (r,)) for r in range(num_ranks)]
-    results = [run_rank(made, row, held[r], size[r], starts[r]) for r in range(num_ranks)]
-    for number, (value, p) in enumerate(zip(expected, row.outputs, strict=True)):
+    size = [local_shape(tuple(expected[0].shape), (strategy.outputs[0],), (num_ranks,), (r,)) for r in range(num_ranks)]
+    results = [run_rank(made, strategy, held[r], size[r], starts[r]) for r in range(num_ranks)]
+    for number, (value, p) in enumerate(zip(expected, strategy.outputs, strict=True)):
         torch.testing.assert_close(join([r[number] for r in results], p), value)
         if not value.requires_grad:
             continue
@@ -370,7 +370,7 @@ def check_row(made: OpCall, row: AxisStrategy, num_ranks: int) -> bool:
         ]
         for place, i in enumerate(asked):
             whole_gradient = right[place] if right[place] is not None else torch.zeros_like(whole[i])
-            joined = join([m[place] for m in mine], dual(row.inputs[i]))
+            joined = join([m[place] for m in mine], dual(strategy.inputs[i]))
             torch.testing.assert_close(joined, whole_gradient, rtol=1e-6, atol=1e-6)
     return True
 
@@ -378,38 +378,39 @@ def check_row(made: OpCall, row: AxisStrategy, num_ranks: int) -> bool:
 @pytest.mark.parametrize("num_ranks", [2, 3, 4])
 @pytest.mark.parametrize("family", list(SAMPLES))
 def test_axis_strategies_on_shards_give_the_whole(family: str, num_ranks: int) -> None:
-    """Forward and gradient, even and uneven pieces. (Rows that communicate run on ranks: below, test_sequence.)"""
+    """Forward and gradient, even and uneven shards. (Those that communicate run on ranks: below, test_sequence.)"""
     for made in SAMPLES[family]():
         rule, known = made.rule()
         assert known, f"{made.op} has no rule"
-        for row in rule.axis_strategies():
-            if row.inside:
+        for strategy in rule.axis_strategies():
+            if strategy.inside:
                 continue
             try:
-                check_row(made, row, num_ranks)
+                check_strategy(made, strategy, num_ranks)
             except Exception as error:
                 shapes = [list(t.shape) for t in made.inputs]
-                raise AssertionError(f"{made.op} of {shapes} on {num_ranks} ranks, row {row}: {error}") from error
+                raise AssertionError(f"{made.op} of {shapes} on {num_ranks} ranks, {strategy}: {error}") from error
 
 
 @pytest.mark.parametrize("family", list(SAMPLES))
-def test_every_row_is_run(family: str) -> None:
-    """Each row of each sample applies on some number of ranks: nothing above passes by being skipped."""
+def test_every_axis_strategy_is_run(family: str) -> None:
+    """Each axis strategy of each sample applies on some number of ranks: nothing above passes by being skipped."""
     for made in SAMPLES[family]():
-        for row in made.rule()[0].axis_strategies():
-            cuts = [*row.inputs, *row.outputs]
-            if not row.inside and not any(p.is_shard for p in cuts):
-                assert check_row(made, row, 2)
-            elif not row.inside:
-                assert any(check_row(made, row, n) for n in (2, 3)), f"{made.op}: {row}"
+        for strategy in made.rule()[0].axis_strategies():
+            cuts = [*strategy.inputs, *strategy.outputs]
+            if not strategy.inside and not any(p.is_shard for p in cuts):
+                assert check_strategy(made, strategy, 2)
+            elif not strategy.inside:
+                assert any(check_strategy(made, strategy, n) for n in (2, 3)), f"{made.op}: {strategy}"
 
 
-def test_a_wrong_row_is_found() -> None:
+def test_a_wrong_axis_strategy_is_found() -> None:
     """The property can fail: a bias on every rank of a cut sum, a softmax cut where it must be whole."""
     linear = call(aten.linear.default, f(4, 8), f(6, 8), f(6))
-    k = next(row for row in linear.rule()[0].axis_strategies() if row.name == "k")
+    k = next(strategy for strategy in linear.rule()[0].axis_strategies() if strategy.name == "k")
     wrong = AxisStrategy("k", (*k.inputs[:2], Placement("R")), k.outputs, "k")
     softmax = call(aten.softmax.int, f(4, 8), 1)
-    for made, row in ((linear, wrong), (softmax, AxisStrategy("d1", (Placement("S", 1),), (Placement("S", 1),), "d1"))):
+    cut = AxisStrategy("d1", (Placement("S", 1),), (Placement("S", 1),), "d1")
+    for made, strategy in ((linear, wrong), (softmax, cut)):
         with pytest.raises(AssertionError):
-            check_row(made, row, 2)
+            check_strategy(made, strategy, 2)

@@ -51,7 +51,7 @@ def test_possible_axis_strategies() -> None:
 
 
 def test_a_wrong_claim_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Softmax over a cut dim: pieces of the right shape with the wrong numbers."""
+    """Softmax over a cut dim: shards of the right shape with the wrong numbers."""
     case = case_of(aten.softmax.int, (4, 6), 1)
     found, known = claims(case, 2)
     assert known and not any(claim.wrong for claim in found)
@@ -75,7 +75,7 @@ def test_a_wrong_gradient_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_dtensor_is_held_to_what_it_runs(study: Study) -> None:
     """Its argmax of a cut dim communicates, and is right; what it says of a convolution of summands is wrong; a norm
-    of pieces is not one of the summands that a sum makes whole."""
+    of shards is not one of the summands that a sum makes whole."""
     argmax = study.judge(case_of(aten.argmax.default, (4, 6), -1)).counts
     assert argmax.dtensor_right > argmax.right and not argmax.dtensor_wrong
     assert study.judge(case_of(aten.conv1d.default, (1, 3, 4), (3, 3, 3), (3,), [2], [2])).counts.dtensor_wrong
@@ -99,7 +99,7 @@ def test_a_handful_of_ops(study: Study, database: Database) -> None:
 
 @pytest.mark.slow
 def test_the_vocabulary_variant_is_tried(study: Study, database: Database) -> None:
-    """It is not the op on pieces; it counts as possible because it is right."""
+    """It is not the op on shards; it counts as possible because it is right."""
     (embedding,) = database(["nn.functional.embedding"])
     judged = [j for j in study.of(embedding).judged if j.op == "aten.embedding.default"]
     assert judged and not any(j.wrong for j in judged) and all(j.counts.right for j in judged)

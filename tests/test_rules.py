@@ -22,7 +22,7 @@ from tests.support.ranks import mesh_of
 
 
 def test_linear() -> None:
-    """The bias is added once: a summand where k is cut. A single column parallel step needs no more than its row n."""
+    """The bias is added once: a summand where k is cut. A single column parallel step needs only axis strategy n."""
     assert table(call(aten.linear.default, f(4, 8, 16), f(32, 16), f(32))) == [
         "repeat: I I I -> I",
         "part: R R R -> R",
@@ -37,11 +37,11 @@ def test_linear() -> None:
 
 def test_attention_of_three_dims_is_cut_by_the_first() -> None:
     attention = call(aten.scaled_dot_product_attention.default, f(4, 6, 2), f(4, 7, 2), f(4, 7, 3))
-    assert {row.factor for row in attention.rule()[0].axis_strategies()} == {"", "h", "s"}
+    assert {s.factor for s in attention.rule()[0].axis_strategies()} == {"", "h", "s"}
 
 
 def test_attention_with_grouped_queries() -> None:
-    """Batch, heads, queries; the pieces of the heads must divide the key-value heads too."""
+    """Batch, heads, queries; the shards of the heads must divide the key-value heads too."""
     attention = call(aten.scaled_dot_product_attention.default, f(2, 8, 5, 4), f(2, 4, 5, 4), f(2, 4, 5, 4),
                      enable_gqa=True)
     assert table(attention) == [
@@ -53,7 +53,7 @@ def test_attention_with_grouped_queries() -> None:
         "s: S(2) R R -> S(2)",
         "ring: S(2) S(2) S(2) -> S(2)",
     ]
-    assert {row.name: row.even for row in attention.rule()[0].axis_strategies()}["h"] == (8, 4)
+    assert {s.name: s.even for s in attention.rule()[0].axis_strategies()}["h"] == (8, 4)
 
 
 def test_reshape_cuts_the_leading_dim_of_each_group() -> None:
@@ -63,7 +63,7 @@ def test_reshape_cuts_the_leading_dim_of_each_group() -> None:
         "repeat: I -> I", "part: R -> R", "linear(0): P -> P",
         "d0: S(0) -> S(0)", "d1: S(1) -> S(1)", "d2: S(2) -> S(2)",
     ]
-    assert {row.name: row.even for row in split.rule()[0].axis_strategies()}["d2"] == (32, 8)
+    assert {s.name: s.even for s in split.rule()[0].axis_strategies()}["d2"] == (32, 8)
 
 
 def test_embedding_with_a_cut_vocabulary_is_a_summand() -> None:
@@ -82,7 +82,7 @@ def test_cross_entropy_sums_over_targets() -> None:
 
 
 def test_a_cross_product_names_its_dim() -> None:
-    """Of [6, 3] vectors, cut in two, each piece has 3 rows: without a dim, torch takes these for the vectors."""
+    """Of [6, 3] vectors, cut in two, each shard has 3 rows: without a dim, torch takes these for the vectors."""
     class Cross(torch.nn.Module):
         def forward(self, x: Tensor, y: Tensor) -> Tensor:
             return torch.cross(x, y)
@@ -113,14 +113,14 @@ def test_pointwise_broadcasts() -> None:
 ], ids=lambda c: str(c.op))
 def test_summands_pass_through_linear_ops_only(made: OpCall) -> None:
     """x + 1 on each of n summands would add n; x / 2 is linear."""
-    linear = any(PARTIAL in row.inputs for row in made.rule()[0].axis_strategies())
+    linear = any(PARTIAL in s.inputs for s in made.rule()[0].axis_strategies())
     assert linear == (made.op is aten.div.Tensor)
 
 
 def test_unknown_ops_are_repeated() -> None:
     """The last resort says so, and may still work for a part (R)."""
     rule, known = call(aten.pdist.default, f(4, 6)).rule()
-    assert not known and [row.name for row in rule.axis_strategies()] == ["repeat", "part"]
+    assert not known and [s.name for s in rule.axis_strategies()] == ["repeat", "part"]
 
 
 @pytest.mark.parametrize(("source", "target", "expected"), [
@@ -167,7 +167,7 @@ def test_tensors_without_elements_have_strategies() -> None:
     assert {str(end.output_layout(strategy)[0]) for strategy in end.strategies} == {"I", "P", "S(0)"}
 
 
-def complex_pieces() -> Tensor:
+def complex_shards() -> Tensor:
     (axis,) = groups.bind(mesh_of(2)).values()
     mine = COMPLEX.narrow(0, 2 * axis.rank, 2)
     with groups.use({"x": axis}):
@@ -179,11 +179,11 @@ COMPLEX = torch.complex(f(4, 6), f(4, 6) + 1)
 
 def test_complex_numbers_are_exchanged(ranks: Any) -> None:
     """Which gloo's all-to-all does not do by itself."""
-    torch.testing.assert_close(torch.cat(ranks(2).run(complex_pieces), 1), COMPLEX)
+    torch.testing.assert_close(torch.cat(ranks(2).run(complex_shards), 1), COMPLEX)
 
 
 def classes_on_ranks() -> list[tuple[Tensor, Tensor]]:
-    """Class-parallel cross-entropy: (loss, whole gradient of the logits) for uneven pieces and ignored targets."""
+    """Class-parallel cross-entropy: (loss, whole gradient of the logits) for uneven shards and ignored targets."""
     logits, target = f(8, 11), ids(11, 8)
     target[2] = -100
     axes = groups.bind(mesh_of(torch.distributed.get_world_size()))

@@ -1,4 +1,4 @@
-"""Attention cut along the sequence: causal pieces of queries, and ring attention. (Expert dispatch: test_experts.)"""
+"""Attention cut along the sequence: causal shards of queries, and ring attention. (Expert dispatch: test_experts.)"""
 
 from __future__ import annotations
 
@@ -82,7 +82,7 @@ def test_attention_cut_along_the_sequence(ranks: Any, mesh_shape: tuple[int, ...
 
 
 def test_rows_that_stand_apart() -> None:
-    """Rings within rings, and rings of parts of the queries that cross its pieces, are not offered."""
+    """Rings within rings, and rings of parts of the queries that cross its shards, are not offered."""
     q, k = torch.randn(2, 4, 8, 16, requires_grad=True), torch.randn(2, 2, 8, 16, requires_grad=True)
 
     def pairs(causal: bool) -> set[tuple[str, ...]]:
@@ -99,13 +99,13 @@ def test_rows_that_stand_apart() -> None:
 
 
 def test_prices_of_variants() -> None:
-    """The last of n causal pieces is 2 - 1/n even shares; keys go around twice as often backward."""
+    """The last of n causal shards is 2 - 1/n even shares; keys go around twice as often backward."""
     from autoparallel.pricing import Prices
 
     x = torch.empty(1, 16, 4096, 128, dtype=torch.bfloat16, device="meta", requires_grad=True)
     space = StrategySpace(capture(Attention(True), (x, x, x)), (8,))
     prices = Prices(space, Cluster.load("h100-sxm", num_devices=8, software="none"))
-    s = next(s for s in space.strategy_sets if any(row.variant == "ring" for row in s.axis_strategies))
+    s = next(s for s in space.strategy_sets if any(one.variant == "ring" for one in s.axis_strategies))
     price = prices.op(s)
     at = {name: s.position[(s.axis_strategy_named(name),)] for name in ("repeat", "h", "queries", "ring")}
     exchanged = [price.forward_s[at["ring"]] - price.forward_s[at["queries"]],

@@ -14,7 +14,7 @@ from autoparallel.strategies.space import StrategySpace
 from benchmarks.model_zoo import TOLERANCE, Candidate, Ranks, toy_cluster, truth, worst_error
 from benchmarks.networks import Output
 from benchmarks.rule_truth.claims import claims
-from tests.support.rule_cases import case_of, rows_that_hold
+from tests.support.rule_cases import case_of, strategies_that_hold
 
 aten = torch.ops.aten
 
@@ -37,9 +37,9 @@ CASES: dict[str, tuple[tuple[Any, ...], set[str]]] = {
 
 @pytest.mark.parametrize("name", list(CASES))
 def test_along_a_cut_dim(name: str) -> None:
-    """Even and uneven pieces on 2, 3 and 4 ranks, forward and gradients."""
+    """Even and uneven shards on 2, 3 and 4 ranks, forward and gradients."""
     arguments, rows = CASES[name]
-    assert {row for row in rows_that_hold(*arguments) if row.startswith("along")} == rows
+    assert {row for row in strategies_that_hold(*arguments) if row.startswith("along")} == rows
 
 
 @pytest.mark.parametrize("op", [aten.argmax.default, aten.argmin.default, aten.max.dim, aten.min.dim])
@@ -72,15 +72,15 @@ class OneOfEach(nn.Module):
 
 @pytest.mark.parametrize("mesh", [(4,), (2, 2)])
 def test_along_a_dim_that_several_axes_cut(mesh: tuple[int, ...]) -> None:
-    """13 places on 2 x 2 ranks: pieces of 4, 3, 4 and 2."""
+    """13 places on 2 x 2 ranks: shards of 4, 3, 4 and 2."""
     model, inputs = OneOfEach(), {"x": torch.randn(6, 13, generator=torch.Generator().manual_seed(0))}
     space = StrategySpace(capture(model, (), inputs), mesh)
-    labels, cut = [], 0
+    chosen, cut = [], 0
     for s in space.strategy_sets:
-        along = next((r for r, row in enumerate(s.axis_strategies) if row.name.startswith("along")), 0)
-        labels.append((along,) * len(mesh) if (along,) * len(mesh) in s.strategies else s.strategies[0])
-        cut += labels[-1] == (along,) * len(mesh) != s.strategies[0]
+        along = next((number for number, one in enumerate(s.axis_strategies) if one.name.startswith("along")), 0)
+        chosen.append((along,) * len(mesh) if (along,) * len(mesh) in s.strategies else s.strategies[0])
+        cut += chosen[-1] == (along,) * len(mesh) != s.strategies[0]
     assert cut == 5
     cluster = toy_cluster()
-    found = worst_error(truth(model, inputs), Ranks(Candidate(space, tuple(labels)), cluster).step(model, inputs))
+    found = worst_error(truth(model, inputs), Ranks(Candidate(space, tuple(chosen)), cluster).step(model, inputs))
     assert found[0] <= TOLERANCE, found

@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 import autoparallel
+from autoparallel.schedule.schedules import SCHEDULES, usual
 from tests.support.batch_rows import Rows, example, rows_of, stepped, whole
 from tests.support.ranks import RankError, mesh_of
 from tests.support.reference import gathered, gradients_of
@@ -149,7 +150,7 @@ def test_fused_optimizers_train_what_is_not_the_original(ranks: Any, options: di
 
 
 def evaluated(mesh_shape: tuple[int, ...], options: dict[str, Any]) -> tuple[float, int, float, int]:
-    """The loss of a step that learns nothing and the number of gradients after it; and of one that learns."""
+    """The loss of a step under no_grad and the number of gradients after it; and of one with gradients."""
     _, called, x = rows_of(mesh_shape, options)
     with torch.no_grad():
         before = float(called.step(x)), len(gradients_of(called))
@@ -157,8 +158,8 @@ def evaluated(mesh_shape: tuple[int, ...], options: dict[str, Any]) -> tuple[flo
 
 
 @pytest.mark.parametrize("options", [{}, {"micro_batches": 2, "zero_stage": 3}, *(
-    {"pipeline_stages": 2 if schedule != "interleaved" else 4, "micro_batches": 2, "schedule": schedule}
-    for schedule in ("gpipe", "1f1b", "interleaved", "zero_bubble"))], ids=str)
+    {"pipeline_stages": 4 if name == usual(2) else 2, "micro_batches": 2, "schedule": name} for name in SCHEDULES)],
+    ids=str)
 def test_steps_under_no_grad_return_the_loss_only(ranks: Any, options: dict[str, Any]) -> None:
     model, _, x = rows_of(None, {})
     expected = float(model(x).detach())

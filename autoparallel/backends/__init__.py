@@ -7,6 +7,7 @@ import logging
 import shutil
 
 from autoparallel.errors import PlanError, shown
+from autoparallel.schedule.schedules import names_of
 from autoparallel.schedule.step_config import Hybrid
 
 EAGER, TRACED, INDUCTOR, AUTO = "eager", "aot_eager", "inductor", "auto"
@@ -36,14 +37,14 @@ def check(backend: str, hybrid: Hybrid) -> None:
     if backend == EAGER:
         return
     if hybrid.copies > 1:
-        raise PlanError(f"copies={hybrid.copies} interleaves micro-batches op by op, and backend={backend!r} orders "
+        raise PlanError(f"copies={hybrid.copies} alternates micro-batches op by op, and backend={backend!r} orders "
                         "the ops of its graphs itself: take copies=1, or backend='eager'")
     if hybrid.recompute == "offload":
         raise PlanError(f"recompute='offload' moves saved tensors of single ops to the host, and backend={backend!r} "
                         "saves those of whole graphs: take recompute='full', or backend='eager'")
     if hybrid.puts_off_weights:
         raise PlanError(f"schedule {hybrid.schedule!r} runs backward in two parts, and a graph of backend={backend!r} "
-                        "is one: take schedule='1f1b' or 'interleaved', or backend='eager'")
+                        f"is one: take schedule={names_of(lambda how: not how.splits_backward)}, or backend='eager'")
 
 
 __all__ = ["AUTO", "BACKENDS", "EAGER", "INDUCTOR", "TRACED", "check", "chosen"]

@@ -19,7 +19,10 @@ if TYPE_CHECKING:
 
 def main(output: Path, ranks: int, nics_per_host: int | None, repeats: int, joined: Sequence[int] = ()) -> None:
     """Measure and write ``output``. Under torchrun all ranks call this and rank 0 writes; else ``ranks`` local
-    processes are started (InputError for fewer than two). ``joined``: as in `measure.calibrate`."""
+    processes are started (InputError for fewer than two). ``joined``: as in `measure.calibrate` (ClusterError)."""
+    from autoparallel.calibration.measure import bounds
+
+    bounds(joined, int(os.environ.get("WORLD_SIZE", ranks)))
     if "WORLD_SIZE" in os.environ:
         found = _under_torchrun(output.stem, nics_per_host, repeats, joined)
     else:

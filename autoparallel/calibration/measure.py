@@ -33,7 +33,7 @@ from cost_models.calibrate import (
     predicted_op_s,
     predicted_overlap_s,
 )
-from cost_models.cluster import UNLIMITED, Host
+from cost_models.cluster import UNLIMITED, Host, devices_of_host
 from cost_models.errors import ClusterError
 
 if TYPE_CHECKING:
@@ -87,9 +87,10 @@ def calibrate(name: str, ranks_per_host: int, nics_per_host: int | None = None, 
     """Measure the machines of the default process group: ops on all devices at once, collectives within and across
     hosts, and both overlapped. All ranks call this and get the same result.
 
-    ``name``: of the cluster; ``nics_per_host``: network cards that a host's devices share, as in `cost_models.Link`.
-    ``joined``: how many devices each link but the outermost joins, innermost first, where hosts are not the only bounds
-    (8 in a host, 32 in a rack: ``(8, 32)``). Raises ClusterError where each is no multiple of the one before.
+    ``name``: of the cluster; ``nics_per_host``: network cards by which a host's devices share the outermost link, as in
+    `cost_models.Link`. ``joined``: how many devices each link but the outermost joins, innermost first, where hosts are
+    not the only bounds (8 in a host, 32 in a rack: ``(8, 32)``). Raises ClusterError where each is no multiple of the
+    one before.
     """
     from torch.distributed.device_mesh import init_device_mesh
 
@@ -100,11 +101,11 @@ def calibrate(name: str, ranks_per_host: int, nics_per_host: int | None = None, 
     for shape, axis in group_shapes(world, joined):
         measured += time_collectives(init_device_mesh(kind, shape), axis, KINDS, SIZES, repeats)
     ops = time_ops(torch.device(kind, torch.cuda.current_device()) if kind == "cuda" else torch.device(kind), repeats)
-    links = links_to_fit(world, joined, ranks_per_host, nics_per_host)
     device = fit_device(torch.cuda.get_device_name() if kind == "cuda" else "one process", ops, memory_bytes(kind))
     overlapped = time_overlapped(init_device_mesh(kind, (world,)), OVERLAP_SIDES[kind], OVERLAP_BYTES, repeats)
     device = replace(device, overlap_slowdown=fit_overlap_slowdown(overlapped))
-    host = Host(devices=ranks_per_host if joined[:1] != (ranks_per_host,) else 0)
+    links = links_to_fit(world, joined, ranks_per_host, nics_per_host)
+    host = Host() if devices_of_host(links, Host()) == ranks_per_host else Host(devices=ranks_per_host)
     cluster, residuals = fit_links(Cluster(name, device, tuple(links), world, ("ring",), host=host), measured)
     op_residuals = tuple(predicted_op_s(device, op) / op.seconds - 1 for op in ops)
     return Calibration(cluster, tuple(measured), residuals, tuple(ops), op_residuals, tuple(overlapped))
@@ -116,7 +117,7 @@ def bounds(joined: Sequence[int], world: int) -> tuple[int, ...]:
     sizes = (1, *joined)
     if any(outer % inner or outer < inner for inner, outer in pairwise(sizes)) or world % sizes[-1]:
         raise ClusterError(f"links that join {list(joined)} of {world} devices: give each as a multiple of the one "
-                           "before, and all devices as a multiple of the last")
+                           f"before, and as the last a divisor of {world}")
     return tuple(dict.fromkeys(size for size in joined if 1 < size < world))
 
 

@@ -49,7 +49,7 @@ def canonical_call(args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[tupl
 
 
 def refuse_other_layouts(leaves: Iterable[Any]) -> None:
-    """Raises InputError for sparse and nested tensors, which have no pieces to give to ranks."""
+    """Raises InputError for sparse and nested tensors, which have no shards to give to ranks."""
     for leaf in leaves:
         if isinstance(leaf, torch.Tensor) and (leaf.layout != torch.strided or leaf.is_nested):
             kind = "nested" if leaf.is_nested else str(leaf.layout).removeprefix("torch.")
@@ -322,7 +322,7 @@ class _Builder:
                                "  Its value would depend on the data; keep it a tensor.")
         if any(v.layout != torch.strided for v in values):
             raise CaptureError(f"{node.target} makes a sparse tensor{source_line(node)}\n"
-                               "  Pieces are of dense ones: keep it dense, with zeros or a mask.")
+                               "  Shards are of dense ones: keep it dense, with zeros or a mask.")
         metas = tuple(TensorMeta(tuple(v.shape), v.dtype, grad and is_floating(v.dtype)) for v in values)
         made = self._add("op", self._numbered(node.name), node.target, tuple(args), kwargs, metas, no_grad=no_grad,
                          module_path=module_path(node), source=source_of(node))

@@ -208,7 +208,7 @@ def _lost(plan: Plan, roles: Roles, layers: tuple[str, ...]) -> list[Lost]:
             found.append(Lost(f"products on axis {axis.name} that are not {axis.role}-parallel ("
                               f"{some(axis.departures)})", f"{axis.role}-parallel, as the others"))
     if (copies := plan.hybrid.copies) > 1:
-        found.append(Lost(f"{copies} micro-batches interleaved at a time", "one after the other",
+        found.append(Lost(f"{copies} micro-batches at a time (multi-copy)", "one after the other",
                           plan.prediction.hidden_communication_s))
     again = plan.hybrid.recompute_blocks
     if again is not None and set(again) != set(layers):

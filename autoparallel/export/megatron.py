@@ -9,7 +9,7 @@ from autoparallel.errors import PlanError
 from autoparallel.export.degrees import Degrees, Lost, ep_by_hand, experts_beside_tensor
 from autoparallel.export.megatron_rules import LAYOUT, VERSION, broken, flags_of
 from autoparallel.plans import Plan
-from autoparallel.schedule.schedules import SCHEDULES
+from autoparallel.schedule.schedules import SCHEDULES, usual
 
 FILE = "megatron_args.sh"
 Argument = tuple[str, ...]
@@ -58,7 +58,7 @@ def _pipeline(d: Degrees, lost: list[Lost]) -> list[Argument]:
     how = None if hand.schedule is None else SCHEDULES[hand.schedule]
     if how is not None and "megatron" not in how.frameworks:
         waits = 0.0 if how.all_forwards else None  # 1F1B waits as long, with less memory
-        lost.append(Lost(f"schedule {hand.schedule}", "1F1B" + (", interleaved" if hand.virtual > 1 else ""), waits))
+        lost.append(Lost(f"schedule {hand.schedule}", SCHEDULES[usual(hand.virtual)].title, waits))
     if len(set(d.layers_by_stage)) > 1:
         return [(f"--{LAYOUT}", layout_of(d.layers_by_stage))]
     return [("--num-virtual-stages-per-pipeline-rank", str(hand.virtual))] if hand.virtual > 1 else []

@@ -19,7 +19,7 @@ _call_seeds: ContextVar[tuple[int, ...]] = ContextVar("call_seeds", default=(0,)
 
 @contextmanager
 def use_seed(*seeds: int) -> Iterator[None]:
-    """Set the seed of the random ops of one call; of each copy, if micro-batches run interleaved."""
+    """Set the seed of the random ops of one call; of each copy, with multi-copy."""
     token = _call_seeds.set(seeds)
     try:
         yield
@@ -44,7 +44,7 @@ def random_op(op: Any, decision: int, local_shard: int, *args: Any, **kwargs: An
 
 
 def random_op_of_copy(copy: int, op: Any, decision: int, local_shard: int, *args: Any, **kwargs: Any) -> Any:
-    """`random_op` of one of several interleaved micro-batches."""
+    """`random_op` of one of the micro-batches that multi-copy runs at a time."""
     return with_seed(mix(_call_seeds.get()[copy], decision, local_shard), op, *args, **kwargs)
 
 

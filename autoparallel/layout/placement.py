@@ -4,7 +4,7 @@ A placement says both what each rank of one mesh axis holds and what the gradien
 
     | placement | each rank holds            | its gradient is | spmd-types |
     |-----------|----------------------------|-----------------|------------|
-    | S(d)      | its piece of dim d         | S(d)            | V, S(d)    |
+    | S(d)      | its shard of dim d         | S(d)            | V, S(d)    |
     | R         | all, for its own work      | P               | R          |
     | I         | all, for everybody's work  | replicated      | I          |
     | P         | a summand                  | replicated      | P          |

@@ -140,14 +140,14 @@ class LayoutSpace:
         ])
 
     @cached_property
-    def steps_alike(self) -> list[Steps]:
-        """`single_steps`, of which those are together whose placements differ in dims above 0 only."""
-        alike = defaultdict[tuple[Any, ...], list[Steps]](list)
+    def merged_steps(self) -> list[Steps]:
+        """`single_steps`, with those merged whose placements differ only in dims above 0."""
+        merged = defaultdict[tuple[Any, ...], list[Steps]](list)
         for steps in self.single_steps:
             axis, *placements = steps[:3]
-            alike[axis, *((p.kind, p.is_shard and p.dim > 0) for p in placements)].append(steps)
+            merged[axis, *((p.kind, p.is_shard and p.dim > 0) for p in placements)].append(steps)
         return [(*some[0][:3], np.concatenate([steps[3] for steps in some]),
-                 np.concatenate([steps[4] for steps in some])) for some in alike.values()]
+                 np.concatenate([steps[4] for steps in some])) for some in merged.values()]
 
     @cached_property
     def single_steps(self) -> list[Steps]:
@@ -213,7 +213,7 @@ class RedistributionTable:
         seconds = np.full((count, count), np.inf)
         np.fill_diagonal(seconds, 0.0)
         local_bytes = self.space.local_elements * self.item_bytes
-        for axis, p, q, before, after in self.space.single_steps if by_dim else self.space.steps_alike:
+        for axis, p, q, before, after in self.space.single_steps if by_dim else self.space.merged_steps:
             seconds[before, after] = step_cost(axis, p, q, local_bytes[before], local_bytes[after])
         return seconds
 

@@ -27,7 +27,7 @@ def shards(size: int, num_ranks: int) -> tuple[int, ...]:
 
 
 def shard_of(size: int, num_ranks: int, rank: int) -> tuple[int, int]:
-    """(start, length) of one rank's piece."""
+    """(start, length) of one rank's shard."""
     step = -(-size // num_ranks)
     start = min(size, rank * step)
     return start, max(0, min(step, size - start))
@@ -69,7 +69,7 @@ def largest_local_shape(shape: Shape, layout: Layout, mesh_shape: Sequence[int])
 def local_box(
     shape: Shape, layout: Layout, mesh_shape: Sequence[int], coordinate: Sequence[int]
 ) -> tuple[Shape, Shape]:
-    """(offsets, local shape) of the piece that the rank at ``coordinate`` holds."""
+    """(offsets, local shape) of the shard that the rank at ``coordinate`` holds."""
     offsets, local = [0] * len(shape), list(shape)
     for p, n, rank in zip(layout, mesh_shape, coordinate, strict=True):
         if p.is_shard:
@@ -79,5 +79,5 @@ def local_box(
 
 
 def local_shape(shape: Shape, layout: Layout, mesh_shape: Sequence[int], coordinate: Sequence[int]) -> Shape:
-    """The shape of the piece that the rank at ``coordinate`` holds."""
+    """The shape of the shard that the rank at ``coordinate`` holds."""
     return local_box(shape, layout, mesh_shape, coordinate)[1]

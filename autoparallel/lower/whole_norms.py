@@ -114,9 +114,9 @@ def _fit(running: list[_Running], value: torch.Tensor, count: int) -> bool:
     if len(running) != 2:
         return not running
     momentum = running[0].share
-    alike = all(one.old.meta["val"].shape == value.shape[1:2] and one.old.meta["val"].dtype == value.dtype
+    equal = all(one.old.meta["val"].shape == value.shape[1:2] and one.old.meta["val"].dtype == value.dtype
                 and one.kept == 1.0 - momentum for one in running)
-    return alike and running[1].share == 1.0 / (count - 1) * momentum
+    return equal and running[1].share == 1.0 / (count - 1) * momentum
 
 
 def _two(args: tuple[Any, ...]) -> tuple[Any, Any]:

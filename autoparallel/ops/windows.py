@@ -25,7 +25,7 @@ class Window:
 
     @property
     def border(self) -> int:
-        """How many places beyond its own a piece reads."""
+        """How many places beyond its own a shard reads."""
         return max(0, self.extent - self.stride)
 
     def reads(self, start: int, stop: int) -> tuple[int, int]:
@@ -33,7 +33,7 @@ class Window:
         return start * self.stride - self.before, (stop - 1) * self.stride - self.before + self.extent
 
     def tiles(self, size: int, made: int) -> bool:
-        """Whether an even piece of the input's ``size`` places makes its piece of the ``made`` ones by itself."""
+        """Whether an even shard of the input's ``size`` places makes its shard of the ``made`` ones by itself."""
         return self.extent <= self.stride and not self.before and not self.after and size == made * self.stride
 
 

@@ -19,6 +19,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 import torch.utils._pytree as pytree
 
+from autoparallel import clock
 from autoparallel.capture import OpGraph, Ref, TensorMeta
 from autoparallel.capture.graph import Node
 from autoparallel.capture.outputs import loss_output
@@ -26,7 +27,7 @@ from autoparallel.errors import InfeasibleError, InputError
 from autoparallel.layout import Layout, Placement, RedistributionTable, local_shape
 from autoparallel.ops.arguments import SIZE_ARGUMENT
 from autoparallel.pricing import Prices, SpacePricer
-from autoparallel.search import clock, solve
+from autoparallel.search import solve
 from autoparallel.strategies.space import Strategy, StrategySpace, TensorUse
 from cost_models import Cluster
 

@@ -22,7 +22,7 @@
     | virtual           | stages of each pipeline rank                                  | 1                          |
     | micro_batch       | sequences of a micro-batch on each data-parallel rank         | the batch in one; with pp  |
     |                   |                                                               | 1                          |
-    | copies            | micro-batches that run interleaved at a time                  | 1                          |
+    | copies            | micro-batches that run at a time (multi-copy)                 | 1                          |
     | recompute         | none, selective, full, offload; auto: of whole blocks, as few | none                       |
     |                   | as memory requires                                            |                            |
     | sequence_parallel | norms and residuals are cut along the sequence over tp        | no                         |

@@ -65,7 +65,7 @@ class Candidate:
     def __str__(self) -> str:
         h, mesh = self.hybrid, "x".join(map(str, self.mesh_shape))
         pipeline = f"{h.stages} stages on pipeline {h.pipeline_ranks} ({h.schedule}), " if h.stages > 1 else ""
-        at_a_time = f" ({h.copies} interleaved)" if h.copies > 1 else ""
+        at_a_time = f" ({h.copies} at a time)" if h.copies > 1 else ""
         return (f"{pipeline}mesh {mesh}, micro-batches {h.micro_batches}{at_a_time}, ZeRO {h.zero_stage}, "
                 f"recompute {h.recompute}")
 
@@ -185,13 +185,13 @@ class CandidateSpace:
             schedule = fixed.schedule or usual(count // ranks)
             for hybrid in self._valid(micro_batches, count, ranks, schedule, h.zero_stage, again):
                 yield Candidate(hybrid, shape)
-        for micro_batches in self._interleaved(h):
+        for micro_batches in self._for_multi_copy(h):
             zero = fixed.zero_stage if fixed.zero_stage is not None else max(1, h.zero_stage)
             for hybrid in self._valid(micro_batches, 1, 1, h.schedule, zero, "none", copies=2):
                 yield Candidate(hybrid, best.mesh_shape)
 
-    def _interleaved(self, h: Hybrid) -> list[int]:
-        """Numbers of micro-batches, near those of a configuration, of which two can run interleaved."""
+    def _for_multi_copy(self, h: Hybrid) -> list[int]:
+        """Numbers of micro-batches, near those of a configuration, of which two can run at a time."""
         free = h.stages == 1 and self.fixed.copies is None and self.fixed.recompute in (None, "none")
         return [m for m in self.micro_batches(1) if m in (h.micro_batches, 2 * h.micro_batches)] if free else []
 

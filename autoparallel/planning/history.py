@@ -6,9 +6,9 @@ import math
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
+from autoparallel import clock
 from autoparallel.plans import Plan
 from autoparallel.plans.record import Record
-from autoparallel.search import clock
 
 if TYPE_CHECKING:
     from autoparallel.search import Progress

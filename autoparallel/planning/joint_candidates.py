@@ -9,6 +9,7 @@ from functools import partial
 
 import numpy as np
 
+from autoparallel import clock
 from autoparallel.capture import OpGraph
 from autoparallel.partition.microbatch import MicroBatches, batch_size, split_batch
 from autoparallel.planning.candidate_bounds import CandidateBounds
@@ -18,7 +19,7 @@ from autoparallel.planning.reduced_model import ReducedModel, reduced_model
 from autoparallel.pricing import ExecutionCounts, Prices, SpacePricer, equal_stages_s
 from autoparallel.pricing.overlap_simulation import least_exposed
 from autoparallel.pricing.prediction import estimate
-from autoparallel.search import clock, plan_within
+from autoparallel.search import plan_within
 from autoparallel.search.low_width.solve import Outcome
 from autoparallel.search.model.problem import Problem
 from autoparallel.strategies.space import StrategySpace
@@ -118,7 +119,7 @@ class JointSearch:
         return replace(candidate, estimate_s=share * estimate(pricer, strategies), first=first)
 
     def run(self, deadline: float = math.inf) -> Survey:
-        """Estimate the promising candidates, until ``deadline`` (of `search.clock`); known ones are not estimated
+        """Estimate the promising candidates, until ``deadline`` (of `clock`); known ones are not estimated
         again. One candidate of each pipeline length comes first."""
         first = self.space.first_round()
         tried = {c.key: c for c in first}

@@ -7,6 +7,7 @@ from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial
 
+from autoparallel import clock
 from autoparallel.errors import InfeasibleError, SearchError
 from autoparallel.partition import Splits, stages_of
 from autoparallel.planning.candidates import Candidate, First, Fixed
@@ -21,7 +22,6 @@ from autoparallel.plans.record import Alternative, Record, Trial
 from autoparallel.plans.reports.asked import alternative_of
 from autoparallel.pricing import Prices
 from autoparallel.schedule.schedules import SCHEDULES
-from autoparallel.search import clock
 from autoparallel.strategies.space import StrategySpace
 from cost_models import Cluster
 

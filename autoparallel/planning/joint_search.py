@@ -11,13 +11,14 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Protocol
 
+from autoparallel import clock
 from autoparallel.capture import OpGraph
 from autoparallel.errors import AutoparallelError, InfeasibleError, SearchError
 from autoparallel.planning.candidates import Candidate, Combination, Fixed
 from autoparallel.planning.joint_candidates import JointSearch, Survey
 from autoparallel.plans import Hybrid, Plan
 from autoparallel.plans.record import Trial
-from autoparallel.search import NotRepairedError, Progress, clock
+from autoparallel.search import NotRepairedError, Progress
 from cost_models import Cluster
 
 #: Smallest time limit of the final full search.
@@ -57,7 +58,7 @@ class InFull(Protocol):
 
 
 class RecomputeLess(Protocol):
-    """The plan, or a faster one of the same combination that recomputes fewer blocks, found until `search.clock`
+    """The plan, or a faster one of the same combination that recomputes fewer blocks, found until `clock`
     reaches ``deadline``; by trial plans of at most ``seconds`` each and the named search."""
 
     def __call__(self, plan: Plan, deadline: float, seconds: float, search: str = ...) -> Plan: ...

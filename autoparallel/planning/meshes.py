@@ -6,12 +6,12 @@ import math
 from collections.abc import Sequence
 from dataclasses import replace
 
+from autoparallel import clock
 from autoparallel.errors import AutoparallelError, InfeasibleError, PlanError
 from autoparallel.partition import Splits
 from autoparallel.planning.one_mesh import plan_on
 from autoparallel.planning.options import Options
 from autoparallel.plans import Plan
-from autoparallel.search import clock
 from cost_models import Cluster
 
 
@@ -35,7 +35,7 @@ def mesh_shapes(num_devices: int, stages: int = 1, pipeline_ranks: int = 0) -> l
 def best_of(split: Splits, cluster: Cluster, shapes: Sequence[tuple[int, ...]], axis_names: Sequence[str] | None,
             options: Options, deadline: float = math.inf) -> Plan:
     """The fastest plan over mesh shapes; shapes on which nothing fits, or the pipeline cannot run, are passed over
-    while another one does. After ``deadline`` (of `search.clock`) no other shape is begun."""
+    while another one does. After ``deadline`` (of `clock`) no other shape is begun."""
     plans: list[Plan] = []
     failures: list[AutoparallelError] = []
     for shape in shapes:

@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 
+from autoparallel import clock
 from autoparallel.errors import InfeasibleError, SearchError
 from autoparallel.planning.options import Options
 from autoparallel.plans import Plan
-from autoparallel.search import clock
 from cost_models import Cluster
 
 #: Shares of the states on the host that are tried where all of them are more than memory requires.

@@ -12,6 +12,7 @@ from functools import partial
 
 import numpy as np
 
+from autoparallel import clock
 from autoparallel.errors import InfeasibleError, SearchError
 from autoparallel.garbage import collected_later
 from autoparallel.layout import Layout
@@ -40,7 +41,7 @@ from autoparallel.pricing.overlap_simulation import hidden_s, least_exposed, spa
 from autoparallel.pricing.prediction import compute_seconds, stage_seconds
 from autoparallel.pricing.record import memory_profile, redistributions, workload
 from autoparallel.pricing.step_cost import ALL_EXPOSED
-from autoparallel.search import clock, plan_within, solve
+from autoparallel.search import plan_within, solve
 from autoparallel.search.alternatives import conflict
 from autoparallel.search.model.problem import Problem, Solution, evaluate
 from autoparallel.strategies.space import Strategy, StrategySpace

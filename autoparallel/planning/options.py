@@ -31,7 +31,7 @@ from autoparallel.errors import (
 from autoparallel.planning.baselines import NAMES
 from autoparallel.planning.by_hand import ByHand
 from autoparallel.plans import Hybrid, Plan
-from autoparallel.schedule.schedules import SCHEDULES, usual
+from autoparallel.schedule.schedules import SCHEDULES, names_of, usual
 from autoparallel.schedule.step_config import BUCKET_BYTES, RECOMPUTE, REDUCE_DTYPES
 from autoparallel.schedule.tiers import ON_DEVICE, Offload, largest_tile
 from autoparallel.search import SEARCHES, Progress
@@ -39,9 +39,9 @@ from cost_models import Cluster, memory
 from cost_models.accuracy import usable_bytes
 
 #: A line for each option, in the docstrings of `plan` and `compile`.
-OPTIONS = """
+OPTIONS = f"""
     search: "auto", "ilp", "recursive" or "exact".
-    pins: placements by name pattern, {"*.q_proj.weight": (Replicate(), Shard(0)), "input_ids": {"data": Shard(0)}}.
+    pins: placements by name pattern, {{"*.q_proj.weight": (Replicate(), Shard(0)), "input_ids": {{"data": Shard(0)}}}}.
     baseline: a classical plan instead of the search's own ("ddp", "fsdp", "tensor_parallel", "sequence_parallel").
     memory_limit_bytes: of each device's tensors; None is what the device has beside context, communicators and
         fragments, less the error of predictions (`memory_confidence`); inf no limit.
@@ -53,13 +53,13 @@ OPTIONS = """
     micro_batches: the batch is run in so many parts, whose gradients add up.
     pipeline_stages: over the mesh's first axis, of whose size they are a multiple.
     stage_replicas: the ranks of that axis that share each stage's micro-batches, (1, 3) for two stages.
-    schedule: "gpipe", "1f1b", "interleaved" or "zero_bubble".
+    schedule: {names_of()}.
     recompute: activations that backward computes again: "none", "selective", "full" (whole blocks), "offload" (to host
         memory instead) or "auto" (whole blocks, as few as memory requires).
     zero_stage: 0 stores parameters as ops read them, 1 to 3 in as many shards as possible; None: the search decides.
     reduce_dtype: the dtype in which gradients are summed ("float32", "bfloat16", "float16"); None: the parameter's.
     bucket_bytes: of a bucket of parameter gathers and gradient reductions, at most; None: 25 MiB.
-    copies: micro-batches that run interleaved, so that one's activations are sent while another computes (1: none).
+    copies: micro-batches that run at a time (multi-copy): one's activations are sent while another computes.
     offload: the tier of optimizer states between steps: "none" (the device), "host" memory, "disk", or "auto": the
         first of these with which a plan fits into the devices' memory. `ParallelModule.optimizer` steps them.
     offload_fraction: the share of each parameter's elements whose states are there; None: all ("auto": of the host, as

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+from autoparallel import clock
 from autoparallel.capture.outputs import loss_output
 from autoparallel.errors import InfeasibleError, InputError, PlanError
 from autoparallel.partition import MicroBatches, Splits, stages_of
@@ -15,7 +16,6 @@ from autoparallel.planning.options import Options
 from autoparallel.planning.recompute import fewest_recomputed
 from autoparallel.planning.study import StudyByHand
 from autoparallel.plans import Hybrid, Plan
-from autoparallel.search import clock
 from autoparallel.strategies.space import StrategySpace
 from cost_models import Cluster
 from cost_models.accuracy import usable_bytes

@@ -10,6 +10,7 @@ from dataclasses import replace
 from functools import partial
 from typing import Any
 
+from autoparallel import clock
 from autoparallel.capture import OpGraph
 from autoparallel.capture.outputs import loss_output
 from autoparallel.errors import InfeasibleError, InputError, MeshError, SearchError
@@ -25,7 +26,7 @@ from autoparallel.planning.usual import UsualPlans, pricing_of, usual_plans
 from autoparallel.plans import Plan
 from autoparallel.plans.record import Record
 from autoparallel.plans.reports.asked import alternative_of
-from autoparallel.search import Progress, clock
+from autoparallel.search import Progress
 from cost_models import Cluster
 
 _LOG = logging.getLogger("autoparallel")
@@ -39,7 +40,7 @@ def plan_graph(graph: OpGraph, cluster: Cluster, mesh_shape: Sequence[int] | Non
                joint: bool, options: Options) -> Plan:
     """The plan that `autoparallel.plan` returns, with the same arguments and errors.
 
-    Its search counts work in place of time (`search.clock`), so that an equal call finds an equal plan.
+    Its search counts work in place of time (`clock`), so that an equal call finds an equal plan.
     """
     with clock.counted(options.time_limit_s):
         return _told(_compared(graph, cluster, mesh_shape, axis_names, joint, options), options)

@@ -6,10 +6,10 @@ from bisect import bisect_right
 from collections.abc import Callable, Iterator, Sequence
 from itertools import pairwise
 
+from autoparallel import clock
 from autoparallel.errors import InfeasibleError, SearchError
 from autoparallel.plans import Hybrid, Plan
 from autoparallel.schedule.in_flight import in_flight
-from autoparallel.search import clock
 
 
 def fewest_recomputed(whole: Plan, blocks: Sequence[Sequence[str]], make: Callable[[tuple[str, ...]], Plan],
@@ -19,7 +19,7 @@ def fewest_recomputed(whole: Plan, blocks: Sequence[Sequence[str]], make: Callab
     A stage with h micro-batches in flight holds the activations of a block h times. Every rank of the pipeline keeps
     those of as many blocks as come to at most ``b`` of these: first in its stages with the smallest h, of these in the
     later ones. The largest b for which ``make(paths of recomputed blocks)`` finds a plan is searched until
-    `search.clock` reaches ``deadline``: every other time by bisection, else where the peaks of two plans let the next
+    `clock` reaches ``deadline``: every other time by bisection, else where the peaks of two plans let the next
     one's reach the memory limit. At least one block is recomputed; a stage recomputes its first blocks.
     """
     held = [in_flight(whole.hybrid, stage) for stage in range(len(blocks))]

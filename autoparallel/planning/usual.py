@@ -7,6 +7,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 
+from autoparallel import clock
 from autoparallel.errors import AutoparallelError
 from autoparallel.garbage import collected_later
 from autoparallel.partition import Splits
@@ -17,7 +18,6 @@ from autoparallel.planning.plan_by_hand import plan_by_hand
 from autoparallel.plans import Hybrid, Plan
 from autoparallel.plans.record import Alternative, Record
 from autoparallel.plans.reports.asked import alternative_of, with_comparison
-from autoparallel.search import clock
 from cost_models import Cluster
 
 EXPERTS = "routed_experts"

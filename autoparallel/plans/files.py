@@ -123,7 +123,7 @@ def _amounts(p: Prediction) -> Iterator[tuple[str, float]]:
     """Seconds, bytes and counts that are finite, by their places; nan for those that are not."""
     plain = {name: value for name, value in vars(p).items() if isinstance(value, (int, float))}
     for name, value in {**plain, "step_s": p.step_s}.items():
-        low = name == "hidden_s"  # communication that runs beside compute may slow it down by more than it hides
+        low = name == "hidden_s"  # communication overlapped with compute may slow it down by more than it hides
         yield f"prediction.{name}", abs(_finite(value)) if low else _finite(value)
     for number, use in enumerate(p.collectives):
         for name in ("count", "num_bytes", "seconds"):

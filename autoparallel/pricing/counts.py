@@ -184,11 +184,9 @@ class ExecutionCounts:
     def late_of(self, stage: int) -> int:
         """Micro-batches whose weight gradients the stage defers."""
         h = self.hybrid
-        if not h.pipelining.splits_backward:
-            return 0
         if self.one_for_all and h.recompute != "none":  # the last rank defers most; otherwise part of `held`
             stage = h.pipeline_ranks - 1
-        return min(stage % h.pipeline_ranks, h.micro_batches)
+        return h.pipelining.deferred(h, stage)
 
     @cached_property
     def buffers(self) -> tuple[Buffer, ...]:

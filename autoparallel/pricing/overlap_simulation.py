@@ -4,8 +4,8 @@ The additive cost assumes no overlap. The emitted program (`lower.overlap_pass`)
 their readers, and gradient reductions as soon as gradients exist; they run in order on the stream of the links that
 they cross, while compute continues. This holds for a step of one micro-batch, and for each micro-batch with ZeRO-3,
 whose backward prefetches as well. Otherwise, with several micro-batches and in pipelines, only the backward of the last
-micro-batch overlaps with gradient reductions, if gradients are reduced once per step. Where several micro-batches run
-interleaved, communication of activations overlaps with compute as well (`interleaved_copies`).
+micro-batch overlaps with gradient reductions, if gradients are reduced once per step. With multi-copy
+communication of activations overlaps with compute as well (`pricing.multi_copy`).
 """
 
 from __future__ import annotations
@@ -18,11 +18,12 @@ from typing import NamedTuple
 
 import numpy as np
 
+from autoparallel import clock
 from autoparallel.plans import Hybrid
 from autoparallel.plans.record import Span
 from autoparallel.pricing.backward_reads import BackwardReads
-from autoparallel.pricing.interleaved_copies import InterleavedRound
 from autoparallel.pricing.leaves import Leaves
+from autoparallel.pricing.multi_copy import MultiCopyRound
 from autoparallel.pricing.problem import SpacePricer
 from autoparallel.pricing.rank_reads import (
     COMPUTE,
@@ -36,7 +37,6 @@ from autoparallel.pricing.split_backward import SplitBackward, StepsOf
 from autoparallel.pricing.step_cost import ALL_EXPOSED, Exposed
 from autoparallel.schedule.async_windows import TOP, Pair
 from autoparallel.schedule.backward_gathers import Finish
-from autoparallel.search import clock
 from autoparallel.strategies.space import Strategy, StrategySpace
 from cost_models.timeline import Task, equal_slowdown, simulate
 
@@ -209,8 +209,8 @@ def _targets(what: str, steps: Sequence[TimedStep]) -> Label:
 
 
 class RankStep:
-    """The simulated step of a plan on a rank of one stage, in ``count`` rounds of as many micro-batches as run
-    interleaved (`Hybrid.copies`). Equal rounds are simulated as one of their total length."""
+    """The simulated step of a plan on a rank of one stage, in ``count`` rounds of `Hybrid.copies` micro-batches each.
+    Equal rounds are simulated as one of their total length."""
 
     def __init__(self, pricer: SpacePricer, strategies: Sequence[Strategy], stage: int = 0) -> None:
         self.pricer, self.space, self.counts = pricer, pricer.space, pricer.counts
@@ -221,8 +221,8 @@ class RankStep:
         self.copies = self.counts.hybrid.copies
         self.rounds = self.counts.micro_batches_on(stage) // self.copies
         self.count = 1 if self.reads.equivalent else self.rounds
-        self.interleaved = (InterleavedRound(self.reads, len(self.space), self.copies)
-                            if self.copies > 1 else None)
+        self.multi_copy = (MultiCopyRound(self.reads, len(self.space), self.copies)
+                           if self.copies > 1 else None)
 
     def communication(self) -> list[Launch | Wait | Passed]:
         """The launches and waits of a whole step, in the order in which the rank makes them."""
@@ -428,8 +428,8 @@ class RankStep:
 
     def _forward(self, step: StepTasks, marked: Collection[int] = (), before: Callable[[int], None] = _nothing) -> None:
         """One forward pass; calls ``before`` at the marked decisions."""
-        if self.interleaved is not None:
-            return self.interleaved.forward(step, self._forward_s, self.count, marked, before)
+        if self.multi_copy is not None:
+            return self.multi_copy.forward(step, self._forward_s, self.count, marked, before)
         until, done = self._forward_s, 0
         for index in sorted({*marked, *self.reads.sent}):
             step.compute((until[index] - until[done]) / self.count, ("forward", done, index))
@@ -445,8 +445,8 @@ class RankStep:
                   sent: StepsOf | None = None) -> None:
         """One backward pass; calls ``before``, ``arrived`` (where an op has made its parameters' gradients) and
         ``after`` at the marked decisions. ``sent``: the steps that it runs (default: all of `RankReads.sent`)."""
-        if self.interleaved is not None:
-            return self.interleaved.backward(step, self._backward_s, self.count, marked, (before, after, arrived))
+        if self.multi_copy is not None:
+            return self.multi_copy.backward(step, self._backward_s, self.count, marked, (before, after, arrived))
         until, done, sent = self._backward_s, len(self.space), self.reads.sent if sent is None else sent
         for index in sorted({*marked, *sent, *self._recomputed}, reverse=True):
             step.compute((until[done] - until[index + 1]) / self.count, ("backward", done - 1, index + 1))

@@ -10,6 +10,7 @@ from typing import NamedTuple
 
 import numpy as np
 
+from autoparallel import clock
 from autoparallel.layout import COLLECTIVES, SUMS
 from autoparallel.plans import CollectiveUse, Hybrid, Prediction
 from autoparallel.plans.record import StageSeconds
@@ -19,7 +20,6 @@ from autoparallel.pricing.problem import SpacePricer
 from autoparallel.pricing.step_cost import Move
 from autoparallel.pricing.unit_costs import Inside, Prices
 from autoparallel.schedule.pipeline_tasks import StageTimes, simulated_s
-from autoparallel.search import clock
 from autoparallel.search.model.problem import Problem
 from autoparallel.strategies.space import Strategy
 from cost_models import Cluster, collectives
@@ -48,7 +48,7 @@ class _Ahead:
     collectives: float = 0.0
 
     def saved_s(self, profile: Profile) -> float:
-        """How much less than the sum they take: the host launches ahead, and collectives run beside compute. Ranks that
+        """How much less than the sum they take: the host launches ahead, collectives overlap with compute. Ranks that
         wait for one another wait for one another's hosts (`Profile.tied`)."""
         hidden = profile.hide_tensor * min(self.collectives, self.summed)
         taken = larger(self.device + self.collectives - hidden, self.host, profile.tied if self.collectives else 6.0)
@@ -93,7 +93,7 @@ class _Parts:
                 + self.backward_communication)
 
     def beside_s(self, profile: Profile | None, micro_batches: int) -> float:
-        """Seconds saved as the host launches ahead, and communication of activations runs beside compute. Launches
+        """Seconds saved as the host launches ahead, and communication of activations overlaps with compute. Launches
         outside of blocks are counted in the fixed time of a micro-batch, as far as that goes."""
         if profile is None:
             return 0.0

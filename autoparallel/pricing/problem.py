@@ -11,13 +11,13 @@ from typing import Protocol
 
 import numpy as np
 
+from autoparallel import clock
 from autoparallel.layout import RedistributionTable
 from autoparallel.pricing.counts import ExecutionCounts
 from autoparallel.pricing.live_intervals import Liveness
 from autoparallel.pricing.pipeline_buffers import Buffer
 from autoparallel.pricing.step_cost import ALL_EXPOSED, Exposed, StepCosts
 from autoparallel.pricing.unit_costs import Prices
-from autoparallel.search import clock
 from autoparallel.search.model.interned import firsts, paired
 from autoparallel.search.model.problem import Edge, Node, Problem, Repeats, unchecked
 from autoparallel.strategies.space import Strategy, StrategySet, StrategySpace, TensorUse
@@ -90,7 +90,7 @@ class SpacePricer:
         s = self.space.strategy_sets[node]
         return [s.strategies[c] for c in self.choices(node)]
 
-    def repeat_row(self, node: int, axis: int) -> int:
+    def repeat_strategy(self, node: int, axis: int) -> int:
         return self.axis_strategies(node, axis)[0]
 
     def full(self) -> Problem:

@@ -65,7 +65,7 @@ class RankReads:
 
     ``equivalent``: all micro-batches do the same, and each gathers and reduces. ``here``: by decision, whether the
     stage has it. ``sent``: redistribution steps of activations, by decision; ``paths``: the same by operand, without
-    ``shared_views``: those of views of parameters, by decision, if interleaved micro-batches share them.
+    ``shared_views``: those of views of parameters, by decision, if multi-copy micro-batches share them.
     ``parameter_steps``: the steps of parameters, in the order of ``windows.events``, or if they are ``synchronous``
     (ZeRO-3 in a pipeline) among those of ``sent``; ``last_step``: by use (target, position) of a parameter, the number
     of the last step on the path to it. ``once``: by move, the number of its first steps that run once for all

@@ -40,7 +40,7 @@ class StepCost(NamedTuple):
 
 class Exposed(NamedTuple):
     """Fractions of the seconds of communication that count: of parameter gathers, gradient reductions and activations
-    (1: none of it runs beside compute)."""
+    (1: none of it overlaps with compute)."""
 
     gathers: float = 1.0
     reductions: float = 1.0

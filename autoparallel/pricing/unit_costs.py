@@ -12,6 +12,7 @@ from functools import cached_property
 
 import numpy as np
 
+from autoparallel import clock
 from autoparallel.capture import TensorMeta
 from autoparallel.layout import Layout, Step
 from autoparallel.pricing.chains import InChain, chains_of, with_losses
@@ -19,7 +20,6 @@ from autoparallel.pricing.op_costs import CurveCosts, ProfileCosts, costs_of, dt
 from autoparallel.pricing.recomputing import Recomputing
 from autoparallel.pricing.redistribution_costs import RedistributionPrices
 from autoparallel.rules.rule import Exchange
-from autoparallel.search import clock
 from autoparallel.strategies.space import StrategySet, StrategySpace
 from cost_models import Cluster, Group, collectives, compute, memory
 

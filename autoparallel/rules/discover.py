@@ -1,10 +1,10 @@
 """Rules of ops without a described rule, found by running the ops on shards.
 
 Small random tensors stand for the op's own: equal sizes stay equal, so that what may be cut together is seen. Each way
-of cutting them is proven as a user's rule is (`proof.prove`): in 2 and 3 pieces, forward and gradients, at several
+of cutting them is proven as a user's rule is (`proof.prove`): in 2 and 3 shards, forward and gradients, at several
 magnitudes, and with what is cut as long as it is (or not claimed, where that is too much to run). An op that runs on no
 such tensors (one of its arguments is a size) is tried at its own sizes, if they are small, and claimed for just the
-numbers of pieces that were tried. An op that draws numbers, or has a result that depends on them, stays whole.
+numbers of shards that were tried. An op that draws numbers, or has a result that depends on them, stays whole.
 """
 
 from __future__ import annotations
@@ -25,11 +25,11 @@ from autoparallel.layout import PARTIAL, REPLICATE, Placement, shard
 from autoparallel.rules.proof import PIECES, as_usual, call, prove
 from autoparallel.rules.rule import AxisStrategy, Rule
 
-#: Sizes that stand for the op's own. Odd ones first: pieces are then uneven; of others only even pieces are claimed.
+#: Sizes that stand for the op's own. Odd ones first: shards are then uneven; of others only even shards are claimed.
 STAND_INS = ((7, 9, 11, 13, 15, 17), (12, 18, 24, 30, 36, 42))
 MAGNITUDES = (1.0, 1e-2, 10.0)
 MOST_CUTS, MOST_ELEMENTS = 256, 1 << 24
-#: Of an op tried at its own sizes: elements of its inputs, and pieces.
+#: Of an op tried at its own sizes: elements of its inputs, and shards.
 MOST_OF_ITS_OWN, MOST_PIECES = 1 << 20, 16
 #: Strategies found, by op, constants and tensor forms: trying an op takes seconds, and models repeat few forms.
 _FOUND: dict[object, tuple[AxisStrategy, ...]] = {}
@@ -59,14 +59,14 @@ class _Trial:
     sizes: Sequence[int]
 
     def divided(self, length: int) -> list[tuple[int, ...]]:
-        """What the number of pieces of a dim of this length must divide, for pieces of which the trial tells; where
+        """What the number of shards of a dim of this length must divide, for shards of which the trial tells; where
         that is up to the trial, the largest first."""
         if not self.sizes:
             return [(n,) for n in range(MOST_PIECES, 1, -1) if length % n == 0]
         return [()] if self.sizes is STAND_INS[0] else [(length,)]
 
     def counts(self, axis_strategy: AxisStrategy) -> Sequence[int]:
-        """Numbers of pieces to try."""
+        """Numbers of shards to try."""
         (most,) = axis_strategy.even if not self.sizes and axis_strategy.even else (0,)
         return [n for n in range(2, most + 1) if most % n == 0] if most else PIECES
 
@@ -151,7 +151,7 @@ def _cuts(shapes: Sequence[tuple[int, ...]]) -> Iterator[tuple[Placement, ...]]:
 
 
 def _outputs_of(trial: _Trial, cuts: tuple[Placement, ...]) -> tuple[Placement, ...] | None:
-    """How the results of two pieces make the whole results: joined along a dim, or added up."""
+    """How the results of two shards make the whole results: joined along a dim, or added up."""
     tensors = trial.tensors(1.0)
     halves = [[t.chunk(2, p.dim)[half] if p.is_shard else t for t, p in zip(tensors, cuts, strict=True)]
               for half in (0, 1)]

@@ -27,10 +27,10 @@ Dims = tuple[str | None, ...]
 
 @dataclass(frozen=True)
 class Exchange:
-    """Communication inside a variant, along its axis: ``action`` (all_reduce, all_gather, all_to_all, ring: a piece
-    goes once around) on ``bytes_per_element`` for each element of the piece of input ``input``, so often forward and
-    backward. ``kept``: the op works on an exchanged copy of its piece, which lives as long as what it makes. ``whole``:
-    for each element of what the axis cuts, as of neighbours, who send as much however short pieces are. ``ranks``: for
+    """Communication inside a variant, along its axis: ``action`` (all_reduce, all_gather, all_to_all, ring: a shard
+    goes once around) on ``bytes_per_element`` for each element of the shard of input ``input``, so often forward and
+    backward. ``kept``: the op works on an exchanged copy of its shard, which lives as long as what it makes. ``whole``:
+    for each element of what the axis cuts, as of neighbours, who send as much however short shards are. ``ranks``: for
     each rank of the axis, instead of each element."""
 
     action: str
@@ -72,7 +72,7 @@ class Rule:
 
     ``inputs[i][d]`` is the factor of dim d of tensor input i (None: the dim must stay whole). ``reduce``: factors
     summed over. ``additive``: inputs added to a sum (a bias). ``linear``: groups of inputs in which the op is jointly
-    linear when the others are held. ``even[f]``: sizes that the pieces of factor f must divide. ``fixed``: every tensor
+    linear when the others are held. ``even[f]``: sizes that the shards of factor f must divide. ``fixed``: every tensor
     must be whole and the same everywhere (not R either; for ops whose result depends on more than their inputs).
     ``flops`` of one forward call; ``op_class`` names the efficiency curve; ``saves`` says which inputs (by position)
     and whether the output are kept for backward; ``alias`` ops move no data; ``extra_bytes[i]`` per element of input i

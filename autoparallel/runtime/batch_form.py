@@ -39,7 +39,7 @@ class Form:
         return Form(layouts, shapes, spec, mesh, whole or not layouts)
 
     @property
-    def is_cut_alike(self) -> bool:
+    def has_equal_cuts(self) -> bool:
         """Whether all tensors are cut along dim 0 over the same axes: two ranks read the same rows or disjoint ones."""
         return len({tuple(p.is_shard and p.dim == 0 for p in layout) for layout in self.layouts.values()}) < 2
 

@@ -172,7 +172,7 @@ def sharded_loader(dataset: Dataset[Any], form: Form, device: torch.device, batc
     form = replace(form, in_parts=parts is not None)
     order = Order(len(cast(Sized, dataset if sampler is None else sampler)), batch_size, form.rows, shuffle, seed,
                   drop_last, parts is not None or (collate is not None and not form.whole), sampler)
-    reader = Reader(dataset, collate, form.is_cut_alike, parts)
+    reader = Reader(dataset, collate, form.has_equal_cuts, parts)
     for name, instead in _DECIDED_HERE.items():
         if given.pop(name, None if name != "in_order" else True) not in (None, True):
             raise InputError(f"{name} is not for this loader: {instead}")

@@ -21,8 +21,8 @@ from autoparallel.kernels.async_communication import issue_gradients
 from autoparallel.kernels.groups import Axis
 from autoparallel.kernels.numbers import call_numbers, use_numbers
 from autoparallel.kernels.regather import regathering
-from autoparallel.lower.copies_pass import interleaved
 from autoparallel.lower.emit import Program
+from autoparallel.lower.multi_copy_pass import in_copies
 from autoparallel.lower.overlap_pass import ended_together, overlap
 from autoparallel.lower.parameter_reads import (
     SplitProgram,
@@ -50,7 +50,7 @@ def split_step(program: Program, hybrid: Hybrid, backend: str = EAGER) -> SplitP
     micro_batch = whole_norms(micro_batch)
     if hybrid.copies > 1:
         values = len(split.reads.graph.output_node().args[0])  # type: ignore[arg-type]
-        micro_batch = interleaved(micro_batch, values, hybrid.copies)
+        micro_batch = in_copies(micro_batch, values, hybrid.copies)
     return replace(split, micro_batch=_kept_less(micro_batch, hybrid))
 
 
@@ -147,8 +147,8 @@ class StageModule(nn.Module):
         return leaf
 
     def forward(self, *received: torch.Tensor, micro_batch: int) -> tuple[torch.Tensor, ...]:
-        """Forward of a micro-batch, and of those after it that run interleaved with it: their losses, or the values to
-        send."""
+        """Forward of a micro-batch, and with multi-copy of those after it that run at the same time: their losses, or
+        the values to send."""
         numbers = range(micro_batch, micro_batch + self.copies)
         inputs = [x for number in numbers for x in self.inputs[number]]
         with groups.use(self.axes), rng.use_seed(*(rng.mix(self.seed, number) for number in numbers)), \

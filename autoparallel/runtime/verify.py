@@ -112,7 +112,7 @@ class Verification:
         return "\n".join(lines)
 
     def _rows(self) -> Iterator[tuple[str, float, float | None]]:
-        """Parts of the step, predicted and measured. What is predicted to run beside compute is parameters'
+        """Parts of the step, predicted and measured. What is predicted to overlap with compute is parameters'
         collectives, each at an equal share."""
         p, m = self.predicted, self.measured
         yield "forward and backward", self.predicted_s, m.step_s

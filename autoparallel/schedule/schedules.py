@@ -8,11 +8,11 @@ All other rooms ask `SCHEDULES`, by `Hybrid.pipelining`; none knows a schedule b
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING
-
-from cost_models.pipeline import order, warm_up
 
 if TYPE_CHECKING:
     from autoparallel.schedule.step_config import Hybrid
@@ -23,6 +23,18 @@ Action = tuple[str, int, int]
 Buffers = tuple[int, int]
 
 
+def counted_in_flight(hybrid: Hybrid, stage: int) -> int:
+    """The micro-batches whose activations a stage holds, from their forward to the last part of their backward, when
+    its rank holds most of all its stages; counted in the rank's order of actions."""
+    how, rank = hybrid.pipelining, hybrid.ranks_of(stage)[0]
+    last, held, most, found = "W" if how.splits_backward else "B", Counter[int](), 0, 0
+    for kind, at, _ in how.order(hybrid, rank):
+        held[at] += (kind == "F") - (kind == last)
+        if held.total() > most:
+            most, found = held.total(), held[stage]
+    return found
+
+
 @dataclass(frozen=True)
 class Schedule:
     """One pipeline schedule.
@@ -31,13 +43,15 @@ class Schedule:
     torch.distributed.pipelining, without "Schedule"; torchtitan's name is the same.
 
     ``order(hybrid, rank)``: the actions of a rank of the pipeline axis, in order. ``several_stages``: a rank runs one
-    stage or more, and micro-batches in rounds of as many as the pipeline has ranks; else one stage. ``all_forwards``:
-    all forwards run before the first backward. ``fills``: needs as many micro-batches as stages. ``splits_backward``:
-    the gradients of weights come later than those of inputs. ``bubble_parts``: the bubble is divided by this.
+    stage or more; else one. ``in_rounds``: micro-batches go in equal rounds of as many as the pipeline has ranks, or
+    more. ``fills``: needs as many micro-batches as stages. ``all_forwards``: all forwards run before the first
+    backward. ``splits_backward``: the gradients of weights come later than those of inputs, in actions "W".
+    ``bubble_parts``: the pipeline's bubble in seconds is that of 1F1B divided by this, and by the stages per rank.
 
-    ``held``: its name in `cost_models.memory.in_flight_micro_batches`. ``pending(hybrid, stage, in_flight, late)``: the
-    largest number of send and receive buffers beyond those of micro-batches in flight, of a stage that has so many in
-    flight and puts off the weight gradients of ``late``.
+    ``in_flight(hybrid, stage)``: micro-batches whose activations the stage holds when its rank holds most, in closed
+    form; left out, `counted_in_flight`. ``deferred(hybrid, stage)``: micro-batches whose weight gradients
+    the stage puts off at most. ``pending(hybrid, stage, in_flight, deferred)``: the largest number of send and receive
+    buffers beyond those of micro-batches in flight, of a stage with so many in flight and deferred.
 
     ``searched``: joint searches try it. ``frameworks``: of "megatron" and "deepspeed" those that have it.
     """
@@ -46,9 +60,11 @@ class Schedule:
     title: str
     torch_name: str
     order: Callable[[Hybrid, int], Iterator[Action]]
-    held: str
-    pending: Callable[[Hybrid, int, int, int], Buffers]
+    in_flight: Callable[[Hybrid, int], int] = counted_in_flight
+    deferred: Callable[[Hybrid, int], int] = lambda hybrid, stage: 0
+    pending: Callable[[Hybrid, int, int, int], Buffers] = lambda hybrid, stage, in_flight, deferred: (0, 0)
     several_stages: bool = False
+    in_rounds: bool = False
     all_forwards: bool = False
     fills: bool = False
     splits_backward: bool = False
@@ -72,25 +88,29 @@ def _all_forwards_first(hybrid: Hybrid, rank: int) -> Iterator[Action]:
 
 
 def _one_forward_one_backward(hybrid: Hybrid, rank: int) -> Iterator[Action]:
+    from cost_models.pipeline import order, warm_up  # not above: the command line shows names without numpy
+
     (stage, *_), micro_batches = hybrid.stages_of(rank), hybrid.micro_batches_of(rank)
     yield from ((kind, stage, micro) for kind, micro in order(warm_up(hybrid.groups, stage), micro_batches))
 
 
-def _interleaved(hybrid: Hybrid, rank: int) -> Iterator[Action]:
-    """Interleaved 1F1B (Narayanan et al. 2021): micro-batches in rounds, each through all of a rank's stages."""
-    yield from _in_rounds(hybrid, rank, hybrid.stages_of(rank), late=False)
+def _per_round(hybrid: Hybrid) -> int:
+    """Micro-batches that a stage of a rank runs before the rank's next stage begins."""
+    return hybrid.micro_batches // max(1, hybrid.micro_batches // hybrid.pipeline_ranks)
 
 
-def _zero_bubble(hybrid: Hybrid, rank: int) -> Iterator[Action]:
-    """ZB-H1 (Qi et al. 2023): as interleaved; the gradients of weights come later, in the order of backward."""
-    yield from _in_rounds(hybrid, rank, hybrid.stages_of(rank), late=True)
+def _first_forwards(hybrid: Hybrid, rank: int, late: bool) -> int:
+    """Forwards of a rank before its first backward, of all its stages."""
+    chunks, later = hybrid.stages // hybrid.pipeline_ranks, hybrid.pipeline_ranks - 1 - rank
+    return min(hybrid.micro_batches * chunks, (chunks - 1) * _per_round(hybrid) + (1 if late else 2) * later)
 
 
-def _in_rounds(hybrid: Hybrid, rank: int, own: Sequence[int], late: bool) -> Iterator[Action]:
-    ranks, count, chunks = hybrid.pipeline_ranks, hybrid.micro_batches, len(own)
-    per_round = count // max(1, count // ranks)
-    total = count * chunks
-    warm = min(total, (chunks - 1) * per_round + (1 if late else 2) * (ranks - 1 - rank))
+def _in_rounds(hybrid: Hybrid, rank: int, late: bool) -> Iterator[Action]:
+    """Interleaved 1F1B (Narayanan et al. 2021): micro-batches in rounds, each through all of a rank's stages. ``late``:
+    as ZB-H1 (Qi et al. 2023), the gradients of weights come later, in the order of backward."""
+    own, per_round = hybrid.stages_of(rank), _per_round(hybrid)
+    chunks = len(own)
+    total, warm = hybrid.micro_batches * chunks, _first_forwards(hybrid, rank, late)
 
     def action(kind: str, step: int) -> Action:
         chunk, within = step // per_round % chunks, step % per_round
@@ -108,19 +128,40 @@ def _in_rounds(hybrid: Hybrid, rank: int, own: Sequence[int], late: bool) -> Ite
         yield ("W", *action("B", step)[1:])
 
 
-# ------------------------------------------------------------------------------------------------------------ buffers
+# ------------------------------------------------------------------------------------------------- memory and buffers
 
 
-def _none_pending(hybrid: Hybrid, stage: int, in_flight: int, late: int) -> Buffers:
-    return 0, 0
+def _all(hybrid: Hybrid, stage: int) -> int:
+    return hybrid.micro_batches_on(stage)
 
 
-def _last_of_each_kind(hybrid: Hybrid, stage: int, in_flight: int, late: int) -> Buffers:
+def _warm_up(hybrid: Hybrid, stage: int) -> int:
+    from cost_models.pipeline import warm_up
+
+    return min(warm_up(hybrid.groups, stage), hybrid.micro_batches_on(stage))
+
+
+def _in_flight_of_rounds(hybrid: Hybrid, stage: int, late: bool) -> int:
+    """A rank is fullest after its first forwards and one more. With ZB-H1 (``late``) it then holds those as well whose
+    weight gradients it puts off. Of a round, its first stage has all micro-batches before the next one has any."""
+    ranks, chunks, per_round = hybrid.pipeline_ranks, hybrid.stages // hybrid.pipeline_ranks, _per_round(hybrid)
+    chunk, rank = divmod(stage, ranks)
+    held = min(_first_forwards(hybrid, rank, late) + 1 + late * rank, hybrid.micro_batches * chunks)
+    rounds, rest = divmod(held, chunks * per_round)
+    return rounds * per_round + min(max(rest - chunk * per_round, 0), per_round)
+
+
+def _of_earlier_ranks(hybrid: Hybrid, stage: int) -> int:
+    """A rank of ZB-H1 puts off the weight gradients of as many micro-batches as ranks are before it."""
+    return min(stage % hybrid.pipeline_ranks, hybrid.micro_batches)
+
+
+def _last_of_each_kind(hybrid: Hybrid, stage: int, in_flight: int, deferred: int) -> Buffers:
     """In its steady state torch's 1F1B keeps the last message of each kind until the next."""
     return (2, 1) if hybrid.micro_batches > in_flight else (0, 0)
 
 
-def _one_of_a_rank(hybrid: Hybrid, stage: int, in_flight: int, late: int) -> Buffers:
+def _one_of_a_rank(hybrid: Hybrid, stage: int, in_flight: int, deferred: int) -> Buffers:
     """Of the interleaved stages of a rank one has a message pending."""
     ranks = hybrid.pipeline_ranks
     rank, again = stage % ranks, hybrid.micro_batches > ranks
@@ -128,24 +169,26 @@ def _one_of_a_rank(hybrid: Hybrid, stage: int, in_flight: int, late: int) -> Buf
     return int(stage == rank and (again or rank > 0)), (1 + again) * last
 
 
-def _of_late_weights(hybrid: Hybrid, stage: int, in_flight: int, late: int) -> Buffers:
+def _of_deferred(hybrid: Hybrid, stage: int, in_flight: int, deferred: int) -> Buffers:
     """A zero-bubble stage keeps the output gradients of deferred weight gradients."""
     ranks = hybrid.pipeline_ranks
     rank, again = stage % ranks, hybrid.micro_batches > ranks
-    return late + (rank == 0 and again), int(stage >= hybrid.stages - ranks and rank > 0)
+    return deferred + (rank == 0 and again), int(stage >= hybrid.stages - ranks and rank > 0)
 
 
 # -------------------------------------------------------------------------------------------------------------- table
 
 #: By name; joint searches try them in this order.
 SCHEDULES = {schedule.name: schedule for schedule in (
-    Schedule("1f1b", "1F1B", "1F1B", _one_forward_one_backward, "1f1b", _last_of_each_kind, fills=True,
+    Schedule("1f1b", "1F1B", "1F1B", _one_forward_one_backward, _warm_up, pending=_last_of_each_kind, fills=True,
              frameworks=frozenset({"megatron", "deepspeed"})),
-    Schedule("gpipe", "GPipe", "GPipe", _all_forwards_first, "gpipe", _none_pending, all_forwards=True, searched=False),
-    Schedule("zero_bubble", "zero bubble", "InterleavedZeroBubble", _zero_bubble, "zero-bubble", _of_late_weights,
-             several_stages=True, splits_backward=True, bubble_parts=3),
-    Schedule("interleaved", "interleaved 1F1B", "Interleaved1F1B", _interleaved, "interleaved-1f1b", _one_of_a_rank,
-             several_stages=True, frameworks=frozenset({"megatron"})),
+    Schedule("gpipe", "GPipe", "GPipe", _all_forwards_first, _all, all_forwards=True, searched=False),
+    Schedule("zero_bubble", "zero bubble", "InterleavedZeroBubble", partial(_in_rounds, late=True),
+             partial(_in_flight_of_rounds, late=True), _of_earlier_ranks, _of_deferred, several_stages=True,
+             in_rounds=True, splits_backward=True, bubble_parts=3),
+    Schedule("interleaved", "interleaved 1F1B", "Interleaved1F1B", partial(_in_rounds, late=False),
+             partial(_in_flight_of_rounds, late=False), pending=_one_of_a_rank, several_stages=True,
+             in_rounds=True, frameworks=frozenset({"megatron"})),
 )}
 
 
@@ -154,4 +197,9 @@ def usual(stages_per_rank: int = 1) -> str:
     return "interleaved" if stages_per_rank > 1 else "1f1b"
 
 
-__all__ = ["SCHEDULES", "Action", "Schedule", "usual"]
+def names_of(wanted: Callable[[Schedule], bool] = lambda how: True) -> str:
+    """The names of the wanted schedules (all, if nothing is said), for messages: ``'a' or 'b'``."""
+    return " or ".join(repr(how.name) for how in SCHEDULES.values() if wanted(how))
+
+
+__all__ = ["SCHEDULES", "Action", "Schedule", "counted_in_flight", "names_of", "usual"]

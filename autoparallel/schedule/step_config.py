@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import cached_property
 from typing import TYPE_CHECKING
 
 from autoparallel.errors import PlanError, shown
-from autoparallel.schedule.schedules import SCHEDULES, Schedule, usual
+from autoparallel.schedule.schedules import SCHEDULES, Schedule, names_of, usual
 from autoparallel.schedule.tiers import ON_DEVICE, Offload
 
 if TYPE_CHECKING:
@@ -44,8 +43,8 @@ class Hybrid:
     tensors wait for backward in the host's memory. ``recompute_blocks``: the paths of the blocks that this applies to
     (None: all). ``reduce_dtype``: the dtype in which gradients are summed over ranks, and over micro-batches if it is
     more precise than the parameter's (None: the parameter's). ``bucket_bytes``: the largest bucket of parameter gathers
-    and gradient reductions (a single larger parameter is allowed). ``copies``: micro-batches that run interleaved at a
-    time (multi-copy): one's activations are sent while another computes, for the activations of so many. ``offload``:
+    and gradient reductions (a single larger parameter is allowed). ``copies``: micro-batches that run at
+    a time (multi-copy): one's activations are sent while another computes, for the activations of so many. ``offload``:
     where the optimizer's states live.
     """
 
@@ -99,16 +98,16 @@ class Hybrid:
         if per_rank > 1 and not self.replicas and not how.several_stages:
             raise PlanError(f"schedule {self.schedule!r} runs one stage per rank, and {self.stages} stages on "
                             f"{self.pipeline_ranks} ranks are {per_rank}: take "
-                            f"{_names(other.several_stages for other in SCHEDULES.values())}")
+                            f"{names_of(lambda other: other.several_stages)}")
         if how.fills and self.stages > 1 and not self.replicas and self.micro_batches < self.stages:
             raise PlanError(f"schedule {self.schedule!r} needs at least as many micro-batches as its {self.stages} "
                             f"stages, not {self.micro_batches}: take more, or "
-                            f"{_names(other.all_forwards for other in SCHEDULES.values())}")
+                            f"{names_of(lambda other: other.all_forwards)}")
         if self.puts_off_weights and self.recompute == "selective":
             raise PlanError(f"schedule {self.schedule!r} runs backward in two parts, and recompute='selective' can run "
                             "once only: take recompute='full' or another schedule")
         rounds = max(1, self.micro_batches // self.pipeline_ranks)
-        if how.several_stages and self.micro_batches % rounds:
+        if how.in_rounds and self.micro_batches % rounds:
             raise PlanError(f"schedule {self.schedule!r} needs micro-batches in rounds of {self.pipeline_ranks}, and "
                             f"{self.micro_batches} are not: take a multiple of {self.pipeline_ranks}")
 
@@ -117,11 +116,11 @@ class Hybrid:
             raise PlanError(f"{self.micro_batches} micro-batches do not run {self.copies} at a time: take a multiple "
                             f"of copies={self.copies} as micro_batches")
         if self.stages > 1:
-            raise PlanError(f"copies={self.copies} with {self.stages} pipeline stages: micro-batches run interleaved "
-                            "without a pipeline only; leave out one of the two")
+            raise PlanError(f"copies={self.copies} with {self.stages} pipeline stages: several micro-batches run at a "
+                            "time without a pipeline only; leave out one of the two")
         if self.recompute != "none":
             raise PlanError(f"copies={self.copies} with recompute={self.recompute!r}: recomputed blocks run as one "
-                            "piece, so micro-batches cannot interleave inside; leave out one of the two")
+                            "piece, so micro-batches cannot alternate inside; leave out one of the two")
 
     def _check_replicas(self) -> None:
         of = f"replicas {list(self.replicas)}"
@@ -134,7 +133,7 @@ class Hybrid:
                             f"{self.pipeline_ranks}: they must be the same")
         if self.pipelining.several_stages:
             raise PlanError(f"schedule {self.schedule!r} runs each stage on one rank: with {of} take "
-                            f"{_names(not other.several_stages for other in SCHEDULES.values())}")
+                            f"{names_of(lambda other: not other.several_stages)}")
         if self.micro_batches % (whole := math.lcm(*self.replicas)):
             raise PlanError(f"{of} need micro-batches in multiples of {whole}, so that each rank of a stage runs as "
                             f"many, and {self.micro_batches} are not")
@@ -212,8 +211,3 @@ class Hybrid:
     def micro_batches_on(self, stage: int) -> int:
         """The number of micro-batches per rank of a stage."""
         return self.micro_batches // self.groups[stage % len(self.groups)]
-
-
-def _names(wanted: Iterable[bool]) -> str:
-    """The names of the wanted schedules, for an error: "'1f1b' or 'gpipe'"."""
-    return " or ".join(repr(name) for name, take in zip(SCHEDULES, wanted, strict=True) if take)

@@ -11,8 +11,8 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
+from autoparallel import clock
 from autoparallel.errors import InfeasibleError, SearchError
-from autoparallel.search import clock
 from autoparallel.search.high_width.event_form import compact_of
 from autoparallel.search.high_width.local_search import finite_limit
 from autoparallel.search.high_width.trws import Messenger

@@ -6,9 +6,9 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 
+from autoparallel import clock
 from autoparallel.errors import InfeasibleError, SearchError
 from autoparallel.garbage import collected_later
-from autoparallel.search import clock
 from autoparallel.search.high_width.aggregation import Shrunk, shrink
 from autoparallel.search.high_width.bound_filter import Screened, bound_without_limit, screen
 from autoparallel.search.high_width.event_form import compact_of, num_events
@@ -33,7 +33,6 @@ from autoparallel.search.low_width.solve import (
 )
 from autoparallel.search.low_width.variable_fixing import Priced
 from autoparallel.search.model.dominance import Reduced, drop_dominated, untouched
-from autoparallel.search.model.labelled_pricer import LabelledPricer
 from autoparallel.search.model.memory_rows import least_peak, memory_of
 from autoparallel.search.model.problem import (
     FORBIDDEN,
@@ -45,6 +44,7 @@ from autoparallel.search.model.problem import (
     evaluate,
     single_limit,
 )
+from autoparallel.search.model.problem_pricer import ProblemPricer
 
 Progress = Callable[[str, float, float], None]
 AUTO_GAP = 1e-3
@@ -83,7 +83,7 @@ class Run:
         self._work = min(WORK_CELLS, WORK_CELLS_PER_S * (deadline - start))
         self.reduced = untouched(problem)
         order_s = ORDER_S * (len(problem.nodes) + len(problem.edges))
-        in_haste = order_s > ORDER_SHARE * (deadline - start) and not problem.is_labelled
+        in_haste = order_s > ORDER_SHARE * (deadline - start) and not problem.has_strategies
         self.eliminator = Eliminator.none() if in_haste else Eliminator.of(problem)
         self._prices: TimedPrices | None = None
         cells = elimination_cells(self.eliminator, problem)
@@ -134,10 +134,10 @@ class Run:
             self._progress(found.stop_reason, best.objective, bound)
 
     def exact(self) -> None:
-        """Elimination, with prices for memory; where it is dear, of what a first choice or double recursion, and
+        """Elimination, with prices for memory; where it is expensive, of what a first choice or double recursion, and
         messages, leave of the choices; where it is too wide even so, `wide`."""
-        labelled = self.problem.is_labelled
-        if self._expensive and labelled:
+        by_axes = self.problem.has_strategies
+        if self._expensive and by_axes:
             if self._soon and self.can_eliminate and self.unlimited():
                 return
             if self.first is None or not self._offer(self.first, "first"):
@@ -214,7 +214,7 @@ class Run:
         self.note(found, self.reduced)
 
     def recursive(self) -> None:
-        adapted = LabelledPricer(self.problem, self.pricer)
+        adapted = ProblemPricer(self.problem, self.pricer)
         start = clock.now()
         found = search_axes(adapted, self.deadline)
         choice, objective = None, FORBIDDEN
@@ -227,7 +227,7 @@ class Run:
         self.note(Outcome(choice, objective, -FORBIDDEN, reason, {"recursive": clock.now() - start}))
 
     def relaxed_bound(self) -> None:
-        """The optimum without memory limit, as a bound; where elimination is dear, one at the prices of memory."""
+        """The optimum without memory limit, as a bound; where elimination is expensive, one at the prices of memory."""
         if self._expensive and table_cells(self.problem) <= SCREEN_CELLS:
             return self.screen()
         self.drop_dominated()
@@ -446,10 +446,10 @@ def lowest_memory(problem: Problem, deadline: float) -> LowestPeak:
 
 
 def _little_memory(problem: Problem, deadline: float) -> LowestPeak | None:
-    """A plan of double recursion that uses little memory, where nodes have labels."""
-    if not problem.is_labelled:
+    """A plan of double recursion that uses little memory, where nodes have strategies by mesh axis."""
+    if not problem.has_strategies:
         return None
-    found = search_axes(LabelledPricer(replace(problem, limit=0.0)), deadline)
+    found = search_axes(ProblemPricer(replace(problem, limit=0.0)), deadline)
     if found is None:
         return None
     return LowestPeak(0.0, evaluate(problem, found.choice).peak_bytes, found.choice)

@@ -36,7 +36,7 @@ def main(
     plans: Annotated[int | None, typer.Option(help="at most so many beside the two searches; all by default")] = None,
     hybrid: Annotated[bool, typer.Option("--hybrid", help="hybrid plans and the joint search's only")] = False,
     copies: Annotated[bool, typer.Option("--copies", help="tensor-parallel plans with micro-batches one after the "
-                                         "other and interleaved, and the joint search's only")] = False,
+                                         "other and multi-copy, and the joint search's only")] = False,
     launches: Annotated[int, typer.Option(help="fresh processes so often")] = 2,
     steps: Annotated[int, typer.Option(help="steps measured per plan and launch")] = 5,
     clusters: Annotated[Path | None, typer.Option(help="write the calibrated descriptions into this folder")] = None,

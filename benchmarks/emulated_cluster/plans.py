@@ -20,7 +20,7 @@ SEARCH, JOINT = "search", "joint search"
 @dataclass(frozen=True)
 class Spec:
     """A plan to be made: a name, the options of `autoparallel.plan`, and what kind it is: search, joint, plain
-    (one turn) or hybrid."""
+    (one micro-batch) or hybrid."""
 
     name: str
     kind: str
@@ -81,8 +81,8 @@ def hybrid(num_ranks: int) -> Iterator[Spec]:
     yield _piped(num_ranks, (1,), 8, "ddp", "1f1b")
 
 
-def interleaved(num_ranks: int) -> Iterator[Spec]:
-    """Tensor-parallel plans with micro-batches one after the other, and interleaved (multi-copy)."""
+def multi_copy(num_ranks: int) -> Iterator[Spec]:
+    """Tensor-parallel plans with micro-batches one after the other, and several at a time (multi-copy)."""
     shapes = [(num_ranks,), *([(num_ranks // 2, 2)] if num_ranks > 2 else [])]
     for shape, name in itertools.product(shapes, ("tensor_parallel", "sequence_parallel")):
         for count, copies in ((1, 1), (2, 1), (2, 2)):
@@ -90,20 +90,21 @@ def interleaved(num_ranks: int) -> Iterator[Spec]:
             yield Spec(f"{name} {_text(shape)}, {count} micro-batches, {copies} copies", "hybrid", options)
 
 
-def _zero(num_ranks: int, turns: int, stage: int, **more: Any) -> Spec:
-    options = {"mesh_shape": (num_ranks,), "micro_batches": turns, "zero_stage": stage, "baseline": "fsdp", **more}
-    return Spec(f"zero {stage} {num_ranks}, {turns} turns{_recomputed(more)}", "hybrid", options)
+def _zero(num_ranks: int, micro_batches: int, stage: int, **more: Any) -> Spec:
+    options = {"mesh_shape": (num_ranks,), "micro_batches": micro_batches, "zero_stage": stage, "baseline": "fsdp",
+               **more}
+    return Spec(f"zero {stage} {num_ranks}, {micro_batches} micro-batches{_recomputed(more)}", "hybrid", options)
 
 
 def _recomputed(more: Mapping[str, Any]) -> str:
     return ", recompute" if "recompute" in more else ""
 
 
-def _piped(pipeline: int, stage: tuple[int, ...], turns: int, name: str, schedule: str, **more: Any) -> Spec:
-    options = {"mesh_shape": (pipeline, *stage), "pipeline_stages": pipeline, "micro_batches": turns,
+def _piped(pipeline: int, stage: tuple[int, ...], micro_batches: int, name: str, schedule: str, **more: Any) -> Spec:
+    options = {"mesh_shape": (pipeline, *stage), "pipeline_stages": pipeline, "micro_batches": micro_batches,
                "schedule": schedule, "zero_stage": 0, "baseline": name, **more}
-    extra = f" zero {more['zero_stage']}" if "zero_stage" in more else ""
-    return Spec(f"pipeline {pipeline} x {name} {_text(stage)}, {turns} turns, {schedule}{extra}{_recomputed(more)}",
+    extra = (f" zero {more['zero_stage']}" if "zero_stage" in more else "") + _recomputed(more)
+    return Spec(f"pipeline {pipeline} x {name} {_text(stage)}, {micro_batches} micro-batches, {schedule}{extra}",
                 "hybrid", options)
 
 
@@ -113,10 +114,10 @@ def _text(shape: tuple[int, ...]) -> str:
 
 def specs(num_ranks: int, most: int | None = None, only_hybrid: bool = False, only_copies: bool = False) -> list[Spec]:
     """The searches, then plain and hybrid plans in turn, at most so many of these together. ``only_hybrid``: those
-    and the joint search; ``only_copies``: `interleaved` and the joint search."""
+    and the joint search; ``only_copies``: `multi_copy` and the joint search."""
     joint = Spec(JOINT, "joint", {"joint": True})
     if only_copies:
-        return [joint, *list(interleaved(num_ranks))[:most]]
+        return [joint, *list(multi_copy(num_ranks))[:most]]
     if only_hybrid:
         return [joint, *list(hybrid(num_ranks))[:most]]
     sides = [list(plain(num_ranks)), list(hybrid(num_ranks))]

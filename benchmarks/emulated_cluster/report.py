@@ -46,8 +46,8 @@ class Row:
 
 @dataclass(frozen=True)
 class Summary:
-    """Of one model on one network. ``search_regret``: how much longer than the fastest plan without turns the search's
-    takes; ``joint_ratio``: the joint search's plan over the fastest other."""
+    """Of one model on one network. ``search_regret``: how much longer the search's takes than the fastest plan of one
+    micro-batch; ``joint_ratio``: the joint search's plan over the fastest other."""
 
     model: str
     inter: str

@@ -44,11 +44,11 @@ def measure_steps(subject_name: str, plan_text: str, cluster_path: str, steps: i
     mesh = mesh_of(plan)
     with captured_once(subject):
         parallel = autoparallel.compile(subject.build(), mesh, plan=plan, cluster=cluster, example_kwargs=dict(batch))
-    turn = _turn(parallel, plan.hybrid.is_plain, batch)
+    once = _once(parallel, plan.hybrid.is_plain, batch)
     parameters = list(parallel.parameters())  # a pipeline stage may have none
     optimizer = torch.optim.AdamW(parameters or [torch.zeros(1)], lr=1e-4, eps=1e-4, fused=True)
     clock = DeviceClock(cluster.device)
-    made = [_step(clock, turn, optimizer) for _ in range(WARM_UP + steps)]
+    made = [_step(clock, once, optimizer) for _ in range(WARM_UP + steps)]
     seconds, busy, overruns, losses = zip(*made, strict=True)
     return Steps(seconds[WARM_UP:], busy[WARM_UP:], overruns[WARM_UP:], losses)
 
@@ -63,7 +63,7 @@ def mesh_of(plan: Any) -> Any:
         init_device_mesh("cpu", shape, mesh_dim_names=names)
 
 
-def _turn(parallel: Any, plain: bool, batch: Batch) -> Callable[[], torch.Tensor]:
+def _once(parallel: Any, plain: bool, batch: Batch) -> Callable[[], torch.Tensor]:
     """Forward and backward of one step; returns the loss."""
     if not plain:
         return lambda: parallel.step(**batch)
@@ -78,13 +78,13 @@ def _turn(parallel: Any, plain: bool, batch: Batch) -> Callable[[], torch.Tensor
     return run
 
 
-def _step(clock: DeviceClock, turn: Callable[[], torch.Tensor], optimizer: torch.optim.Optimizer
+def _step(clock: DeviceClock, once: Callable[[], torch.Tensor], optimizer: torch.optim.Optimizer
           ) -> tuple[float, float, float, float]:
     with real_time():
         started = start_together()
         busy, overrun = clock.busy_s, clock.overrun_s
         with ticking(clock, started):
-            loss = turn()
+            loss = once()
             optimizer.step()
             optimizer.zero_grad()
         seconds = time.monotonic() - started

@@ -1,1 +1,1 @@
-"""Which ways of cutting an op are right, tried on pieces: the rules' claims, DTensor's, and what would be possible."""
+"""Which ways of cutting an op are right, tried on shards: the rules' claims, DTensor's, and what would be possible."""

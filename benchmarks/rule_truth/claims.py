@@ -1,4 +1,4 @@
-"""What the rules claim, run as it is emitted: each row of an op's strategies on pieces, forward and gradients."""
+"""What the rules claim, run as it is emitted: each axis strategy of an op on shards, forward and gradients."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ class _Trial:
         (self.num_ranks,) = space.mesh_shape
 
     def _strategies(self, op: int, strategy: Strategy) -> list[Strategy]:
-        """The op as claimed; its inputs in pieces as it reads them (whole ones stand for summands too)."""
+        """The op as claimed; its inputs in shards as it reads them (whole ones stand for summands too)."""
         strategies = [strategy_set.strategies[0] for strategy_set in self.space.strategy_sets]
         strategies[op] = strategy
         for use in self.space.uses_by[op]:

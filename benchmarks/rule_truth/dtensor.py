@@ -2,8 +2,8 @@
 
 The one file that touches DTensor here. A combination is claimed when the op runs on DTensors of these placements under
 `ExplicitRedistributionContext`, which refuses every redistribution, also inside an op that DTensor takes apart. Some of
-its ops are programs with communication of their own (argmax of a cut dim), which the op on pieces cannot confirm: a
-claim that pieces do not confirm is run as DTensor runs it, on all ranks at once.
+its ops are programs with communication of their own (argmax of a cut dim), which the op on shards cannot confirm: a
+claim that shards do not confirm is run as DTensor runs it, on all ranks at once.
 """
 
 from __future__ import annotations

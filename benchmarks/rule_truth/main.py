@@ -37,7 +37,7 @@ def database(names: Sequence[str] = ()) -> list[Any]:
 
 
 def studied(infos: Sequence[Any], sizes: tuple[int, ...], num_samples: int, kept: Kept | None) -> Iterator[OpStudy]:
-    """Each op, in a process of its own kind: pieces that do not fit each other make some of torch's kernels crash.
+    """Each op, in a process of its own kind: shards that do not fit each other make some of torch's kernels crash.
 
     A crash may be of an op before it, so that an op is tried a second time; then only what is claimed is tried. What
     was ``kept`` is not done again.
@@ -152,7 +152,7 @@ def run(
     keep: Annotated[Path | None, typer.Option(
         help="a folder of studies: what it has is not done again, what is done goes there")] = None,
 ) -> None:
-    """Sharding rules held to the ops themselves on pieces, beside DTensor's rules and what would be possible.
+    """Sharding rules held to the ops themselves on shards, beside DTensor's rules and what would be possible.
 
     Slices that share a folder may run at once; the same command without --slice then sums up.
     """

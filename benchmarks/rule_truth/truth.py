@@ -1,6 +1,6 @@
-"""What is possible: every combination of one axis's placements, tried on pieces.
+"""What is possible: every combination of one axis's placements, tried on shards.
 
-A combination says how each input and each output lies on an axis: in pieces, whole, or as summands. It is possible
+A combination says how each input and each output lies on an axis: in shards, whole, or as summands. It is possible
 when the op on each rank's inputs gives each rank's outputs, on every draw.
 """
 
@@ -82,7 +82,7 @@ def largest(value: Tensor) -> float:
 
 
 def telling(case: Case) -> bool:
-    """Whether wrong pieces could be told from right ones: outputs differ in their entries, or from draw to draw."""
+    """Whether wrong shards could be told from right ones: outputs differ in their entries, or from draw to draw."""
     if any(not meta.num_elements for meta in case.inputs):
         return False
     draws = [case.run(values) for values in case.draws]
@@ -100,7 +100,7 @@ def _varies(draws: Sequence[Tensor]) -> bool:
 
 
 class Shards:
-    """A case on the pieces of one axis: one draw, with its inputs cut in every way once."""
+    """A case on the shards of one axis: one draw, with its inputs cut in every way once."""
 
     def __init__(self, case: Case, values: Sequence[Tensor], num_ranks: int) -> None:
         self.case, self.values, self.num_ranks = case, values, num_ranks
@@ -123,7 +123,7 @@ class Shards:
         for rank in range(self.num_ranks):
             try:
                 found.append(self._rank(inputs, made, rank))
-            except Exception:  # whatever an op says to pieces that do not fit each other
+            except Exception:  # whatever an op says to shards that do not fit each other
                 return nothing
             if len(found[-1]) != len(asked):
                 return nothing

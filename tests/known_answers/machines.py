@@ -3,7 +3,7 @@
 Their constants: an all_reduce of b bytes among n devices costs alpha + beta 2 (n - 1)/n b, all_gather and
 reduce_scatter beta (n - 1)/n b, with an alpha and a beta for each mesh axis; compute costs nothing, and heavy ops may
 not be repeated. Here: wires of beta seconds per 1e9 bytes (alphas of about 1 are left out, or counted in by the test),
-other ops for nothing, and heavy ops at a price that makes repeating one dearer than any communication.
+other ops for nothing, and heavy ops at a price that makes repeating one more expensive than any communication.
 """
 
 from __future__ import annotations

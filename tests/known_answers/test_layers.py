@@ -84,7 +84,7 @@ def test_attention_on_two_devices() -> None:
 def test_transformer_layers_by_heads(recompute: str) -> None:
     """Alpa: 4L - 1 all_reduces of the activations, 6L - 1 where backward computes layers again (540,683.11).
 
-    None is cheaper, but where layers are computed again: there ours sums some results to pieces, and gathers these only
+    None is cheaper, but where layers are computed again: there ours sums some results to shards, and gathers these only
     once more where others sum once more.
     """
     x, layers, model = torch.zeros(8, 8, 128), 2, bert(2, 128, 8)
@@ -134,8 +134,8 @@ def test_transformer_layers_on_two_axes() -> None:
 
 @pytest.mark.parametrize("name", ["mlp", "bert"])
 def test_sharded_parameters_on_two_axes(name: str) -> None:
-    """Alpa on 2 x 2 with parameters' state in pieces: what is added up along the second axis stays, gradients along the
-    first are scattered, and what is learned is gathered; all matrices are in four pieces. The bytes are as before.
+    """Alpa on 2 x 2 with parameters' state in shards: what is added up along the second axis stays, gradients along the
+    first are scattered, and updated parameters are gathered; all matrices are in four shards. The bytes are as before.
     """
     if name == "mlp":
         x, model, pins, objective = torch.zeros(256, 32), mlp(6, 32), alternating(6), 21248.0
@@ -190,7 +190,7 @@ def test_a_language_model_by_heads() -> None:
 
 
 def test_a_mixture_of_experts() -> None:
-    """Alpa: 4 all_to_alls, experts in pieces, gradients of the rest all-reduced: 893,965.09; none is cheaper."""
+    """Alpa: 4 all_to_alls, experts in shards, gradients of the rest all-reduced: 893,965.09; none is cheaper."""
     x, model = torch.zeros(64, 16, 64), WithLoss(MixtureLayer(64, 16, 16, 32))
     experts = {"model.mixture.inner": (Shard(0),), "model.mixture.outer": (Shard(0),)}
     whole = {name: (Replicate(),) for name, _ in model.named_parameters() if name not in experts}
@@ -225,7 +225,7 @@ def test_convolutions_by_samples() -> None:
 
 
 def test_convolutions_by_channels() -> None:
-    """Alpa: channels out and in by turns, layers - 1 all_reduces. Ours is cheaper: sums go to pieces of channels."""
+    """Alpa: channels out and in by turns, layers - 1 all_reduces. Ours is cheaper: sums go to shards of channels."""
     x, y, model = torch.zeros(8, 256, 16, 16), torch.zeros(8, 256, 1, 1), WithLoss(Convolutions(4, 256))
     pins = {f"model.layers.{i}": (Partial() if i % 2 else Shard(1),) for i in range(4)}
     stated = planned(model, (x, y), (4,), slowdown=NO_REDUCE_SCATTER, pins=pins)
@@ -262,9 +262,9 @@ class Named(nn.Module):
 
 @pytest.mark.parametrize("name", ["feed-forward", "block"])
 def test_budgets_on_256_devices(name: str) -> None:
-    """autoparallel (Meta): rows stay cut; with a tight budget all parameters are in 256 pieces, with a loose one whole.
+    """autoparallel (Meta): rows stay cut; with a tight budget all parameters are in 256 shards, with a loose one whole.
 
-    On H100s as described, ours of the block stores the two largest matrices in pieces though it may store them whole:
+    On H100s as described, ours of the block stores the two largest matrices in shards though it may store them whole:
     that shortens the optimizer's step by more than it lengthens what is sent.
     """
     model, inputs, pins = on_256(name, (256,))
@@ -295,7 +295,7 @@ def test_budgets_on_256_devices(name: str) -> None:
 def test_budgets_on_32_by_8_devices(name: str) -> None:
     """autoparallel (Meta): rows by the first axis, columns and rows of matrices by the second, attention's heads too.
 
-    The same products here. Matrices cut by columns it stores S(0)·S(0); pieces of pieces gathered along the outer axis
+    The same products here. Matrices cut by columns it stores S(0)·S(0); shards of shards gathered along the outer axis
     do not lie side by side, so ours stores them S(1)·S(0): the stated way takes two more all_to_alls for each.
     """
     model, inputs, rows = on_256(name, (32, 8))
@@ -325,8 +325,9 @@ def test_budgets_on_32_by_8_devices(name: str) -> None:
 
 @pytest.mark.slow
 def test_layers_recomputed_where_memory_is_short() -> None:
-    """Galvatron, LLaMA of 28 layers on 8 devices of 36 GB, 64 samples of 8,192 tokens. In 8 turns and all layers alike:
-    data parallelism with ZeRO-3, every layer computed again. Layer by layer, 14 of 28 are, and a step is 5 % faster.
+    """Galvatron, LLaMA of 28 layers on 8 devices of 36 GB, 64 samples of 8,192 tokens. In 8 micro-batches, all layers
+    the same: data parallelism with ZeRO-3, every layer computed again. Layer by layer, 14 of 28 are, and a step is 5 %
+    faster.
 
     The same here by our prices of A100s (its profile, and the model's width, are not in the statement): nothing fits
     where no layer is computed again, and as few as memory allows are better than all. What Galvatron then takes, tensor

@@ -41,7 +41,7 @@ def test_mlps_on_four_devices(layers: int, batch: int, hidden: int, bias: bool, 
                               objective: float) -> None:
     """The stated plan costs what is stated, and the search proves that none is cheaper.
 
-    Ours may store parameters, or pass on activations, in pieces: reduce_scatter and all_gather are the same bytes.
+    Ours may store parameters, or pass on activations, in shards: reduce_scatter and all_gather are the same bytes.
     """
     stated, best = on_four(layers, batch, hidden, bias, name), on_four(layers, batch, hidden, bias)
     assert counts(stated) == {"all_reduce": count}
@@ -71,7 +71,7 @@ MESHES = [
 def test_mlps_on_two_axes(layers: int, hidden: int, bias: bool, relu: bool, batch: int, mesh_shape: tuple[int, int],
                           beta: tuple[float, float], count: tuple[int, int], objective: float, saved: float) -> None:
     """Rows of the batch by one axis, matrices by columns and rows in turn by the other: ours costs what is stated,
-    within 2 % (biases along columns in pieces; an uneven batch counts by its largest share).
+    within 2 % (biases along columns in shards; an uneven batch counts by its largest share).
 
     Where the second axis is fast, ours is cheaper: it gathers matrices along it instead of adding up activations, and
     reduces their gradients piece by piece, on both axes.

@@ -56,14 +56,14 @@ def paths(shape: tuple[int, ...], mesh_shape: tuple[int, ...], priced: str) -> R
 
 
 def _colossal(action: str, num_elements: np.ndarray, n: int) -> np.ndarray:
-    """Colossal-AI, alpha and beta 1: by elements of the piece before the step, whichever the collective; an all_to_all
-    among n n/2 times as dear, what is local 10."""
+    """Colossal-AI, alpha and beta 1: by elements of the shard before the step, whichever the collective; an all_to_all
+    among n n/2 times as expensive, what is local 10."""
     share = (n - 1) / n * num_elements
     return {"all_gather": 1.1 + share, "reduce_scatter": 1.001 + share, "all_reduce": 1.01 + 2 * share,
             "all_to_all": 1.001 + share / n * (n / 2), "none": 0 * share}.get(action, 10 + 0 * share)
 
 
-#: Replicas, summands and pieces of dims on each side, as nnScaler writes layouts; ours on a mesh that has them as axes;
+#: Replicas, summands and shards of dims on each side, as nnScaler writes layouts; ours on a mesh that has them as axes;
 #: how many collectives (all groups counted) and local steps it takes.
 RVD = [
     ("(1,8,1,1,1) -> (8,1,1,1,1)", (8,), "P", "I", {"all_reduce": 1}),
@@ -89,7 +89,7 @@ def test_between_replicas_partial_sums_and_shards(stated: str, mesh_shape: tuple
 def test_shards_of_another_dim_on_two_axes() -> None:
     """Colossal-AI on 4 x 4 goes [R,S01,R] -> [R,S0,R] -> [S0,R,R] -> [S01,R,R]: all_gather, all_to_all, slice.
 
-    Ours never makes a larger piece: three all_to_alls, by its own table a third of the price.
+    Ours never makes a larger shard: three all_to_alls, by its own table a third of the price.
     """
     table = paths((64, 32, 16), (4, 4), "colossal")
     whole = 64 * 32 * 16

@@ -22,7 +22,7 @@ EXAMPLE = {"problem": {
 
 
 def random_problem(seed: int, limited: bool, max_nodes: int = 5) -> Problem:
-    """Up to 5 nodes of up to 4 choices, two label axes, parallel edges, forbidden cells, memory on some edges."""
+    """Up to 5 nodes of up to 4 choices, on two axes, with parallel edges, forbidden cells, memory on some edges."""
     rng = np.random.default_rng(seed)
     nodes, edges = [], []
     for i in range(int(rng.integers(1, max_nodes + 1))):

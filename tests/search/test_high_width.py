@@ -12,8 +12,9 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
+from autoparallel import clock
 from autoparallel.errors import InfeasibleError
-from autoparallel.search import SEARCHES, MemoryLimitError, Node, NotRepairedError, Problem, clock, evaluate, solve
+from autoparallel.search import SEARCHES, MemoryLimitError, Node, NotRepairedError, Problem, evaluate, solve
 from autoparallel.search.high_width import branch_and_bound, minimum_memory
 from autoparallel.search.high_width import solve as high_width
 from autoparallel.search.high_width.aggregation import shrink
@@ -364,9 +365,9 @@ def test_a_program_ends_when_time_is_up() -> None:
     assert answer.reason in ("time limit", "infeasible", "optimal")
 
 
-def pair_of_classes(usages: float, limits: tuple[float, ...], dearer: float) -> Problem:
+def pair_of_classes(usages: float, limits: tuple[float, ...], extra: float) -> Problem:
     """A node in each of two classes, whose first choice uses nothing and costs so much more than the other."""
-    nodes = tuple(Node(f"n{number}", np.array([10.0 + dearer, 10.0]), np.array([0.0, usages]), (0, 2), None, number)
+    nodes = tuple(Node(f"n{number}", np.array([10.0 + extra, 10.0]), np.array([0.0, usages]), (0, 2), None, number)
                   for number in range(2))
     return Problem(nodes, (), limits[0], "classes", limits[1:])
 

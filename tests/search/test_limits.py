@@ -16,8 +16,9 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
+from autoparallel import clock
 from autoparallel.errors import InfeasibleError, SearchError
-from autoparallel.search import MemoryLimitError, Problem, clock, evaluate, solve
+from autoparallel.search import MemoryLimitError, Problem, evaluate, solve
 from autoparallel.search.high_width import solve as high_width
 from autoparallel.search.high_width.aggregation import Merger
 from autoparallel.search.high_width.event_form import Compact

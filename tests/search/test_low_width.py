@@ -20,7 +20,7 @@ from autoparallel.search.low_width import bucket_elimination
 from autoparallel.search.low_width.bucket_elimination import Eliminator, Sweep, Tables, elimination_order
 from autoparallel.search.low_width.lagrangian import lowest_peak, raise_bound
 from autoparallel.search.low_width.local_search import LocalState, Neighbourhood, descend, repair
-from autoparallel.search.low_width.repeated_subgraphs import repeated_pieces
+from autoparallel.search.low_width.repeated_subgraphs import repeated_subgraphs
 from autoparallel.search.low_width.variable_fixing import Priced
 from autoparallel.search.model import iopddl
 from autoparallel.search.model.dominance import drop_dominated, keep
@@ -56,7 +56,7 @@ def test_a_problem_that_was_searched_can_be_copied(seed: int) -> None:
     (lambda: Node("a", np.array([-1.0]), np.zeros(1)), "costs must be numbers"),
     (lambda: Node("a", np.zeros(1), np.array([math.inf])), "usages must be finite"),
     (lambda: Node("a", np.zeros(1), np.zeros(1), (2, 1)), "ends before it starts"),
-    (lambda: Node("a", np.zeros(1), np.zeros(1), strategies=()), "0 labels for 1 choices"),
+    (lambda: Node("a", np.zeros(1), np.zeros(1), strategies=()), "0 strategies for 1 choices"),
     (lambda: Edge(1, 1, np.zeros((1, 1))), "two different nodes"),
     (lambda: Edge(0, 1, np.zeros((1, 1)), np.zeros((1, 2))), "must have the shape of costs"),
     (lambda: Problem((Node("a", np.zeros(1), np.zeros(1)),), (Edge(0, 3, np.zeros((1, 1))),)), "names node 3"),
@@ -176,14 +176,14 @@ def test_repeated_subgraphs_are_eliminated_by_one_rule(seed: int) -> None:
     problem = block_chain(12, choices=3, seed=seed)
     rates = np.random.default_rng(seed).choice([0.0, 0.5], len(problem.costs))  # blocks of several kinds
     costs = problem.costs.priced(problem.usages, rates)
-    pieces = repeated_pieces(problem.sizes, problem.ends)
-    assert sum(form.nodes.size for form in pieces if form.border.size) > len(problem.nodes) / 2
-    by_pieces, whole = Eliminator.of(problem), Eliminator.of(problem)
+    found = repeated_subgraphs(problem.sizes, problem.ends)
+    assert sum(form.nodes.size for form in found if form.border.size) > len(problem.nodes) / 2
+    by_subgraphs, whole = Eliminator.of(problem), Eliminator.of(problem)
     whole._lay_out(problem.ends, [])
-    value, choice = by_pieces.solve(costs)
+    value, choice = by_subgraphs.solve(costs)
     assert value == pytest.approx(whole.solve(costs)[0])
     assert costs.take(problem.cells(choice)).sum() == pytest.approx(value)
-    for reduced_cost, expected in zip(by_pieces.reduced_costs(costs), whole.reduced_costs(costs), strict=True):
+    for reduced_cost, expected in zip(by_subgraphs.reduced_costs(costs), whole.reduced_costs(costs), strict=True):
         assert np.allclose(reduced_cost, expected)
 
 

@@ -11,13 +11,14 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 
+from autoparallel import clock
 from autoparallel.errors import InfeasibleError, SearchError
-from autoparallel.search import SEARCHES, Edge, MemoryLimitError, Node, Problem, clock, evaluate, plan_within, solve
+from autoparallel.search import SEARCHES, Edge, MemoryLimitError, Node, Problem, evaluate, plan_within, solve
 from autoparallel.search.high_width.bound_filter import screen
 from autoparallel.search.low_width.double_recursion import AtPrices
 from autoparallel.search.model import iopddl
-from autoparallel.search.model.labelled_pricer import LabelledPricer
 from autoparallel.search.model.memory_rows import memory_at
+from autoparallel.search.model.problem_pricer import ProblemPricer
 from autoparallel.search.solver import Run, lowest_memory
 from tests.search.problems import EXAMPLE, all_plans, block_chain, lateness, random_problem, seeds, two_axes
 
@@ -228,7 +229,7 @@ def test_memory_at_prices(seed: int) -> None:
     times = np.arange(6)
     prices, memory = rng.random(6), memory_at(problem, times)
     strategies = [node.strategies or () for node in problem.nodes]
-    expensive = AtPrices(LabelledPricer(problem), times, prices).problem(strategies)
+    expensive = AtPrices(ProblemPricer(problem), times, prices).problem(strategies)
     assert expensive.limit == math.inf
     for choice, judged in all_plans(problem)[:50]:
         paid = judged.objective + float(prices @ memory.load(problem, choice))

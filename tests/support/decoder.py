@@ -27,10 +27,10 @@ class Block(nn.Module):
 
 
 class Decoder(nn.Module):
-    def __init__(self) -> None:
+    def __init__(self, layers: int = 2) -> None:
         super().__init__()
         self.embedding, self.head = nn.Embedding(128, 64), nn.Linear(64, 128)
-        self.layers = nn.ModuleList(Block() for _ in range(2))
+        self.layers = nn.ModuleList(Block() for _ in range(layers))
 
     def forward(self, input_ids: Tensor) -> Tensor:
         x = self.embedding(input_ids)

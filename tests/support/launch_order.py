@@ -18,6 +18,7 @@ from autoparallel.plans import Hybrid
 from autoparallel.pricing import ExecutionCounts, Prices, SpacePricer
 from autoparallel.pricing.overlap_simulation import Launch, Passed, RankStep, Wait
 from autoparallel.pricing.pipeline_steps import PipelineRankStep
+from autoparallel.schedule.schedules import usual
 from autoparallel.strategies.space import Strategy, StrategySpace
 from cost_models import Cluster
 from tests.support.captured import graph_of
@@ -68,7 +69,7 @@ class Drawn:
                         self.monkeypatch)
 
     def check_order(self) -> None:
-        """A rank launches and awaits what the simulation does: kind, axis, bytes and order. Interleaved micro-batches
+        """A rank launches and awaits what the simulation does: kind, axis, bytes and order. Micro-batches of multi-copy
         give it the gradients that they have one after the other (not compared where ops draw random numbers: ranks that
         are threads share torch's generator)."""
         pricer = SpacePricer(self.prices, counts=ExecutionCounts(self.space, self.hybrid))
@@ -79,8 +80,8 @@ class Drawn:
             torch.testing.assert_close(found.gradients, alone.gradients, rtol=1e-4, atol=1e-6)
 
     def check_pipeline(self) -> None:
-        """The same on each rank of a pipeline with random cuts; with sends, and receives where they are awaited. Zero
-        bubble gives the gradients of 1F1B."""
+        """The same on each rank of a pipeline with random cuts; with sends, and receives where they are awaited. A
+        backward in two parts gives the gradients of 1F1B."""
         assert self.micro.loss is not None
         flow = flow_of(self.space, self.micro.loss)
         ops = [self.space.decisions[index].name for index in flow.main if self.space.decisions[index].kind == "op"]
@@ -93,11 +94,11 @@ class Drawn:
         for rank, ran in enumerate(found):
             told = simulated(PipelineRankStep(pricer, self.strategies, rank, sent).communication())
             assert sorted_waits(ran.events) == sorted_waits(told), f"pipeline rank {rank}, cuts {hybrid.cuts}"
-        if hybrid.schedule == "zero_bubble":
+        if hybrid.puts_off_weights:
             self.check_gradients(found, hybrid, stages)
 
     def check_gradients(self, found: Sequence[RecordedStep], hybrid: Hybrid, stages: Stages) -> None:
-        expected = self.recorded.pipeline(replace(hybrid, schedule="1f1b"), stages)
+        expected = self.recorded.pipeline(replace(hybrid, schedule=usual()), stages)
         for mine, theirs in zip(found, expected, strict=True):
             torch.testing.assert_close(mine.gradients, theirs.gradients, rtol=1e-4, atol=1e-6)
 

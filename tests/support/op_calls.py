@@ -60,7 +60,7 @@ def call(op: Any, *args: Any, **kwargs: Any) -> OpCall:
 
 
 def table(made: OpCall) -> list[str]:
-    """The rows of an op's rule, as in rules/README.md."""
+    """The axis strategies of an op's rule, as in rules/README.md."""
     rule, known = made.rule()
     assert known, f"{made.op} has no rule"
     return [

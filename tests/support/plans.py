@@ -22,7 +22,7 @@ def _space(case: ModelCase, mesh_shape: tuple[int, ...], axis_names: tuple[str, 
 
 def random_plan(case: ModelCase, mesh_shape: Sequence[int], axis_names: Sequence[str], seed: int,
                 batch_size: int = 8) -> Plan:
-    """Every site takes any of its strategies; the same plan on every rank."""
+    """Every decision takes any of its strategies; the same plan on every rank."""
     space = _space(case, tuple(mesh_shape), tuple(axis_names), batch_size)
     draw = random.Random(seed)
     strategies = {

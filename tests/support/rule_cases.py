@@ -25,11 +25,11 @@ def case_of(op: Any, *args: Any) -> Case:
     return Case(*alone(Node(0, "op", "op", op, refs, {}, outputs), metas), draws)
 
 
-def rows_that_hold(*arguments: Any) -> set[str]:
-    """Names of the rows claimed of `case_of` these on 2, 3 and 4 ranks, forward and gradients; none may be wrong."""
-    case, rows = case_of(*arguments), set[str]()
+def strategies_that_hold(*arguments: Any) -> set[str]:
+    """Names of the axis strategies claimed on 2, 3 and 4 ranks, forward and gradients; none may be wrong."""
+    case, names = case_of(*arguments), set[str]()
     for num_ranks in (2, 3, 4):
         found, known = claims(case, num_ranks)
         assert known and not [claim for claim in found if claim.wrong]
-        rows |= {claim.axis_strategy for claim in found}
-    return rows
+        names |= {claim.axis_strategy for claim in found}
+    return names

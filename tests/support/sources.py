@@ -28,7 +28,7 @@ LEVELS = (
     ("ops", "schedule"),
     ("layout", "search"),
     ("models", "optim"),
-    ("errors", "garbage"),
+    ("clock", "errors", "garbage"),
 )
 LEVEL = {room: number for number, rooms in enumerate(LEVELS) for room in rooms}
 

@@ -1,7 +1,7 @@
 """Mixtures of experts as one op, which may be cut by tokens and by experts.
 
 Libraries write them as a sort: the rows (each token once for each of its experts) are put in the order of their
-experts, multiplied group by group, and put back. No piece of a sorted order is a piece of the tokens, so nothing of it
+experts, multiplied group by group, and put back. No shard of a sorted order is a shard of the tokens, so nothing of it
 could be cut. The sort with all between it and its inverse becomes ``autoparallel::routed_experts``, which sorts the
 rows that it is given by itself:
 

@@ -1,6 +1,6 @@
 """Linear layers whose result is taken apart (a fused query-key-value projection, gate and up in one) as one op.
 
-A piece of the fused dim is no piece of its sections, so nothing after the slices could be cut as it would be if the
+A shard of the fused dim is no shard of its sections, so nothing after the slices could be cut as it would be if the
 layers stood apart. ``autoparallel::linear_sections`` gives the sections themselves, and each can be cut:
 
     x[*b, k], weight[n, k], bias[n], sizes -> y_0[*b, sizes[0]], y_1[*b, sizes[1]], ...     sum(sizes) = n

@@ -40,7 +40,7 @@ def normalise(graph: Graph, buffer_names: dict[str, str]) -> dict[str, Node]:
     batch_regions(graph)
     explicit_casts(graph)
     refuse_types(graph)
-    lists(graph, {})  # so that a piece of a split that is written to is a slice
+    lists(graph, {})  # so that a chunk of a split that is written to is a slice
     mutations = functionalise(graph, buffer_names)
     expand_gradients(graph)
     for one_pass in PASSES:
@@ -54,7 +54,7 @@ def normalise(graph: Graph, buffer_names: dict[str, str]) -> dict[str, Node]:
 
 
 def refuse_unknown_shapes(graph: Graph) -> None:
-    """Raises CaptureError for a tensor whose shape depends on the data: nothing could be said about its pieces."""
+    """Raises CaptureError for a tensor whose shape depends on the data: nothing could be said about its shards."""
     for node in graph.nodes:
         value = node.meta.get("val")
         if isinstance(value, torch.Tensor) and not all(type(size) is int for size in value.shape):
@@ -178,7 +178,7 @@ def _slice(graph: Graph, node: Node) -> Node:
 
 
 def _cat(graph: Graph, node: Node) -> Node | None:
-    """Pieces without elements add nothing; a single piece is the result."""
+    """Chunks without elements add nothing; a single chunk is the result."""
     dim = node.args[1] if len(node.args) > 1 else node.kwargs.get("dim", 0)
     shards = [local_shard for local_shard in node.args[0] if local_shard.meta["val"].numel()] or list(node.args[0])
     if len(shards) == 1 and shards[0].meta["val"].dtype == node.meta["val"].dtype:
@@ -213,7 +213,7 @@ def _weight_norm(graph: Graph, node: Node) -> Node:
 
 
 def _shards(graph: Graph, node: Node) -> None:
-    """split, chunk, unbind -> one slice (or select) per piece that is used."""
+    """split, chunk, unbind -> one slice (or select) per chunk that is used."""
     source = node.args[0]
     single = node.target in (aten.unbind.int, aten.unbind_copy.int)
     dim = _split_dim(node) % source.meta["val"].dim()
@@ -307,7 +307,7 @@ def _sum_all(graph: Graph, node: Node) -> Node:
 
 
 def _cross(graph: Graph, node: Node) -> Node:
-    """cross without a dim takes the first of length 3, which in a piece may be another one: name it."""
+    """cross without a dim takes the first of length 3, which in a shard may be another one: name it."""
     dim = node.args[2] if len(node.args) > 2 else node.kwargs.get("dim")
     dim = list(node.meta["val"].shape).index(3) if dim is None else dim
     return emit(graph, node, aten.linalg_cross.default, *node.args[:2], dim=dim)

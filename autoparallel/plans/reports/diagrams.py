@@ -61,7 +61,7 @@ class Flow:
 
 def block_flow(block: BlockRows, moves: Sequence[Redistribution]) -> list[Flow]:
     """The ops of a block in order, those of one module together, with the redistributions of activations between them
-    and of parameters beside the ops that read them."""
+    and of parameters next to the ops that read them."""
     names = [name for name, _, _ in block.lines]
     before: dict[int, list[Redistribution]] = {}
     for move in moves:

@@ -73,7 +73,7 @@ def timeline_pictures(line: Timeline, step_s: float, fixed_s: float = 0.0) -> li
     boxes = [box for box in line.boxes if box.end_s > box.start_s and box.row not in left_out]
     note += " Sends and exposed communication are counted, and not drawn." if left_out else \
         " A micro-batch's recompute is drawn before its backward, its exposed communication at its end." \
-        if line.pipelined else (" Compute beside communication takes longer; the table counts that as exposed "
+        if line.pipelined else (" Compute overlapped with communication takes longer; the table counts that as exposed "
                                 "communication." if len(line.rows) > 1 else "")
     if len(boxes) <= MOST_BOXES:
         return [_window(line, boxes, (0.0, line.total_s), left_out, note)]

@@ -78,7 +78,7 @@ class Memory:
 @dataclass(frozen=True)
 class Time:
     """A part of the step, in seconds; the parts add up to the step, but for overlapped communication, which runs
-    beside compute (``beside``)."""
+    overlapped with compute (``beside``)."""
 
     part: str
     seconds: float

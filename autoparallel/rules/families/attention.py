@@ -56,7 +56,7 @@ def _match(op: OpView) -> bool:
 
 
 def _of_sequence(op: OpView) -> tuple[AxisStrategy, ...]:
-    """Pieces of the sequence: of a causal one each rank's queries meet all keys up to their own; or keys and values
+    """Shards of the sequence: of a causal one each rank's queries meet all keys up to their own; or keys and values
     are cut too, and go around."""
     causal, cut = bool(op.arg("is_causal")), shard(2)
     messages = tuple(Exchange("ring", i, float(op.inputs[i].dtype.itemsize), 1, 2) for i in (1, 2))

@@ -1,4 +1,4 @@
-"""Convolution, pooling, resampling: batch and channels may be cut; of convolution and pooling also space, into pieces
+"""Convolution, pooling, resampling: batch and channels may be cut; of convolution and pooling also space, into shards
 that windows tile, or by halo exchange."""
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ def convolution(op: OpView) -> Rule | None:
 
 
 def _in_space(rule: Rule, op: OpView) -> Rule:
-    """With the dims in space cut too: as they are into even pieces that windows tile, else by halo exchange."""
+    """With the dims in space cut too: as they are into even shards that windows tile, else by halo exchange."""
     windows = windows_of(op.target, op.arguments)
     first = len(op.shapes[0]) - len(windows)
     for number, window in enumerate(windows):
@@ -82,7 +82,7 @@ def _filled_equally(op: OpView, window: Window, size: int, made: int) -> bool:
 
 
 def _grouped(op: OpView) -> Rule:
-    """Channels are cut with their groups; lowering tells each rank how many groups its piece has."""
+    """Channels are cut with their groups; lowering tells each rank how many groups its shard has."""
     x, w = op.shapes[:2]
     groups, space = op.arg("groups"), (None,) * (len(w) - 2)
     batch = "b" if x[0] != 1 else None

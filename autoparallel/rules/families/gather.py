@@ -212,7 +212,7 @@ def _looked_up(op: OpView) -> Rule:
 
 @rule_for(aten.bucketize.Tensor)
 def bucketize(op: OpView) -> Rule:
-    """How many boundaries are before each element, which adds up over pieces of them."""
+    """How many boundaries are before each element, which adds up over shards of them."""
     rule = _looked_up(op)
     count = op.shapes[1][0]
     if count < 2:

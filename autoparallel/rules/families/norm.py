@@ -48,7 +48,7 @@ def instance_norm(op: OpView) -> Rule | None:
 
 @rule_for(aten.group_norm.default)
 def group_norm(op: OpView) -> Rule:
-    """Channels are cut with their groups; lowering tells each rank how many groups its piece has."""
+    """Channels are cut with their groups; lowering tells each rank how many groups its shard has."""
     batch, channels = op.out.shape[:2]
     sizes = {f: n for f, n in (("b", batch), ("g", op.arg("num_groups"))) if n != 1}
     b, g = (f if f in sizes else None for f in ("b", "g"))

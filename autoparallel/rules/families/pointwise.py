@@ -120,7 +120,7 @@ def prelu(op: OpView) -> Rule | None:
 @rule_for(aten.dropout.default, aten.native_dropout.default, aten.rand_like.default, aten.randn_like.default,
           aten.bernoulli.default, aten.bernoulli.p, aten.uniform.default, aten.exponential.default)
 def random(op: OpView) -> Rule:
-    """Numbers drawn for each element: ranks with different pieces draw different ones."""
+    """Numbers drawn for each element: ranks with different shards draw different ones."""
     sizes = {f"d{i}": size for i, size in enumerate(op.out.shape) if size != 1}
     dims = tuple(f"d{i}" if size != 1 else None for i, size in enumerate(op.out.shape))
     return Rule((dims,), (dims,) * len(op.outputs), sizes, flops=float(op.out.num_elements), random=True,

@@ -48,12 +48,12 @@ def places(op: OpView) -> Rule | None:
     numbers = [Exchange("all_gather", 0, (8.0 + x.dtype.itemsize) * share, whole=True)]
     if len(op.outputs) > 1:
         numbers.append(Exchange("all_reduce", 0, x.dtype.itemsize * share, whole=True))
-    rows = [_row(d, "places", tuple(INVARIANT for _ in op.outputs), numbers) for d in dims]
-    names = frozenset(row.name for row in rows)
-    return replace(rule, variants=tuple(replace(row, apart=names - {row.name}) for row in rows))
+    variants = [_variant(d, "places", tuple(INVARIANT for _ in op.outputs), numbers) for d in dims]
+    names = frozenset(variant.name for variant in variants)
+    return replace(rule, variants=tuple(replace(variant, apart=names - {variant.name}) for variant in variants))
 
 
-def _row(dim: int, variant: str, outputs: tuple[Placement, ...], inside: list[Exchange]) -> AxisStrategy:
+def _variant(dim: int, variant: str, outputs: tuple[Placement, ...], inside: list[Exchange]) -> AxisStrategy:
     return AxisStrategy(f"along d{dim}", (shard(dim),), outputs, f"d{dim}", variant=variant, inside=tuple(inside))
 
 
@@ -66,7 +66,7 @@ def logsumexp(op: OpView) -> Rule | None:
     dims = sorted({d % len(x.shape) for d in op.arg("dim")})
     size = 4.0 * op.out.num_elements / max(1, x.num_elements)
     return replace(rule, variants=tuple(
-        _row(d, "softmax", (INVARIANT,), [Exchange("all_reduce", 0, size, 2, whole=True)])
+        _variant(d, "softmax", (INVARIANT,), [Exchange("all_reduce", 0, size, 2, whole=True)])
         for d in dims if x.shape[d] != 1))
 
 
@@ -89,7 +89,7 @@ def of_everything(op: OpView) -> Rule | None:
 
 
 def _reduction(op: OpView, dim: object, keepdim: bool, adds: bool = False, linear: bool = False) -> Rule | None:
-    """``adds``: results of pieces of a reduced dim add up; ``linear``: so do those of summands."""
+    """``adds``: results of shards of a reduced dim add up; ``linear``: so do those of summands."""
     shape = op.shapes[0] or (1,)  # of a number it is the number
     dims = [dim] if isinstance(dim, int) else list(dim or range(len(shape)))  # type: ignore[call-overload]
     reduced = {d % len(shape) for d in dims}
@@ -140,7 +140,7 @@ def renorm(op: OpView) -> Rule:
 
 
 @rule_for(aten.softmax.int, aten.log_softmax.int)
-def softmax_by_pieces(op: OpView) -> Rule | None:
+def sharded_softmax(op: OpView) -> Rule | None:
     """Along the dim that it normalises by a variant: maximum and sum of each row, and a sum for its gradient."""
     rule = softmax(op)
     if rule is None or not op.inputs[0].dtype.is_floating_point:
@@ -150,7 +150,7 @@ def softmax_by_pieces(op: OpView) -> Rule | None:
         return rule
     size = 4.0 / x.shape[dim]
     numbers = Exchange("all_reduce", 0, size, 2, int(x.requires_grad), whole=True)
-    return replace(rule, variants=(_row(dim, "softmax", (shard(dim),), [numbers]),))
+    return replace(rule, variants=(_variant(dim, "softmax", (shard(dim),), [numbers]),))
 
 
 @rule_for(aten._softmax.default, aten._log_softmax.default,

@@ -1,7 +1,7 @@
 """Views and data movement: reshape, permute, expand, slice, select, cat, pad, flip, roll.
 
 A reshape is taken apart into groups of dims with equal products. In each group only the leading dim can be cut, and
-only into pieces that divide the leading dim on both sides: [b, s, (h d)] -> [b, s, h, d] cuts h.
+only into shards that divide the leading dim on both sides: [b, s, (h d)] -> [b, s, h, d] cuts h.
 """
 
 from __future__ import annotations
@@ -98,7 +98,7 @@ def slice_(op: OpView) -> Rule:
 
 def _with_borders(rule: Rule, op: OpView) -> Rule:
     """A dim of which less than half is cut off, or that is filled up by less, is cut too: neighbours send one another
-    what their pieces are shifted by."""
+    what their shards are shifted by."""
     shape, rows = op.shapes[0], []
     for dim, (size, made) in enumerate(zip(shape, op.out.shape, strict=True)):
         window = window_of_rows(op.target, op.arguments, dim, len(shape))

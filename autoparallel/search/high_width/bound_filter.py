@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from autoparallel.search import clock
+from autoparallel import clock
 from autoparallel.search.high_width.event_form import compact_of
 from autoparallel.search.high_width.local_search import finite_limit
 from autoparallel.search.high_width.trws import Messenger

@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from autoparallel.search import clock
+from autoparallel import clock
 from autoparallel.search.high_width.aggregation import Shrunk, shrink
 from autoparallel.search.high_width.event_form import Compact, moved_prices
 from autoparallel.search.high_width.local_search import finite_limit

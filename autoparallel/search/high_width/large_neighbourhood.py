@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from autoparallel.search import clock
+from autoparallel import clock
 from autoparallel.search.high_width.aggregation import shrink
 from autoparallel.search.high_width.event_form import Compact, part_of
 from autoparallel.search.high_width.local_search import LocalSearch
@@ -145,7 +145,7 @@ class Parts:
         return blind_s
 
     def _by_elimination(self, max_nodes: int) -> float:
-        """At a few multiples of the prices: dear memory leaves room for what local search then makes cheaper."""
+        """At a few multiples of the prices: expensive memory leaves room for what local search then makes cheaper."""
         begun = clock.now()
         part = self._narrow(self._grow(max_nodes, 10**9))
         inner = part_of(self.compact, self.plan, part)

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from autoparallel.search import clock
+from autoparallel import clock
 from autoparallel.search.high_width.event_form import Compact
 from autoparallel.search.model.interned import Shared
 from autoparallel.search.model.problem import FORBIDDEN

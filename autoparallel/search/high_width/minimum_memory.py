@@ -8,7 +8,7 @@ from functools import cached_property
 
 import numpy as np
 
-from autoparallel.search import clock
+from autoparallel import clock
 from autoparallel.search.high_width.aggregation import Shrunk, shrink
 from autoparallel.search.high_width.event_form import Compact, compact_of
 from autoparallel.search.high_width.local_search import LocalSearch

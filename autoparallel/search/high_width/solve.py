@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 
 import numpy as np
 
-from autoparallel.search import clock
+from autoparallel import clock
 from autoparallel.search.high_width.aggregation import shrink
 from autoparallel.search.high_width.branch_and_bound import Branching, allowed_cells
 from autoparallel.search.high_width.event_form import Compact, compact_of
@@ -171,7 +171,7 @@ class WideSearch:
 
     def _first_plan(self, messenger: Messenger, offer: Callable[[Sequence[int]], float]) -> None:
         """Where there is no time for all steps of the prices: a plan for which what the nodes' own cheapest choices use
-        too much of is dear, so that it soon fits. It may cost twice the best. As many sweeps as there is time for."""
+        too much of is expensive, so that it soon fits. It may cost twice the best. Sweeps go on while there is time."""
         if self.deadline == FORBIDDEN:
             return
         compact, start = messenger.compact, clock.now()

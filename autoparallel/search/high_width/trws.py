@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from autoparallel.search import clock
+from autoparallel import clock
 from autoparallel.search.high_width.event_form import Compact
 from autoparallel.search.model.interned import Shared
 from autoparallel.search.model.problem import FORBIDDEN
@@ -233,9 +233,9 @@ class Prices:
 class Ascent:
     """Subgradient steps on the prices of memory from ``first`` on (none: 0).
 
-    What the messages' plan uses too much of gets dearer: the cheapest choices one by one say less, since equal ones are
-    many. Step length after Polyak, towards the best plan's cost or half as much again as the bound, whichever is
-    nearer; shorter when the bound does not grow.
+    What the messages' plan uses too much of gets more expensive: the cheapest choices one by one say less, since equal
+    ones are many. Step length after Polyak, towards the best plan's cost or half as much again as the bound, whichever
+    is nearer; shorter when the bound does not grow.
     """
 
     def __init__(self, compact: Compact, first: np.ndarray | None = None) -> None:

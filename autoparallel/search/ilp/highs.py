@@ -18,7 +18,7 @@ from weakref import WeakSet
 
 import numpy as np
 
-from autoparallel.search import clock
+from autoparallel import clock
 from autoparallel.search.model.problem import FORBIDDEN
 
 _log = logging.getLogger("autoparallel")

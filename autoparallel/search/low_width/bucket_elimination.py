@@ -20,8 +20,8 @@ from typing import NamedTuple
 
 import numpy as np
 
-from autoparallel.search import clock
-from autoparallel.search.low_width.repeated_subgraphs import Pieces, repeated_pieces
+from autoparallel import clock
+from autoparallel.search.low_width.repeated_subgraphs import Subgraphs, repeated_subgraphs
 from autoparallel.search.model.interned import Shared
 from autoparallel.search.model.problem import FORBIDDEN, Problem
 
@@ -368,21 +368,21 @@ class Eliminator:
         self._tables = Tables()
         clock.did("nodes laid out", len(self.sizes) + len(pairs))
         ends = np.asarray(pairs, np.int64).reshape(-1, 2)
-        self._lay_out(ends, repeated_pieces(self.sizes, ends))
-        if self.max_cells > CHUNK_CELLS and self._pieces and len(self.sizes) <= WHOLE_NODES:  # it may be narrower
+        self._lay_out(ends, repeated_subgraphs(self.sizes, ends))
+        if self.max_cells > CHUNK_CELLS and self._subgraphs and len(self.sizes) <= WHOLE_NODES:  # it may be narrower
             whole = copy.copy(self)
             whole._lay_out(ends, [])
             if whole.max_cells < self.max_cells:
                 self.__dict__.update(whole.__dict__)
 
-    def _lay_out(self, ends: np.ndarray, pieces: list[Pieces]) -> None:
-        """The rules: one per form of pieces, and one for what joins them."""
+    def _lay_out(self, ends: np.ndarray, subgraphs: list[Subgraphs]) -> None:
+        """The rules: one per form of subgraphs, and one for what joins them."""
         count = len(self.sizes)
-        self._pieces = pieces
+        self._subgraphs = subgraphs
         self._rules = [Sweep(self.sizes[np.concatenate([form.nodes[0], form.border[0]])].tolist(), form.scopes,
-                             form.nodes.shape[1]) for form in self._pieces]
+                             form.nodes.shape[1]) for form in self._subgraphs]
         outside, left = np.ones(count, bool), np.ones(count + len(ends), bool)
-        for form in self._pieces:
+        for form in self._subgraphs:
             outside[form.nodes], left[form.inputs] = False, False
         self._nodes, self._inputs = np.flatnonzero(outside), np.flatnonzero(left)
         place = dict(zip(self._nodes.tolist(), range(len(self._nodes)), strict=True))
@@ -391,7 +391,7 @@ class Eliminator:
             open_ends = [w for w in (u, v) if self.sizes[w] > 1] or [v]  # a node with one choice joins nothing
             scopes.append(tuple(place[w] for w in open_ends))
         self._given = len(scopes)
-        scopes += [tuple(place[v] for v in border) for form in self._pieces for border in form.border.tolist()]
+        scopes += [tuple(place[v] for v in border) for form in self._subgraphs for border in form.border.tolist()]
         self._top = Sweep(self.sizes[self._nodes].tolist(), scopes)
         self.max_cells = max(rule.order.max_cells for rule in (self._top, *self._rules))
 
@@ -462,7 +462,7 @@ class Eliminator:
 
 
 class _Run:
-    """One elimination: the steps of every kind of piece (a form with certain costs), and which piece is of which."""
+    """One elimination: the steps of every kind of subgraph (a form with certain costs), and the kind of each."""
 
     def __init__(self, eliminator: Eliminator, arrays: Shared) -> None:
         self.of, self.tables = eliminator, eliminator._tables
@@ -470,7 +470,7 @@ class _Run:
         self.kind_of: list[np.ndarray] = []
         given = self.tables.names(arrays)
         called = given[eliminator._inputs].tolist()
-        for number, (form, rule) in enumerate(zip(eliminator._pieces, eliminator._rules, strict=True)):
+        for number, (form, rule) in enumerate(zip(eliminator._subgraphs, eliminator._rules, strict=True)):
             rows = given[form.inputs]
             which, first = _equal_rows(rows)
             self.kinds.append([self._steps(number, rule, rows[row]) for row in first])
@@ -499,7 +499,7 @@ class _Run:
         outside = [0] * len(of._nodes)
         of._top.choose(self.top, self.tables, outside)
         choice[of._nodes] = outside
-        for form, rule, kinds, which in zip(of._pieces, of._rules, self.kinds, self.kind_of, strict=True):
+        for form, rule, kinds, which in zip(of._subgraphs, of._rules, self.kinds, self.kind_of, strict=True):
             around = np.concatenate([which[:, None], choice[form.border]], axis=1)
             equivalent, first = _equal_rows(around)
             inside = np.zeros((len(first), rule.num_inside), np.int64)
@@ -518,7 +518,7 @@ class _Run:
         for v, reduced_cost in zip(of._nodes.tolist(), outside, strict=True):
             found[v] = reduced_cost
         number = of._given
-        for form, rule, kinds, which in zip(of._pieces, of._rules, self.kinds, self.kind_of, strict=True):
+        for form, rule, kinds, which in zip(of._subgraphs, of._rules, self.kinds, self.kind_of, strict=True):
             known: dict[tuple[int, int | None], list[np.ndarray]] = {}
             for kind, nodes in zip(which.tolist(), form.nodes.tolist(), strict=True):
                 key = kind, above.get(number)

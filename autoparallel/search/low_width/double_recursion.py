@@ -7,9 +7,10 @@ beam): looking at one level alone collapses to all data-parallel.
 Inner recursion: a level's problem has one choice per row of one axis, and is decomposed and solved by elimination.
 
 Decided level by level under a memory limit, plans come out up to 1.27 times the optimum: what a level saves depends on
-levels that are not decided. So every label that some level wanted is kept, and all axes are decided at once among these
-few, which gives the best prices of memory too. At these prices each axis in turn is decided again, beside every wanted
-label, and adds what it wants; until nothing is added (column generation, with levels as its pricing problems).
+levels that are not decided. So every strategy that some level wanted is kept, and all axes are decided at once among
+these few, which gives the best prices of memory too. At these prices each axis in turn is decided again, beside every
+wanted strategy, and adds what it wants; until nothing is added (column generation, with levels as its pricing
+problems).
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from autoparallel.search import clock
+from autoparallel import clock
 from autoparallel.search.low_width.bucket_elimination import Eliminator, TimeIsUpError
 from autoparallel.search.low_width.lagrangian import at_prices, raise_bound
 from autoparallel.search.low_width.solve import Incumbent, affordable, solve_exact
@@ -52,10 +53,10 @@ class AtPrices:
     def __init__(self, pricer: Pricer, times: np.ndarray, prices: np.ndarray) -> None:
         self._pricer, self._times, self._prices = pricer, times, prices
         self.axis_names, self.num_nodes = pricer.axis_names, pricer.num_nodes
-        self.axis_strategies, self.strategies, self.repeat_row = (
+        self.axis_strategies, self.strategies, self.repeat_strategy = (
             pricer.axis_strategies,
             pricer.strategies,
-            pricer.repeat_row,
+            pricer.repeat_strategy,
         )
 
     def problem(self, allowed: Sequence[Sequence[Strategy]]) -> Problem:
@@ -86,7 +87,7 @@ class Recursion:
         self._wanted: list[dict[Strategy, None]] = [{} for _ in self._strategies]
 
     def closest(self, v: int, wanted: Strategy, num_fixed: int) -> Strategy | None:
-        """The label with ``wanted``'s rows on the first axes that agrees most on the others; ties by position."""
+        """The strategy equal to ``wanted`` on the first axes that agrees most on the others; ties by position."""
         strategies = self._strategies[v]
         key = id(strategies), wanted, num_fixed
         if key not in self._closest:
@@ -127,11 +128,11 @@ class Recursion:
         allowed = []
         for v, strategies in enumerate(self._strategies):
             decided = plan[v] if plan is not None else ()
-            repeat = tuple(self.pricer.repeat_row(v, a) for a in range(axis + 1, self.num_axes))
+            repeat = tuple(self.pricer.repeat_strategy(v, a) for a in range(axis + 1, self.num_axes))
             key = id(strategies), decided, repeat
             if key not in known:
-                wanted = ((*decided[:axis], row, *([row] * len(repeat) if lookahead == "same" else repeat))
-                          for row in self.pricer.axis_strategies(v, axis))
+                wanted = ((*decided[:axis], one, *([one] * len(repeat) if lookahead == "same" else repeat))
+                          for one in self.pricer.axis_strategies(v, axis))
                 near = [self.closest(v, strategy, axis + 1) for strategy in wanted]
                 known[key] = tuple(dict.fromkeys(strategy for strategy in (decided, *near) if strategy))
             allowed.append(known[key])
@@ -164,7 +165,7 @@ class Recursion:
         return now + (now - start) > self.deadline
 
     def improve(self, state: State) -> tuple[State, Priced | None]:
-        """All axes at once among the wanted labels and each axis anew at the prices found, in turn; never worse.
+        """All axes at once among the wanted strategies and each axis anew at the prices found, in turn; never worse.
 
         With the prices of memory that were used last, None where there are none.
         """
@@ -187,7 +188,7 @@ class Recursion:
         return state if left is None else self.together(state, mix=True)[0], left
 
     def together(self, state: State, mix: bool = False) -> tuple[State, Priced | None]:
-        """Decide all axes at once among the wanted labels; never worse. With the prices of memory, where it binds.
+        """Decide all axes at once among the wanted strategies; never worse. With the prices of memory, where it binds.
 
         ``mix``: whether to look for plans between those that the prices give (see `solve_exact`).
         """
@@ -208,7 +209,7 @@ class Recursion:
         return min(state, State(self._rank(problem, found.choice), plan), key=lambda s: s.rank), found.left
 
     def beside(self, axis: int, pricer: Pricer) -> None:
-        """Want the labels of the best plan among all that differ from wanted ones on this axis only, or not at all."""
+        """Want the best plan's strategies, among all that differ from wanted ones on this axis only, or not at all."""
         allowed = [self._beside(v, tuple(wanted), axis) for v, wanted in enumerate(self._wanted)]
         problem = pricer.problem(allowed)
         eliminator = Eliminator.of(problem)

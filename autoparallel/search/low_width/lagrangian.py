@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from autoparallel.search import clock
+from autoparallel import clock
 from autoparallel.search.low_width.bucket_elimination import TimeIsUpError
 from autoparallel.search.model.interned import Shared
 from autoparallel.search.model.memory_rows import Memory, Users, memory_at
@@ -87,7 +87,7 @@ def raise_bound(problem: Problem, memory: Memory, relax: Relaxation, deadline: f
     """
     dual = dual or Dual(-FORBIDDEN, np.zeros(len(memory.times)))
     trial = dual.next_trial() if dual.rounds else dual.prices
-    dearest = dearest_cost(problem)
+    highest = highest_cost(problem)
     for _ in range(rounds):
         start = clock.now()
         if trial is None:
@@ -100,7 +100,7 @@ def raise_bound(problem: Problem, memory: Memory, relax: Relaxation, deadline: f
             break
         bound = value - float(trial @ memory.room)
         dual.rounds += 1
-        if value == FORBIDDEN or dual.bound > dearest:
+        if value == FORBIDDEN or dual.bound > highest:
             return Dual(FORBIDDEN, trial, dual.plans, dual.rounds)
         again = plan in dual.plans
         if not again:
@@ -123,9 +123,10 @@ def mixed_plans(problem: Problem, memory: Memory, relax: Relaxation, deadline: f
     """The plans that just fit, and just do not, of those made of the plans on both sides of the best prices.
 
     At the best prices equal blocks change their minds together: a little cheaper and the plan does not fit, a little
-    dearer and it leaves room unused. So the last nodes (or the first) get prices that are ``contrast`` times the best,
-    the others that much cheaper ones, and the place of the change is bisected. What both sides gain by prices of their
-    own must outweigh the change of layouts between them, so a small contrast may not mix. O(log `PLACES`) relaxations.
+    more expensive and it leaves room unused. So the last nodes (or the first) get prices that are ``contrast`` times
+    the best, the others that much cheaper ones, and the place of the change is bisected. What both sides gain by prices
+    of their own must outweigh the change of layouts between them, so a small contrast may not mix. O(log `PLACES`)
+    relaxations.
     """
     count = len(problem.nodes)
     users = np.concatenate([np.arange(count), problem.ends.max(axis=1)])
@@ -151,7 +152,7 @@ def mixed_plans(problem: Problem, memory: Memory, relax: Relaxation, deadline: f
     return list(found.values())
 
 
-def dearest_cost(problem: Problem) -> float:
+def highest_cost(problem: Problem) -> float:
     """More than any allowed plan can cost: a bound above it proves that no plan fits."""
     highs = problem.costs.each(lambda array: float(array.max(initial=0.0, where=array < FORBIDDEN)))
     return float(highs.sum()) * (1 + 1e-6) + 1e-300

@@ -14,7 +14,7 @@ from functools import cached_property
 
 import numpy as np
 
-from autoparallel.search import clock
+from autoparallel import clock
 from autoparallel.search.model.interned import firsts, paired
 from autoparallel.search.model.memory_rows import Memory
 from autoparallel.search.model.problem import FORBIDDEN, Problem

@@ -2,7 +2,7 @@
 
 In each round those nodes go whose step is smaller than each neighbour's (or as large, and the node of a kind that comes
 first): many, as long as there are blocks with an inside; a few, once one node per block is left. The nodes that went
-fall into pieces, and pieces of one form are eliminated by one rule, once for all of equal costs.
+fall into subgraphs, and subgraphs of one form are eliminated by one rule, once for all of equal costs.
 """
 
 from __future__ import annotations
@@ -12,14 +12,14 @@ from dataclasses import dataclass
 
 import numpy as np
 
-PIECE_CELLS = 2e5
+SUBGRAPH_CELLS = 2e5
 FEW, FEW_SHARE = 4, 1 / 8
 KIND_ROUNDS = 3
 KIND_BITS = 40
 
 
 @dataclass(frozen=True)
-class Pieces:
+class Subgraphs:
     """Subgraphs with the same nodes, edges and numbers of choices. Each row of an array is one subgraph: the numbers of
     the ``nodes`` inside it, of the ``border`` nodes that it touches, and of its cost tables, ``inputs``.
 
@@ -33,27 +33,27 @@ class Pieces:
     scopes: tuple[tuple[int, ...], ...]
 
 
-def repeated_pieces(sizes: np.ndarray, ends: np.ndarray) -> list[Pieces]:
-    """Forms with at least two pieces. ``ends`` has a row (source, target) per edge. O((n + m) log(n + m)) a round."""
+def repeated_subgraphs(sizes: np.ndarray, ends: np.ndarray) -> list[Subgraphs]:
+    """Forms of two subgraphs or more. ``ends`` has a row (source, target) per edge. O((n + m) log(n + m)) a round."""
     count = len(sizes)
     scopes = np.where((sizes[ends] > 1).any(axis=1)[:, None], ends, ends[:, [1, 1]])
     scopes = np.where(sizes[scopes] > 1, scopes, scopes[:, ::-1])  # a node with one choice joins nothing
     inside = _inside(sizes, scopes[scopes[:, 0] != scopes[:, 1]])
-    piece = _components(count, scopes[inside[scopes].all(axis=1)])
-    piece[~inside] = -1
-    own, other = piece[scopes[:, 0]], piece[scopes[:, 1]]
+    subgraph = _components(count, scopes[inside[scopes].all(axis=1)])
+    subgraph[~inside] = -1
+    own, other = subgraph[scopes[:, 0]], subgraph[scopes[:, 1]]
     edges = np.flatnonzero((own >= 0) | (other >= 0))
     owner = np.maximum(own, other)
     users = np.concatenate([np.flatnonzero(inside), edges + count])
-    belongs = np.concatenate([piece[inside], owner[edges]])
+    belongs = np.concatenate([subgraph[inside], owner[edges]])
     both = np.concatenate([np.repeat(np.flatnonzero(inside)[:, None], 2, axis=1), scopes[edges]])
     order = np.argsort(belongs, kind="stable")
     users, belongs, both = users[order], np.unique(belongs[order], return_inverse=True)[1], both[order]
     keys = (2 * belongs[:, None] + ~inside[both]) * count + both  # inside first, each in order
     near, place = np.unique(keys, return_inverse=True)
-    pieces = np.arange(belongs.max(initial=-1) + 2)
-    starts, borders = np.searchsorted(belongs, pieces), np.searchsorted(near, 2 * pieces * count)
-    middles = np.searchsorted(near, (2 * pieces[:-1] + 1) * count).tolist()
+    numbers = np.arange(belongs.max(initial=-1) + 2)
+    starts, borders = np.searchsorted(belongs, numbers), np.searchsorted(near, 2 * numbers * count)
+    middles = np.searchsorted(near, (2 * numbers[:-1] + 1) * count).tolist()
     place = place.reshape(-1, 2) - borders[belongs][:, None]
     near = near % max(1, count)
     bounds = zip(itertools.pairwise(starts.tolist()), itertools.pairwise(borders.tolist()), middles, strict=True)
@@ -67,7 +67,7 @@ def repeated_pieces(sizes: np.ndarray, ends: np.ndarray) -> list[Pieces]:
         if len(equivalent) > 1:
             about = np.frombuffer(scopes_of, np.int64).reshape(-1, 2).tolist()
             nodes, border, inputs = (np.array(rows) for rows in zip(*equivalent, strict=True))
-            made.append(Pieces(nodes, border, inputs, tuple((u,) if u == v else (u, v) for u, v in about)))
+            made.append(Subgraphs(nodes, border, inputs, tuple((u,) if u == v else (u, v) for u, v in about)))
     return made
 
 
@@ -83,7 +83,7 @@ def _inside(sizes: np.ndarray, pairs: np.ndarray) -> np.ndarray:
         work = log + np.bincount(u, log[v], count) + np.bincount(v, log[u], count)
         rank = np.empty(count, np.int64)
         rank[np.lexsort((kinds, np.rint(work * 1e6)))] = np.arange(count)
-        go = left & (work <= np.log2(PIECE_CELLS))
+        go = left & (work <= np.log2(SUBGRAPH_CELLS))
         go[np.where(rank[u] > rank[v], u, v)] = False
         if go.sum() <= max(FEW, FEW_SHARE * left.sum()):
             break

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from autoparallel.search import clock
+from autoparallel import clock
 from autoparallel.search.low_width.bucket_elimination import Eliminator, TimeIsUpError
 from autoparallel.search.low_width.lagrangian import Dual, LowestPeak, lowest_peak, mixed_plans, raise_bound
 from autoparallel.search.low_width.local_search import LocalState, Neighbourhood, descend, repair
@@ -23,7 +23,7 @@ MIXED_GAP = 5e-4
 MIXTURES = ((1.1, True), (1.1, False), (1.03, True), (1.3, True), (1.3, False))
 LEAST_PRICINGS = 5
 TARGET_GAP = 1e-6
-WITHIN_REACH = 0.05  # of the best plan; dearer ones are not worth a descent
+WITHIN_REACH = 0.05  # of the best plan; more expensive ones are not worth a descent
 FIRST_ROUNDS = 6
 WORTHWHILE = 0.5
 NARROWING_PRICINGS = 12

@@ -12,8 +12,8 @@ from functools import cached_property
 
 import numpy as np
 
+from autoparallel import clock
 from autoparallel.errors import SearchError
-from autoparallel.search import clock
 from autoparallel.search.model.interned import Shared, firsts, paired
 from autoparallel.search.model.problem import FORBIDDEN, NOTHING, Edge, Node, Problem, Strategy, unchecked
 

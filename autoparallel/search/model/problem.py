@@ -2,7 +2,7 @@
 
 The form is that of the ASPLOS/EuroSys 2025 contest on intra-operator parallelism (IOPDDL), with three additions: costs
 are floating-point seconds, an edge may use memory too (the copy that a redistribution makes), and a choice may carry a
-label per mesh axis, so that a search may take the axes one at a time.
+strategy per mesh axis, so that a search may take the axes one at a time.
 
     choice[v] is an index into nodes[v].costs
     objective = sum_v nodes[v].costs[choice[v]] + sum_e edges[e].costs[choice[e.source], choice[e.target]]
@@ -22,8 +22,8 @@ from typing import Any, Protocol, TypeVar
 
 import numpy as np
 
+from autoparallel import clock
 from autoparallel.errors import InfeasibleError, SearchError
-from autoparallel.search import clock
 from autoparallel.search.model.interned import Shared
 
 FORBIDDEN = float("inf")
@@ -106,7 +106,7 @@ class Node:
             raise SearchError(f"node {self.name!r}: costs {self.costs.shape} and usages {self.usages.shape} must be "
                               "equal, one-dimensional and not empty")
         if self.strategies is not None and len(self.strategies) != len(self.costs):
-            raise SearchError(f"node {self.name!r}: {len(self.strategies)} labels for {len(self.costs)} choices")
+            raise SearchError(f"node {self.name!r}: {len(self.strategies)} strategies for {len(self.costs)} choices")
         _check_table(f"node {self.name!r}", "costs", self.costs, finite=False)
         _check_table(f"node {self.name!r}", "usages", self.usages, finite=True)
         _check_interval(f"node {self.name!r}", self.interval)
@@ -298,7 +298,7 @@ class Problem:
         return np.concatenate([equivalent(users, lambda user: user.device_class) for users in (self.nodes, self.edges)])
 
     @property
-    def is_labelled(self) -> bool:
+    def has_strategies(self) -> bool:
         """Whether choices are named by a row per axis."""
         return bool(equivalent(self.nodes, lambda node: bool(node.strategies)).any())
 
@@ -320,7 +320,8 @@ class Pricer(Protocol):
 
     ``strategies(v)`` lists every strategy of node v, one axis strategy's number per axis; ``problem(allowed)`` prices
     exactly the given strategies of each node, in that order. ``axis_names`` runs from the axis with the slowest links
-    to the fastest. ``repeat_row(v, a)`` is the axis strategy that splits nothing on axis a, assumed for undecided axes.
+    to the fastest. ``repeat_strategy(v, a)`` is the axis strategy that splits nothing on axis a, assumed for undecided
+    axes.
     """
 
     axis_names: tuple[str, ...]
@@ -332,7 +333,7 @@ class Pricer(Protocol):
 
     def strategies(self, node: int) -> Sequence[Strategy]: ...
 
-    def repeat_row(self, node: int, axis: int) -> int: ...
+    def repeat_strategy(self, node: int, axis: int) -> int: ...
 
     def problem(self, allowed: Sequence[Sequence[Strategy]]) -> Problem: ...
 

@@ -112,7 +112,7 @@ class Regions:
 
     @contextmanager
     def ours(self) -> Iterator[None]:
-        """What is written in place now are rows, which are meant or not."""
+        """What is written in place now are rows, which are valid or not."""
         before, self.writing = self.writing, True
         try:
             yield

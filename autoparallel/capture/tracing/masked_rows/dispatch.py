@@ -2,7 +2,7 @@
 valid ones.
 
     place, = torch.where(mask)              no op: place stands for the dim of ``mask``
-    rows = layer(x[place])                  layer(x), of which the rows where ``mask`` is true are meant
+    rows = layer(x[place])                  layer(x), of which the rows where ``mask`` is true are valid
     y.index_add_(0, place, rows)     ->     y + torch.where(mask, layer(x), 0)
     x[mask].mean()                   ->     torch.where(mask, x, 0).sum() / mask.sum()
     torch.cat([edges[:, mask], loops], 1)   all edges and loops, with a mask that is true of the loops

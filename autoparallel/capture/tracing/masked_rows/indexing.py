@@ -159,7 +159,7 @@ def put(x: Tensor, index: Any, value: Any) -> bool:
         return _put_last(x, index, value)
     if value.value.dim() != x.dim():
         raise refused("rows of another number of dims written")
-    x.copy_(torch.where(_wide(own.meant(), x), value.value, x))
+    x.copy_(torch.where(_wide(own.valid(), x), value.value, x))
     return True
 
 
@@ -167,7 +167,7 @@ def _put_last(x: Tensor, place: Place, rows: Rows) -> bool:
     """``x[place] = rows`` where a place may come several times, along the mask's other dims: the last is written, as on
     a CPU (torch leaves open which), and all have its gradient, as in torch."""
     mask, dim = place.mask, place.dim
-    cells, around = mask.meant(), mask.cells.dim()
+    cells, around = mask.valid(), mask.cells.dim()
     value = rows.value.expand(*cells.shape, *rows.value.shape[around:])
     if x.shape[0] != cells.shape[dim] or value.shape[around:] != x.shape[1:] or not x.is_floating_point():
         raise refused("rows of another form written")

@@ -1,9 +1,9 @@
 """Reads and writes at places that rows name, as graph layers do: edges are the rows, nodes the places.
 
-    x[rows], x.index_select(0, rows)                 x read at each row's place; at place 0 for rows that are not meant
-    x.scatter_add(0, rows, values)                   values of rows that are not meant are zero
+    x[rows], x.index_select(0, rows)                 x read at each row's place; at place 0 for rows that are not valid
+    x.scatter_add(0, rows, values)                   values of rows that are not valid are zero
     x.scatter_reduce(0, rows, values, how), x[rows] = values
-                                                     rows that are not meant go to a place behind the last one of x
+                                                     rows that are not valid go to a place behind the last one of x
     ctc_loss(scores, labels[mask], lengths, mask.sum(-1))
                                                      labels as a table again
 """
@@ -77,7 +77,7 @@ def written_at(function: Callable[..., Any], name: str, x: Tensor, dim: int, pla
 def table_by_lengths(values: Rows, lengths: Tensor) -> Tensor:
     """Values that a mask [b, s] picks, one after another, as a table [b, s] whose row i begins with the next
     ``lengths[i]`` of them; behind these are others."""
-    cells = values.mask.meant()
+    cells = values.mask.valid()
     if cells.dim() != 2 or values.dim() != 1 or values.front or lengths.shape != cells.shape[:1]:
         raise refused("values whose number the data say, by lengths")
     in_order = values.chosen().flatten()[bounded_places(cells.flatten(), cells.numel()).clamp(min=0)]
@@ -90,8 +90,8 @@ def _with_a_place_more(x: Tensor) -> Tensor:
 
 
 def _behind_unless_meant(x: Tensor, places: Rows, at: Tensor) -> Tensor:
-    meant = places.mask.meant()
-    return torch.where(meant.reshape(-1, *(1,) * (at.dim() - 1)), at, x.shape[0])
+    valid = places.mask.valid()
+    return torch.where(valid.reshape(-1, *(1,) * (at.dim() - 1)), at, x.shape[0])
 
 
 __all__ = ["SCATTERS", "are_places", "put_at", "read_at", "reads_at", "table_by_lengths", "written_at"]

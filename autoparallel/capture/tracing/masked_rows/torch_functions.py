@@ -27,7 +27,7 @@ TRAILING = {"linear": 1, "layer_norm": 1, "rms_norm": 1, "dropout": 0, "embeddin
 OF_PLACES = frozenset({"embedding", "one_hot"})
 COPIES = frozenset({"to", "type_as", "float", "double", "half", "bfloat16", "long", "int", "bool", "detach", "clone",
                     "contiguous", "type", "zeros_like", "ones_like", "full_like"})
-#: What has finite gradients wherever its arguments are finite. Before anything else, rows that are not meant are filled
+#: What has finite gradients wherever its arguments are finite. Before anything else, rows that are not valid are filled
 #: again: else a gradient of zero for them, times infinity, would spoil those of parameters that they were made with.
 REGULAR = frozenset({*COPIES, *TRAILING, *(BY_ROW.keys() - {"norm", "normalize", "std"}), "matmul", "mm", "add", "sub",
                      "mul", "neg", "abs", "relu", "gelu", "silu", "sigmoid", "tanh", "softplus", "leaky_relu", "elu",
@@ -103,7 +103,7 @@ def call(function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, 
     if name in ("cross_entropy", "nll_loss"):
         return _of_classes(function, *args, **kwargs)
     if name == "kl_div" and kwargs.get("reduction") == "batchmean":
-        return call(function, args, {**kwargs, "reduction": "sum"}) / first.mask.meant().sum()
+        return call(function, args, {**kwargs, "reduction": "sum"}) / first.mask.valid().sum()
     if name == "gather":
         return _gathered(function, *args, **kwargs)
     if name in LOSSES and kwargs.get("reduction", "mean") != "none":
@@ -229,7 +229,7 @@ def _reduced(rows: Rows, how: str, along: bool = False, keepdim: bool = False) -
     if how == "sum":
         return total
     each = 1 if along else math.prod(rows.value.shape[len(shape):])
-    return total / (rows.mask.meant().sum() * each).to(total.dtype)
+    return total / (rows.mask.valid().sum() * each).to(total.dtype)
 
 
 def _joined(function: Any, name: str, parts: Any, dim: int = 0) -> Rows:
@@ -248,9 +248,9 @@ def _joined(function: Any, name: str, parts: Any, dim: int = 0) -> Rows:
 
 def _one_after_another(parts: Sequence[Any], first: Rows) -> Rows:
     """Rows that are not picked among them are all valid."""
-    alike = all(p.dim() == first.dim() and (not isinstance(p, Rows) or (p.front, p.extra) == (first.front, 0))
+    equal = all(p.dim() == first.dim() and (not isinstance(p, Rows) or (p.front, p.extra) == (first.front, 0))
                 for p in parts)
-    if not alike:
+    if not equal:
         raise refused("rows one after another that are of other forms")
     with REGIONS.ours():
         values = [p.value.expand(p.mask.cells.shape[0], *p.value.shape[1:]) if isinstance(p, Rows)

@@ -69,7 +69,7 @@ class Mask:
             raise refused("rows picked by a mask that has been written to since")
         return self.cells
 
-    def meant(self) -> Tensor:
+    def valid(self) -> Tensor:
         """The rows that are reached under the conditions of the enclosing branches."""
         made = self.unchanged()
         for condition in REGIONS.conditions():
@@ -168,15 +168,15 @@ class Rows(Tensorlike):
         return Rows(self.mask, value, self.front)
 
     def filled(self) -> Tensor:
-        """All rows, of which those that are not meant are numbers at which functions have finite gradients; and what is
+        """All rows, of which those that are not valid are numbers at which functions have finite gradients; and what is
         before them has gradients of zero, whatever becomes of these."""
         return self.value if self.dtype is torch.bool else filled(self.value, self.mask, 0.5)
 
     def chosen(self, fill: Any = 0) -> Tensor:
         """The valid rows, with ``fill`` in place of the others; all dims of the mask."""
-        meant = self.mask.meant()
-        meant = meant.reshape(*meant.shape, *(1,) * (self.value.dim() - meant.dim()))
-        return torch.where(meant, self.value, torch.full_like(self.value, fill))
+        valid = self.mask.valid()
+        valid = valid.reshape(*valid.shape, *(1,) * (self.value.dim() - valid.dim()))
+        return torch.where(valid, self.value, torch.full_like(self.value, fill))
 
     def __len__(self) -> int:
         return _length(sys._getframe(1))
@@ -219,13 +219,13 @@ class Shape(tuple[int, ...]):
 
 def filled(value: Tensor, mask: Mask, fill: float) -> Tensor:
     """Of numbers that are whole, 0.5 is 1."""
-    meant = mask.meant()
-    for d in range(meant.dim()):
-        if value.shape[d] != meant.shape[d]:
-            meant = meant.any(d, keepdim=True)
+    valid = mask.valid()
+    for d in range(valid.dim()):
+        if value.shape[d] != valid.shape[d]:
+            valid = valid.any(d, keepdim=True)
     whole = not (value.is_floating_point() or value.is_complex())
     others = torch.full_like(value, math.ceil(fill) if whole else fill)
-    return torch.where(meant.reshape(*meant.shape, *(1,) * (value.dim() - meant.dim())), value, others)
+    return torch.where(valid.reshape(*valid.shape, *(1,) * (value.dim() - valid.dim())), value, others)
 
 
 __all__ = ["Mask", "Place", "Places", "Rows", "Tensorlike", "filled"]

@@ -1,4 +1,4 @@
-"""A pricer made of a problem whose nodes carry labels: sub-problems by selection, nothing priced anew."""
+"""A pricer made of a problem whose nodes have strategies: sub-problems by selection, nothing priced anew."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from autoparallel.search.model.dominance import select
 from autoparallel.search.model.problem import Pricer, Problem, Strategy
 
 
-class LabelledPricer:
-    """Implements `Pricer` on one problem; nodes without labels get one axis whose rows are their choices.
+class ProblemPricer:
+    """Implements `Pricer` on one problem; nodes without strategies get one axis, whose strategies are their choices.
 
     Which row repeats the work is asked of another pricer where there is one; else it is a node's first.
     """
@@ -22,7 +22,7 @@ class LabelledPricer:
         self._strategies = [node.strategies or tuple((i,) for i in range(len(node.costs))) for node in problem.nodes]
         widths = sorted({len(strategy) for strategies in self._strategies for strategy in strategies}) or [1]
         if len(widths) > 1:
-            raise SearchError(f"{problem.name}: labels name {widths} axes; all nodes must name the same axes")
+            raise SearchError(f"{problem.name}: strategies have {widths} axes; those of all nodes must have the same")
         self._pricer = pricer if pricer is not None and len(pricer.axis_names) == widths[0] else None
         self.axis_names = (self._pricer.axis_names if self._pricer is not None
                            else tuple(f"axis{a}" for a in range(widths[0])))
@@ -42,11 +42,11 @@ class LabelledPricer:
     def strategies(self, node: int) -> Sequence[Strategy]:
         return self._strategies[node]
 
-    def repeat_row(self, node: int, axis: int) -> int:
+    def repeat_strategy(self, node: int, axis: int) -> int:
         known = self._pricer is not None and node < self._pricer.num_nodes
-        return self._pricer.repeat_row(node, axis) if known and self._pricer else self._rows[node][axis][0]
+        return self._pricer.repeat_strategy(node, axis) if known and self._pricer else self._rows[node][axis][0]
 
     def problem(self, allowed: Sequence[Sequence[Strategy]]) -> Problem:
-        """The problem with exactly these labels of each node."""
+        """The problem with exactly these strategies of each node."""
         return select(self._problem, [np.array([place[strategy] for strategy in strategies], np.int64)
                                       for place, strategies in zip(self._place, allowed, strict=True)])

@@ -1,10 +1,10 @@
-"""The search's clock: time in which this thread does not run hardly counts, time in which HiGHS works for it does."""
+"""The clock of planning: time without the processor hardly counts, time in which HiGHS works for this thread does."""
 
 from __future__ import annotations
 
 import time
 
-from autoparallel.search import clock
+from autoparallel import clock
 
 SLEPT_S = 0.3
 

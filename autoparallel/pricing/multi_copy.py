@@ -1,4 +1,4 @@
-"""The simulation of micro-batches that run interleaved (multi-copy), in the order of `schedule/interleaving.py`."""
+"""The simulation of several micro-batches at a time (multi-copy), in the order of `schedule/multi_copy.py`."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from collections.abc import Callable, Collection, Sequence
 from typing import NamedTuple, Protocol
 
 from autoparallel.pricing.rank_reads import RankReads, Timed, TimedStep
-from autoparallel.schedule.interleaving import rounds_of, segment_order
+from autoparallel.schedule.multi_copy import rounds_of, segment_order
 
 #: What happens at a decision.
 At = Callable[[int], None]
@@ -35,7 +35,7 @@ class _Segment(NamedTuple):
     begun: Sequence[TimedStep]
 
 
-class InterleavedRound:
+class MultiCopyRound:
     """A round of ``copies`` micro-batches at a time, whose programs have ``decisions`` decisions each."""
 
     def __init__(self, reads: RankReads, decisions: int, copies: int) -> None:

@@ -1,4 +1,4 @@
-"""The clock of the search. All deadlines of `autoparallel.search` and `autoparallel.planning` are times of this clock.
+"""The clock of planning: all deadlines of `search/`, `pricing/`, `partition/` and `planning/` are times of this clock.
 
 Within `counted` it counts work in place of time: an equal search ends at an equal place on every machine, however busy.
 Elsewhere it is mostly CPU time.

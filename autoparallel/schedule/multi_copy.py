@@ -1,4 +1,4 @@
-"""The order in which interleaved micro-batches (multi-copy) run.
+"""The order in which multi-copy runs several micro-batches at a time.
 
 Each copy's program is a sequence of segments: compute, ended by redistribution steps of activations that communicate.
 The copies alternate. A copy awaits the steps that ended its previous segment, computes one segment, and begins the

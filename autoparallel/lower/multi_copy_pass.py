@@ -1,12 +1,12 @@
-"""Multi-copy: several micro-batches run interleaved, so that one's activations travel while another computes.
+"""Multi-copy: the segments of several micro-batches alternate, so that one's activations travel while another computes.
 
-The program of a micro-batch is cut where activations are redistributed by communication; `schedule/interleaving.py`
+The program of a micro-batch is cut where activations are redistributed by communication; `schedule/multi_copy.py`
 has the order of the copies' segments. A step is begun at the end of a segment, and awaited where the copy's next
 segment begins:
 
     forward     copy 0: compute, begin    copy 1: compute, begin    copy 0: await, compute, begin    copy 1: await, ...
 
-Backward runs in reverse order of forward, so it overlaps alike. (MindSpore calls this multi-copy, Domino the same.)
+Backward runs in reverse order of forward, so it overlaps as well. (MindSpore calls this multi-copy, Domino the same.)
 """
 
 from __future__ import annotations
@@ -23,10 +23,10 @@ from torch.fx.node import map_arg
 from autoparallel.kernels.async_communication import begin_gathers, begin_reductions, begin_step, end, end_step
 from autoparallel.kernels.rng import random_op, random_op_of_copy
 from autoparallel.layout import COLLECTIVES
-from autoparallel.schedule.interleaving import rounds_of, segment_order
+from autoparallel.schedule.multi_copy import rounds_of, segment_order
 
 
-def interleaved(module: GraphModule, shared: int, copies: int) -> GraphModule:
+def in_copies(module: GraphModule, shared: int, copies: int) -> GraphModule:
     """The program of ``copies`` micro-batches at a time, whose results are a tuple of the micro-batches' results.
 
     ``shared``: the number of leading placeholders that the copies share, the values of parameters. The others are
@@ -34,14 +34,14 @@ def interleaved(module: GraphModule, shared: int, copies: int) -> GraphModule:
     """
     nodes = list(module.graph.nodes)
     placeholders = [node for node in nodes if node.op == "placeholder"]
-    writer = _Writer(copies, _alike(nodes, placeholders[:shared]))
+    writer = _Writer(copies, _common(nodes, placeholders[:shared]))
     for node in placeholders[:shared]:
         writer.share(node)
     for copy in range(copies):
         for node in placeholders[shared:]:
             writer.copy(node, copy, f"{node.name}_{copy}")
     ops = [node for node in nodes if node.op == "call_function"]
-    segments = _segments(ops, writer.alike)
+    segments = _segments(ops, writer.common)
     for number, copy in segment_order(len(segments), copies):
         writer.write(segments[number], copy)
     results = module.graph.output_node().args[0]
@@ -59,7 +59,7 @@ class _Segment:
     begun: Sequence[FxNode] = ()
 
 
-def _alike(nodes: Sequence[FxNode], shared: Sequence[FxNode]) -> set[FxNode]:
+def _common(nodes: Sequence[FxNode], shared: Sequence[FxNode]) -> set[FxNode]:
     """The nodes that copies share: values of parameters, their redistribution, views of them and theirs."""
     found = set(shared)
     for node in nodes:
@@ -69,20 +69,20 @@ def _alike(nodes: Sequence[FxNode], shared: Sequence[FxNode]) -> set[FxNode]:
     return found
 
 
-def _segments(nodes: Sequence[FxNode], alike: set[FxNode]) -> list[_Segment]:
-    """The program of one copy. Of each decision first its nodes ``alike`` in all copies, then its redistribution steps
+def _segments(nodes: Sequence[FxNode], common: set[FxNode]) -> list[_Segment]:
+    """The program of one copy. Of each decision first its nodes ``common`` to all copies, then its redistribution steps
     of activations, which end segments."""
     found = [_Segment()]
     for _, group in itertools.groupby(nodes, lambda node: node.meta.get("decision")):
         members = list(group)
-        steps = [node for node in members if "step" in node.meta and node not in alike]
-        found[-1].body += (node for node in members if node in alike)
+        steps = [node for node in members if "step" in node.meta and node not in common]
+        found[-1].body += (node for node in members if node in common)
         for before, together in rounds_of(_paths(steps), communicates):
             found[-1].body += before
             if together:
                 found[-1].begun = together
                 found.append(_Segment(together))
-        found[-1].body += (node for node in members if node not in alike and "step" not in node.meta)
+        found[-1].body += (node for node in members if node not in common and "step" not in node.meta)
     return found
 
 
@@ -104,11 +104,11 @@ def communicates(step: FxNode) -> bool:
 
 
 class _Writer:
-    """Writes the program of all copies. ``alike``: nodes that are written once for all of them; ``shared``, ``own``:
+    """Writes the program of all copies. ``common``: nodes that are written once for all of them; ``shared``, ``own``:
     old node -> new node, of all and of each copy."""
 
-    def __init__(self, copies: int, alike: set[FxNode]) -> None:
-        self.graph, self.alike, self.shared = Graph(), alike, dict[FxNode, FxNode]()
+    def __init__(self, copies: int, common: set[FxNode]) -> None:
+        self.graph, self.common, self.shared = Graph(), common, dict[FxNode, FxNode]()
         self.own: list[dict[FxNode, FxNode]] = [{} for _ in range(copies)]
         self.begun: list[dict[FxNode, FxNode]] = [{} for _ in range(copies)]
 
@@ -132,7 +132,7 @@ class _Writer:
             self.own[copy][step] = self._described(
                 self.graph.call_function(end_step, (self.begun[copy].pop(step),)), step)
         for node in segment.body:
-            if node not in self.alike:
+            if node not in self.common:
                 self.copy(node, copy)
             elif copy == 0:
                 self.share(node)
