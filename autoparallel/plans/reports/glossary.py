@@ -13,7 +13,7 @@ GLOSSARY = {
     "ZeRO": "Parameters, gradients and optimizer state are stored in shards over data-parallel ranks. Stage 1 gathers "
             "parameters and sums gradients once a step, stage 2 sums gradients for each micro-batch, stage 3 (FSDP) "
             "gathers for each use.",
-    "micro-batch": "A part of the batch. Micro-batches run one after the other, or interleaved (multi-copy), and their "
+    "micro-batch": "A part of the batch. Micro-batches run one after the other, or several at a time (multi-copy), and their "
                    "gradients add up.",
     "recompute": "Backward runs a block's forward again instead of keeping its results.",
     "exposed communication": "Seconds in which ranks exchange data and compute nothing.",
@@ -23,7 +23,7 @@ GLOSSARY = {
                     "too low (memory_confidence: 95 % of runs fit).",
     "framework": "Seconds that the training software takes for each step and each micro-batch, beside ops and "
                  "communication (fitted to published runs).",
-    "multi-copy": "Several micro-batches run interleaved on a rank: one's activations are sent while another computes.",
+    "multi-copy": "A rank runs several micro-batches at a time: one's activations are sent while another computes.",
     "zero bubble": "A pipeline schedule that computes gradients of weights later, in place of most of the bubble.",
     "HSDP": "Hybrid sharded data parallel: shards within groups of ranks, copies between groups.",
     "combination": "Pipeline, mesh, micro-batches, ZeRO and recompute together. For each the search finds the "
