@@ -36,7 +36,7 @@ def recipes(devices: int, host_devices: int, experts: bool = False) -> Iterator[
                                                    ",zero=3,recompute=auto", ",zero=3,micro_batch=1,recompute=auto"))
     inner = min(devices, host_devices)
     if experts and inner > 1:
-        yield f"dp={devices},ep={inner},zero=1"
+        yield from (f"dp={devices},ep={inner},zero=1{more}" for more in ("", ",recompute=selective"))
     if devices <= host_devices or devices % host_devices:
         return
     if experts and inner > 1:

@@ -13,8 +13,8 @@ GLOSSARY = {
     "ZeRO": "Parameters, gradients and optimizer state are stored in shards over data-parallel ranks. Stage 1 gathers "
             "parameters and sums gradients once a step, stage 2 sums gradients for each micro-batch, stage 3 (FSDP) "
             "gathers for each use.",
-    "micro-batch": "A part of the batch. Micro-batches run one after the other, or several at a time (multi-copy), and their "
-                   "gradients add up.",
+    "micro-batch": "A part of the batch. Micro-batches run one after the other, or several at a time (multi-copy), and "
+                   "their gradients add up.",
     "recompute": "Backward runs a block's forward again instead of keeping its results.",
     "exposed communication": "Seconds in which ranks exchange data and compute nothing.",
     "hidden communication": "Seconds saved because ranks exchange data while they compute.",
