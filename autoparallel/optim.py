@@ -118,7 +118,8 @@ def _called(closure: Callable[[], Any] | None) -> Any:
 
 
 def _plain_step(kind: type[torch.optim.Optimizer]) -> Any:
-    """The class's step without torch's profiling hooks, which wrap the subclass's step already."""
+    """``kind.step`` without the profiling hook that torch puts around each optimizer class's step: a subclass that
+    calls it has a hook of its own, and two would record each step twice."""
     step: Any = kind.step
     return step.__wrapped__ if getattr(step, "hooked", False) else step
 

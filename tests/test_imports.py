@@ -48,6 +48,16 @@ def test_schedules_are_known_by_name_in_one_file() -> None:
     assert not found
 
 
+def test_no_source_asks_a_schedule_for_its_name() -> None:
+    """Nor do the price list and the benchmarks, which may name schedules."""
+    found = [f"{short(path)}:{node.lineno}" for home in ("cost_models", "benchmarks")
+             for path in (ROOT / home).rglob("*.py") for node in ast.walk(ast.parse(path.read_text("utf-8")))
+             if isinstance(node, ast.MatchValue) or (isinstance(node, ast.Compare) and isinstance(node.ops[0], ast.Eq))
+             if any(isinstance(part, ast.Constant) and isinstance(part.value, str) and SCHEDULE.fullmatch(part.value)
+                    for part in ast.walk(node))]
+    assert not found
+
+
 def values_of(tree: ast.Module) -> Iterator[ast.Constant]:
     """The strings of a file, without docstrings."""
     texts = {id(node.value) for node in ast.walk(tree) if isinstance(node, ast.Expr)}

@@ -18,8 +18,8 @@ from autoparallel.plans.reports import step_parts as parts
 from autoparallel.plans.reports.step_parts import compare_traces, predicted_parts
 from autoparallel.plans.reports.trace import FIRST_MEASURED, trace_json
 from autoparallel.runtime.measured import _lanes, rank_step
+from autoparallel.runtime.op_ranges import OP, RUN, OpRange
 from autoparallel.runtime.recorded import Recorded, Recording
-from autoparallel.runtime.sites import RUN, SITE, Site
 from tests.support.models import CASES
 from tests.support.ranks import mesh_of
 
@@ -32,17 +32,17 @@ def annotation(name: str, start: float, end: float) -> Recorded:
     return event(name, start, end, "user_annotation")
 
 
-SITES = [Site("layers.0 mm", "layers.0", parts.PRODUCTS), Site("all_reduce for x", "", parts.OTHERS, "model"),
-         Site("begin_gathers of 2 parameters", "", parts.OTHERS, "data", True)]
+OPS = [OpRange("layers.0 mm", "layers.0", parts.PRODUCTS), OpRange("all_reduce for x", "", parts.OTHERS, "model"),
+         OpRange("begin_gathers of 2 parameters", "", parts.OTHERS, "data", True)]
 
 
 def test_a_step_is_divided_into_its_parts() -> None:
     """A product, forward and backward; an all-reduce that is awaited; a gather beside the product; a hole of 1 s."""
     events = [
         annotation(f"{RUN}0 0", 0.0, 7.0),
-        annotation(f"{SITE}2", 0.0, 0.5), event("c10d::_allgather_base_", 0.0, 0.5),
-        annotation(f"{SITE}0", 1.0, 4.0), event("aten::mm", 1.0, 3.0, sequence=5), event("aten::add", 3.0, 4.0),
-        annotation(f"{SITE}1", 4.0, 7.0), event("c10d::allreduce_", 4.0, 4.1),
+        annotation(f"{OP}2", 0.0, 0.5), event("c10d::_allgather_base_", 0.0, 0.5),
+        annotation(f"{OP}0", 1.0, 4.0), event("aten::mm", 1.0, 3.0, sequence=5), event("aten::add", 3.0, 4.0),
+        annotation(f"{OP}1", 4.0, 7.0), event("c10d::allreduce_", 4.0, 4.1),
         event("_c10d_functional::wait_tensor", 4.1, 7.0),
         event("autograd::engine::evaluate_function: MmBackward0", 8.0, 9.5, sequence=5),
         event("aten::mm", 8.0, 9.5),
@@ -50,7 +50,7 @@ def test_a_step_is_divided_into_its_parts() -> None:
         event("gloo:all_reduce", 4.05, 7.0, "user_annotation", thread=3),
         event("gloo:recv", 7.0, 8.0, "user_annotation"),
     ]
-    found = rank_step(Recording(tuple(sorted(events, key=lambda e: (e.start_s, -e.end_s))), 10.0), SITES,
+    found = rank_step(Recording(tuple(sorted(events, key=lambda e: (e.start_s, -e.end_s))), 10.0), OPS,
                       {"data": "network", "model": "NVLink"})
     said = {part: seconds for part, seconds in found.parts.items() if seconds}
     assert said == pytest.approx({
@@ -66,11 +66,11 @@ def test_a_step_is_divided_into_its_parts() -> None:
 
 
 def test_kernels_take_the_decision_of_the_op_that_launched_them() -> None:
-    events = [annotation(f"{SITE}0", 0.0, 0.2), event("aten::mm", 0.0, 0.1, link=7),
-              annotation(f"{SITE}1", 0.2, 0.3), event("c10d::allreduce_", 0.2, 0.3, link=8),
+    events = [annotation(f"{OP}0", 0.0, 0.2), event("aten::mm", 0.0, 0.1, link=7),
+              annotation(f"{OP}1", 0.2, 0.3), event("c10d::allreduce_", 0.2, 0.3, link=8),
               event("sm90_gemm", 0.5, 2.0, "kernel", link=7, stream=7),
               event("ncclDevKernel_AllReduce", 1.5, 3.0, "kernel", link=8, stream=9)]
-    found = rank_step(Recording(tuple(events), 4.0), SITES, {"model": "NVLink"})
+    found = rank_step(Recording(tuple(events), 4.0), OPS, {"model": "NVLink"})
     assert {part: s for part, s in found.parts.items() if s} == pytest.approx({
         parts.PRODUCTS: 1.5, "collectives of activations": 1.5, parts.OVERLAPPED: -0.5, parts.IDLE: 1.5})
     assert {(found.rows[row], name) for name, _, row, *_ in found.boxes} == {

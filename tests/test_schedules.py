@@ -19,6 +19,7 @@ from autoparallel.schedule.pipeline_tasks import PipelineTasks, StageTimes
 from autoparallel.schedule.schedules import SCHEDULES, Action, Schedule, counted_in_flight
 from autoparallel.schedule.step_config import Hybrid
 from cost_models import Cluster
+from cost_models.memory import in_flight_micro_batches
 from cost_models.timeline import simulate
 from tests.support.decoder import IDS, Decoder
 from tests.support.launch_order import check_order
@@ -39,6 +40,19 @@ def test_micro_batches_in_flight_are_those_of_the_order(name: str) -> None:
     for hybrid in configurations(name):
         stages = range(hybrid.stages)
         assert [in_flight(hybrid, s) for s in stages] == [counted_in_flight(hybrid, s) for s in stages], hybrid
+
+
+@pytest.mark.parametrize(("name", "published", "chunks"), [
+    ("gpipe", "gpipe", 1), ("1f1b", "1f1b", 1), ("interleaved", "interleaved-1f1b", 2),
+    ("interleaved", "interleaved-1f1b", 3), ("zero_bubble", "zero-bubble", 1), ("zero_bubble", "zero-bubble", 2),
+])
+def test_micro_batches_in_flight_are_the_published_ones(name: str, published: str, chunks: int) -> None:
+    """Where these hold: micro-batches in multiples of the ranks."""
+    for ranks, rounds in itertools.product((2, 3, 4, 8), (1, 2, 5)):
+        hybrid = Hybrid(ranks * rounds, ranks * chunks, ranks, name)
+        for rank in range(ranks):
+            held = sum(in_flight(hybrid, stage) for stage in hybrid.stages_of(rank))
+            assert held == in_flight_micro_batches(published, rank, ranks, hybrid.micro_batches, chunks)
 
 
 @pytest.mark.parametrize("name", SCHEDULES)

@@ -38,9 +38,9 @@ def check_order(order: Sequence[Collective], axes: Iterable[Axis]) -> None:
 
 @contextmanager
 def one_first(axes: Iterable[Axis]) -> Iterator[None]:
-    """Compile on one rank of each machine first: the first rank to enter compiles, the others wait until it leaves and
-    take its code from Inductor's cache. Only on a mesh of one axis: with more, the names of process groups, which are
-    in the code, differ over the ranks."""
+    """Let one rank of each machine compile before the others: the first rank to enter this context compiles, the others
+    wait until it leaves and then find the code in Inductor's cache on disk. On meshes of several axes all compile at
+    once: the code has names of process groups, which differ over the ranks there."""
     several = [axis for axis in axes if axis.size > 1]
     if len(several) != 1:
         yield

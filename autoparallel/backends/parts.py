@@ -18,7 +18,8 @@ _PARAMETERS = (async_communication.begin_gathers, async_communication.begin_redu
 
 
 def part_of(node: FxNode) -> object:
-    """The part of an op: its block, "" outside of blocks; None for communication of parameters."""
+    """The part of a program that an op is compiled with: the path of its block, "" outside blocks; None if it is left
+    out of compiled graphs, as communication of parameters is."""
     received = node.target is item and isinstance(node.args[0], FxNode) and node.args[0].target in _ENDS
     if received or node.target in _PARAMETERS or is_read(node):
         return None

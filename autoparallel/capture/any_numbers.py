@@ -59,7 +59,7 @@ def _for_any(model: torch.nn.Module, args: Sequence[Any], kwargs: Mapping[str, A
 
 
 def is_same(one: OpGraph, other: OpGraph) -> bool:
-    """Whether two programs are the same op by op."""
+    """Whether two programs have the same ops with the same arguments in the same order, and equal constants."""
     return _text(one) == _text(other)
 
 

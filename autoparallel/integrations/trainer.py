@@ -314,8 +314,9 @@ def _counts_items(trainer: Any) -> bool:
 
 
 def _reads_items(model: ParallelModule) -> bool:
-    """Whether the loss is divided by ``num_items_in_batch``, where the model is given it. Some take it and do not read
-    it (BERT's classifiers): such losses are means of their batches, which the Trainer adds up."""
+    """Whether the model's program reads ``num_items_in_batch``, so that its loss is divided by it; True where the call
+    does not pass it. BERT's classifiers take it and do not read it: their losses are means over each micro-batch,
+    which the Trainer must average itself."""
     graph = first_form(model._state).micro.whole
     _, names = pytree.tree_unflatten(list(range(graph.in_spec.num_leaves)), graph.in_spec)
     if "num_items_in_batch" not in names:

@@ -41,7 +41,8 @@ def run_command(command: Sequence[str], *, plan: Path | None = None, ranks: int 
 
 
 def _count(plan: Path | None, ranks: int | None, nodes: int) -> int:
-    """Processes on this host."""
+    """Processes to start on this host: ``ranks``; else the plan's devices by hosts, or without a plan one per GPU.
+    Raises LaunchError if they do not make up the plan's devices."""
     import torch
 
     if plan is None:

@@ -121,7 +121,8 @@ class ByHand:
         return ByHand(**values)
 
     def on(self, num_devices: int) -> ByHand:
-        """With dp filled in. Raises PlanError if the degrees do not make up the devices."""
+        """This plan for so many devices, with dp = devices / (tp x pp x cp) if it was left out. Raises PlanError unless
+        dp x tp x pp x cp = ``num_devices``."""
         others = self.tp * self.pp * self.cp
         dp = self.dp if self.dp is not None else max(1, num_devices // others)
         if dp * others != num_devices:
@@ -148,8 +149,8 @@ class ByHand:
         return sizes, names, roles
 
     def hybrid(self, batch: int) -> Hybrid:
-        """The step configuration for a global batch of so many sequences; without recompute where that is "auto".
-        Raises PlanError if they are not divided evenly."""
+        """The step configuration (pipeline, micro-batches, schedule, ZeRO, recompute; none where that is "auto") for a
+        global ``batch`` of so many sequences. Raises PlanError unless dp x micro_batch divides it."""
         ranks = self.dp or 1
         each = self.micro_batch or (1 if self.pp > 1 else max(1, batch // ranks))
         if batch % ranks:

@@ -28,8 +28,11 @@ from cost_models import Cluster
 
 def plan_jointly(split: Splits, cluster: Cluster, mesh_shape: Sequence[int] | None, options: Options,
                  starts: Sequence[Plan] = ()) -> Plan:
-    """The best of pipelines, meshes, micro-batches, ZeRO and recompute; what options fix stays. With time left, the
-    best recomputes fewer blocks, if it may. ``starts``: plans of the program that the search begins with."""
+    """The fastest plan found over pipelines, meshes, micro-batches, ZeRO stages and recompute; what ``options`` and
+    ``mesh_shape`` fix stays. With time left, the best plan is tried with fewer recomputed blocks, unless recompute is
+    fixed. ``split``: the program by number of micro-batches; ``starts``: plans of it to begin with, as the usual ones.
+
+    Raises InfeasibleError if no plan fits into memory."""
     graph = split.graph
     started, open_ = clock.now(), options.recompute in (None, "auto")
     deadline = started + options.time_limit_s

@@ -139,7 +139,7 @@ def least_bytes(hand: ByHand, weights: float) -> float:
 
 
 def _allowed(hybrid: Hybrid, options: Options) -> bool:
-    """Whether the options leave a step configuration open."""
+    """Whether a step configuration has the values of all options that fix it (micro-batches, stages, schedule, ...)."""
     asked = {"micro_batches": options.micro_batches, "stages": options.pipeline_stages, "schedule": options.schedule,
              "recompute": None if options.recompute == "auto" else options.recompute,
              "zero_stage": options.zero_stage, "copies": options.copies}

@@ -159,7 +159,8 @@ def _shrinks(shape: Sequence[int], generator: torch.Generator) -> Tensor:
 
 
 def _vary(t: Tensor, generator: torch.Generator) -> Tensor:
-    """Integers that are all equal become two different ones, where there are several."""
+    """A sample of integers (or bools) that are all equal, with about half of them changed by one: equal ones would
+    hide a wrong order of shards. Other tensors as they are."""
     if hidden_by([t]) is None:
         return t
     value = t.reshape(-1)[0]

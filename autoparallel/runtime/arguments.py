@@ -46,7 +46,7 @@ def device_of(value: Any, default: torch.device) -> torch.device:
 
 
 def check_batch(batch: Any) -> None:
-    """Tensors that have values, and rows to give to ranks."""
+    """Raises InputError for tensors that cannot be cut into rows (sparse, nested) or have no values (meta)."""
     refuse_other_layouts(pytree.tree_leaves(batch))
     if any(isinstance(leaf, torch.Tensor) and leaf.is_meta for leaf in pytree.tree_leaves(batch)):
         raise InputError("a tensor of the batch is on the meta device, and has no values: give a real one")

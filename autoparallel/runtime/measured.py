@@ -25,8 +25,8 @@ from autoparallel.plans.reports.step_parts import (
     PRODUCTS,
 )
 from autoparallel.plans.reports.timeline import SAID
+from autoparallel.runtime.op_ranges import OP, RUN, OpRange
 from autoparallel.runtime.recorded import Recorded, Recording
-from autoparallel.runtime.sites import RUN, SITE, Site
 
 #: Communication as the thread that asks for it records it, and the ranges of autograd, which compute nothing.
 ASKED, ENGINE = ("c10d::", "_c10d_functional::"), ("autograd::", "torch::autograd::")
@@ -66,10 +66,10 @@ class RankStep:
 
 @dataclass(frozen=True, slots=True)
 class _Context:
-    """Where an event is: its site, the stage and micro-batch, whether backward; ``computes``: the part ("": nothing);
+    """Where an event is: its op, the stage and micro-batch, whether backward; ``computes``: the part ("": nothing);
     ``asks``: within communication; ``again``: forward run for backward."""
 
-    site: int = -1
+    op: int = -1
     run: str = ""
     backward: bool = False
     again: bool = False
@@ -87,9 +87,9 @@ class _Placed:
     children: list[Interval] = field(default_factory=list)
 
 
-def rank_step(recording: Recording, sites: Sequence[Site], links: Mapping[str, str]) -> RankStep:
+def rank_step(recording: Recording, ops: Sequence[OpRange], links: Mapping[str, str]) -> RankStep:
     """The step of a rank; ``links``: by mesh axis, the link that names its row."""
-    places = _Places(recording.events, sites)
+    places = _Places(recording.events, ops)
     boxes = list[tuple[str, str, str, float, float, Mapping[str, str]]]()
     work = defaultdict[str, list[Interval]](list)
     for part, interval in places.computed():
@@ -100,11 +100,11 @@ def rank_step(recording: Recording, sites: Sequence[Site], links: Mapping[str, s
             kind = "send" if "send" in event.name else "receive"
             boxes.append((kind, "exchange", kind, event.start_s, event.end_s, {"op": event.name}))
             continue
-        site = sites[context.site] if context.site >= 0 else None
-        part, kind, said = _purpose(event, context, site)
+        op = ops[context.op] if context.op >= 0 else None
+        part, kind, said = _purpose(event, context, op)
         asked[part].append((event.start_s, event.end_s))
         by_kind[_kind(event.name)].append((event.start_s, event.end_s))
-        row = links.get(site.axis, site.axis) if site is not None and site.axis else next(
+        row = links.get(op.axis, op.axis) if op is not None and op.axis else next(
             iter(links.values())) if len(links) == 1 else NO_AXIS
         boxes.append((said, kind, row, event.start_s, event.end_s, {"op": event.name, "part": part}))
     boxes += places.boxes()
@@ -123,15 +123,15 @@ def rank_step(recording: Recording, sites: Sequence[Site], links: Mapping[str, s
 
 class _Places:
     """The events with their contexts. An event's context is that of the event around it on its thread, a kernel's that
-    of the op that launched it; backward takes the site of its forward."""
+    of the op that launched it; backward takes the op of its forward."""
 
-    def __init__(self, events: Sequence[Recorded], sites: Sequence[Site]) -> None:
-        self.sites, self.placed = sites, list[_Placed]()
+    def __init__(self, events: Sequence[Recorded], ops: Sequence[OpRange]) -> None:
+        self.ops, self.placed = ops, list[_Placed]()
         self.forward: dict[int, list[tuple[float, _Context]]] = {}
         self.beside = [event for event in events if event.is_beside]
         self.kernels = [event for event in events if event.stream is not None]
         hosts = [event for event in events if event.stream is None and not event.is_beside]
-        for which in (False, True):  # first what forward ops there are, then with the sites that backward has of them
+        for which in (False, True):  # first what forward ops there are, then with the ops that backward has of them
             self.placed.clear()
             for _, some in itertools.groupby(sorted(hosts, key=lambda e: (e.thread, e.start_s, -e.end_s)),
                                              key=lambda e: e.thread):
@@ -154,18 +154,18 @@ class _Places:
 
     def _context(self, event: Recorded, around: _Context, knows: bool) -> _Context:
         name = event.name
-        if name.startswith(SITE):
-            return replace(around, site=int(name.removeprefix(SITE)), again=around.backward)
+        if name.startswith(OP):
+            return replace(around, op=int(name.removeprefix(OP)), again=around.backward)
         if name.startswith(RUN):
             return replace(around, run=name.removeprefix(RUN))
         if name.startswith(BACKWARD):
             found = self._forward_of(event) if knows else None
-            return _Context(backward=True) if found is None else _Context(found.site, found.run, True)
+            return _Context(backward=True) if found is None else _Context(found.op, found.run, True)
         if name.startswith(ASKED):
             return replace(around, asks=True, computes="")
         if around.asks or event.kind != "cpu_op":
             return around
-        if name.startswith(PRODUCT_NAMES) and not (around.site >= 0 and not self.sites[around.site].compiled):
+        if name.startswith(PRODUCT_NAMES) and not (around.op >= 0 and not self.ops[around.op].compiled):
             return replace(around, computes=PRODUCTS)
         if around.computes:
             return replace(around, computes=ATTENTION) if "attention" in name else around
@@ -176,13 +176,13 @@ class _Places:
     def _part(self, around: _Context, name: str) -> str:
         if "attention" in name:
             return ATTENTION
-        return self.sites[around.site].part if around.site >= 0 else OTHERS
+        return self.ops[around.op].part if around.op >= 0 else OTHERS
 
     def _learn(self) -> None:
         """Keep the forward ops by the number that they have in common with their backward."""
         for placed in self.placed:
             event, context = placed.event, placed.context
-            if event.sequence >= 0 and not event.name.startswith(ENGINE) and context.site >= 0:
+            if event.sequence >= 0 and not event.name.startswith(ENGINE) and context.op >= 0:
                 self.forward.setdefault(event.sequence, []).append((event.start_s, context))
         for some in self.forward.values():
             some.sort(key=lambda one: one[0])
@@ -231,13 +231,13 @@ class _Places:
             yield event, placed.context if placed is not None and begun else _Context()
 
     def boxes(self) -> Iterator[tuple[str, str, str, float, float, Mapping[str, str]]]:
-        """The compute row: runs of stages, and in them sites, forward and backward; on a GPU its kernels."""
+        """The compute row: runs of stages, and in them ops, forward and backward; on a GPU its kernels."""
         for event in self.kernels:
             if not _is_communication(event):
                 context = self._of_kernel(event)
-                site = self.sites[context.site] if context.site >= 0 else None
-                yield (f"{site.name}: {event.name}" if site else event.name, "backward" if context.backward else
-                       "forward", COMPUTE, event.start_s, event.end_s, self._said(context, site))
+                op = self.ops[context.op] if context.op >= 0 else None
+                yield (f"{op.name}: {event.name}" if op else event.name, "backward" if context.backward else
+                       "forward", COMPUTE, event.start_s, event.end_s, self._said(context, op))
         runs = [*self._forward_runs(), *self._backward_runs()]
         for stage_run, kind, start_s, end_s in runs:
             stage, micro = stage_run.split()
@@ -245,18 +245,18 @@ class _Places:
                    "runs" if self.kernels else COMPUTE, start_s, end_s, {})
         for placed in self.placed if not self.kernels else ():
             context, event = placed.context, placed.event
-            if context.site < 0 or not event.name.startswith((SITE, BACKWARD)):
+            if context.op < 0 or not event.name.startswith((OP, BACKWARD)):
                 continue
-            site = self.sites[context.site]
-            kind = "exchange" if site.axis and site.part == OTHERS else "backward" if context.backward else "forward"
+            op = self.ops[context.op]
+            kind = "exchange" if op.axis and op.part == OTHERS else "backward" if context.backward else "forward"
             said = "again: " if context.again else "backward of " if context.backward else ""
-            yield said + site.name, kind, COMPUTE, event.start_s, event.end_s, self._said(context, site)
+            yield said + op.name, kind, COMPUTE, event.start_s, event.end_s, self._said(context, op)
 
-    def _said(self, context: _Context, site: Site | None) -> dict[str, str]:
-        if site is None:
+    def _said(self, context: _Context, op: OpRange | None) -> dict[str, str]:
+        if op is None:
             return {}
-        return {"block": site.block, "part": site.part, "direction": "backward" if context.backward else "forward",
-                **({"axis": site.axis} if site.axis else {})}
+        return {"block": op.block, "part": op.part, "direction": "backward" if context.backward else "forward",
+                **({"axis": op.axis} if op.axis else {})}
 
     def _forward_runs(self) -> Iterator[tuple[str, str, float, float]]:
         for placed in self.placed:
@@ -271,18 +271,18 @@ class _Places:
             yield run, "B", members[0].start_s, members[-1].end_s
 
 
-def _purpose(event: Recorded, context: _Context, site: Site | None) -> tuple[str, str, str]:
+def _purpose(event: Recorded, context: _Context, op: OpRange | None) -> tuple[str, str, str]:
     """The part of a collective, its kind of box, and its name."""
-    if site is None:
+    if op is None:
         return CHECKS, "other", event.name
-    if site.compiled:
-        return INSIDE, "exchange", f"{event.name} ({site.name})"
+    if op.compiled:
+        return INSIDE, "exchange", f"{event.name} ({op.name})"
     gathers = "gather" in event.name.lower()
-    if site.of_parameter or (not site.axis and gathers):  # ZeRO-3 gathers again where backward of an op reads it
+    if op.of_parameter or (not op.axis and gathers):  # ZeRO-3 gathers again where backward of an op reads it
         reduces = context.backward and not context.again and not gathers
         what = "gradients" if reduces else "parameters"
-        return COLLECTIVES[what], "reduce" if reduces else "gather", f"{event.name} ({site.name})"
-    said = f"{event.name} ({'backward of ' if context.backward and not context.again else ''}{site.name})"
+        return COLLECTIVES[what], "reduce" if reduces else "gather", f"{event.name} ({op.name})"
+    said = f"{event.name} ({'backward of ' if context.backward and not context.again else ''}{op.name})"
     return COLLECTIVES["activations"], "exchange", said
 
 

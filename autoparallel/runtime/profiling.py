@@ -22,8 +22,8 @@ from autoparallel.plans.reports.trace import Side, predicted_side, sides_json
 from autoparallel.plans.reports.units import seconds_str
 from autoparallel.runtime.form import Compiled
 from autoparallel.runtime.measured import RankStep, rank_step
+from autoparallel.runtime.op_ranges import OpRanges, named
 from autoparallel.runtime.recorded import recorded
-from autoparallel.runtime.sites import Sites, named
 from autoparallel.runtime.verify import WARM_UP, _timed
 from cost_models.files import write_whole
 
@@ -58,12 +58,12 @@ def profiled(step: Callable[[], object], roots: Callable[[], Mapping[int, nn.Mod
     for _ in range(WARM_UP):
         step()
     unprofiled = [_timed(step, device) for _ in range(TIMED)]
-    sites, links = Sites(compiled.space), _links(compiled.plan)
-    with named(roots(), sites):
-        step()  # finds the sites' names
+    ops, links = OpRanges(compiled.space), _links(compiled.plan)
+    with named(roots(), ops):
+        step()  # finds the ops' names
         dist.barrier()
         recording = recorded(step, device)
-    mine = rank_step(recording, sites.found, links)
+    mine = rank_step(recording, ops.found, links)
     every: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(every, (position[0], statistics.median(unprofiled), mine.parts,
                                    mine if dist.get_rank() in shown_ranks else None))

@@ -83,9 +83,11 @@ class StepRunner:
 
     def run(self, parameters: Callable[[Program], list[torch.Tensor]],
             inputs: Callable[[Program, int], list[torch.Tensor]], seed: int) -> torch.Tensor:
-        """Forward and backward of one step; returns its loss. Gradients accumulate in the parameters.
+        """Forward and backward of one step on this rank; returns its loss, a scalar. Gradients accumulate in the
+        parameters, as after ``loss.backward()``.
 
-        ``parameters``: program -> its local parameters; ``inputs``: (program, micro-batch) -> its other placeholders.
+        ``parameters``: program -> its local parameters; ``inputs``: (program, micro-batch) -> its other placeholders,
+        in order; ``seed``: of the step's random ops, equal on all ranks.
         """
         for module in self.modules.values():
             micro_batches = {micro_batch: inputs(module.program, micro_batch) for micro_batch in self.micro_batches}

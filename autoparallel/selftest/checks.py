@@ -132,8 +132,8 @@ def loss_and_gradients(model: nn.Module, inputs: dict[str, Tensor], by_step: boo
 
 
 def prediction(seconds: float) -> list[Check]:
-    """Collectives and ops are measured, and a step is predicted with them, measured, and predicted again with the
-    correction that the measurement suggests."""
+    """How well a step is predicted on these devices: calibrate them (collectives, ops), predict a data-parallel step of
+    a Llama, measure it, and predict it again with the correction that `verify` finds. ``seconds``: the time limit."""
     from autoparallel.calibration.measure import calibrate
 
     deadline, subject = time.monotonic() + seconds, wide_llama()

@@ -24,7 +24,8 @@ def _reduced(graph: Graph, node: Node, reduction: int) -> Node:
 
 
 def mean_loss(graph: Graph, node: Node) -> Node | None:
-    """loss(x, y, mean) -> loss(x, y, sum) / number of elements of the loss that is not reduced."""
+    """loss(x, y, reduction="mean") -> loss(x, y, reduction="sum") / n, where n is the number of elements that
+    reduction="none" has. None, that is no change, for other reductions."""
     if argument(node, "reduction") != 1:
         return None
     count = _reduced(graph, node, 0).meta["val"].numel()

@@ -39,7 +39,8 @@ def linear_sections(op: OpView) -> Rule:
 
 @rule_for(aten.mm.default, aten.matmul.default, aten.bmm.default, aten.mv.default, aten.dot.default)
 def matmul(op: OpView) -> Rule:
-    """Also of vectors, and of batches that broadcast."""
+    """Products of matrices, of vectors, and of batches of them that broadcast: rows, columns and batch dims may be cut,
+    and the summed dim, which leaves summands."""
     a, b = (len(shape) for shape in op.shapes)
     batch = [f"b{i}" for i in range(max(a, b) - 2)]
     left = [*batch[len(batch) - max(0, a - 2) :], *(["m", "k"] if a > 1 else ["k"])]

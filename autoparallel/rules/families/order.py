@@ -26,7 +26,7 @@ def ordered(op: OpView) -> Rule | None:
 
 @rule_for(bounded_places)
 def places(op: OpView) -> Rule:
-    """Of each row of a mask by itself."""
+    """Places of true entries, for each row of a mask (along the last dim) by itself."""
     rows = tuple(f"d{d}" if n != 1 else None for d, n in enumerate(op.shapes[0][:-1]))
     sizes = {f: op.shapes[0][d] for d, f in enumerate(rows) if f}
     return Rule(((*rows, None),), ((*rows, None),), sizes, flops=float(op.inputs[0].num_elements),
@@ -44,7 +44,8 @@ def diff(op: OpView) -> Rule | None:
 @rule_for(aten.gradient.scalarint, aten.gradient.scalararray, aten.gradient.array, aten.gradient.scalarrayint,
           aten.gradient.scalarrayarray, aten.gradient.tensorarrayint, aten.gradient.tensorarray)
 def slopes(op: OpView) -> Rule:
-    """One result for each dim that slopes are of; distances of the points are for all."""
+    """torch.gradient: differences along the dims ``dim`` (default: all), one result for each. These dims stay whole,
+    and the coordinates of the points, further inputs, are read by every rank."""
     rank, dim = len(op.out.shape), op.arg("dim")
     dims = [dim] if isinstance(dim, int) else dim or range(rank)
     rule = whole_dims(op, {d % rank for d in dims}, linear=(frozenset({0}),), flops=3.0 * op.out.num_elements)

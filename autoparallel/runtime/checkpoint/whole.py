@@ -33,7 +33,8 @@ def _gathered(value: torch.Tensor) -> torch.Tensor:
 
 
 def _owners(values: Mapping[str, torch.Tensor], position: MeshPosition) -> dict[str, int]:
-    """The pipeline rank that gives each tensor: rank 0's own if it has it, else the first that has it."""
+    """By name of each tensor, the pipeline rank that sends it to rank 0: the lowest that holds it (tied parameters lie
+    on several stages), so rank 0 itself where it does."""
     if (group := position.pipeline_group) is None:
         return dict.fromkeys(values, 0)
     held: list[list[str]] = [[] for _ in range(position.pipeline_ranks)]

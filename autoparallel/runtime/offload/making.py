@@ -19,7 +19,13 @@ from autoparallel.runtime.state import State
 
 def optimizer(parallel: nn.Module, state: State, kind: type[torch.optim.Optimizer], params: Any, tile_bytes: int | None,
               prefetch: bool, options: Mapping[str, Any]) -> torch.optim.Optimizer:
-    """As `ParallelModule.optimizer` says."""
+    """An optimizer ``kind(params, **options)`` of the module's parameters (None: all), with its states where the plan
+    puts them: on the device, as torch makes it; on the host or disk, an `OffloadedOptimizer` that steps ``tile_bytes``
+    of parameters at a time (None: the plan's) and, with ``prefetch``, reads the next tile meanwhile.
+
+    All ranks call this. Raises InputError for a ``kind`` that is no optimizer and for parameters on the meta device;
+    and on all ranks, before any state is made, where states exceed the limits of host memory or disk.
+    """
     tracing.first_form(state)
     check_flag("prefetch", prefetch)
     if not isinstance(kind, type) or not issubclass(kind, torch.optim.Optimizer):

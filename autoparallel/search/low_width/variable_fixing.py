@@ -74,7 +74,8 @@ class Priced:
 
 
 def _surviving(dual: Dual, left: Reduced) -> Dual:
-    """With the plans, and so the cuts, that are left: without the others the bound may rise further."""
+    """The dual with only those plans, and their cuts, all of whose choices are left in the smaller problem: without the
+    others its bound may rise further."""
     plans = [left.forward(plan) for plan in dual.plans]
     alive = [i for i, plan in enumerate(plans) if left.restore(plan) == dual.plans[i]]
     return replace(dual, plans=[plans[i] for i in alive], cuts=[dual.cuts[i] for i in alive], active=[*dual.active],

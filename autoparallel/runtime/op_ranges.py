@@ -1,5 +1,5 @@
-"""Names for what a program runs: while a step is profiled, each op runs within a range that says which site of the plan
-it belongs to.
+"""Names for what a program runs: while a step is profiled, each op runs in a range (`torch.profiler.record_function`)
+that says which op, or redistribution step, of the plan it is.
 
 The programs are run node by node by `torch.fx.Interpreter` in that time, with the same ops in the same order. A
 compiled part is one range: what is inside has the names of its kernels only.
@@ -23,16 +23,16 @@ from autoparallel.plans.reports.step_parts import ATTENTION, OTHERS, PRODUCTS
 from autoparallel.runtime.stage_module import StageModule
 from autoparallel.strategies.space import StrategySpace
 
-#: How the names of the ranges begin: of a site, and of one run of a stage.
-SITE, RUN = "autoparallel site ", "autoparallel run "
+#: How the names of the ranges begin: of an op, and of one run of a stage.
+OP, RUN = "autoparallel op ", "autoparallel run "
 _PARTS = {"matmul": PRODUCTS, "conv": PRODUCTS, "attention": ATTENTION}
 
 
 @dataclass(frozen=True)
-class Site:
-    """A line of a program. ``part``: of the step, for what it computes; ``axis``: on which it communicates ("": it does
-    not); ``of_parameter``: what is communicated is a parameter, backward its gradient; ``compiled``: a graph of many
-    ops."""
+class OpRange:
+    """One call in a program. ``part``: the kind of work in reports (`step_parts.PARTS`); ``axis``: the mesh axis that
+    it communicates on ("": none); ``of_parameter``: what is communicated is a parameter, backward its gradient;
+    ``compiled``: a graph of many ops."""
 
     name: str
     block: str
@@ -42,37 +42,37 @@ class Site:
     compiled: bool = False
 
 
-class Sites:
-    """The sites seen so far, by number."""
+class OpRanges:
+    """The ranges of a program's ops, numbered as they first run."""
 
     def __init__(self, space: StrategySpace) -> None:
         self.space = space
-        self.found: list[Site] = []
+        self.found: list[OpRange] = []
         self._numbers: dict[FxNode, int] = {}
 
     def range_of(self, node: FxNode, module: nn.Module | None) -> str:
         """The name of a node's range; ``module``: what it calls, if it is one."""
         if node not in self._numbers:
             self._numbers[node] = len(self.found)
-            self.found.append(self._site(node, module))
-        return f"{SITE}{self._numbers[node]}"
+            self.found.append(self._described(node, module))
+        return f"{OP}{self._numbers[node]}"
 
-    def _site(self, node: FxNode, module: nn.Module | None) -> Site:
+    def _described(self, node: FxNode, module: nn.Module | None) -> OpRange:
         block = node.meta.get("block") or ""
         if module is not None:
-            return Site(block or node.name, block, OTHERS, compiled=isinstance(module, CompiledPart))
+            return OpRange(block or node.name, block, OTHERS, compiled=isinstance(module, CompiledPart))
         step, target = node.meta.get("step"), getattr(node.target, "__name__", str(node.target))
         if step is None and "decision" not in node.meta:    # begin_... and end, of several parameters
             pair = node.args[0] if target == "end" else node
             axis = str(pair.args[0]) if isinstance(pair, FxNode) else ""
-            return Site(f"{target} of {_told(node)}", block, OTHERS, axis, True)
+            return OpRange(f"{target} of {_told(node)}", block, OTHERS, axis, True)
         name = self._name(node.meta["decision"]) if "decision" in node.meta else node.name
         if step is not None:
-            return Site(f"{target} for {name}", block, OTHERS, self.space.axis_names[step.axis],
+            return OpRange(f"{target} for {name}", block, OTHERS, self.space.axis_names[step.axis],
                         bool(node.meta.get("reads")))
         rule = self.space.strategy_sets[node.meta["decision"]].rule
         axes = node.kwargs.get("axes") or ("",)
-        return Site(name, block, _PARTS.get("" if rule is None else rule.op_class, OTHERS),
+        return OpRange(name, block, _PARTS.get("" if rule is None else rule.op_class, OTHERS),
                     str(axes[0]) if isinstance(axes, (tuple, list)) else "")
 
     def _name(self, index: int) -> str:
@@ -92,11 +92,11 @@ def _told(node: FxNode) -> str:
 
 
 class _Named(Interpreter):
-    """Runs a program with each op, or module, in the range of its site."""
+    """Runs a program node by node, each op or compiled module within its range (`OpRanges.range_of`)."""
 
-    def __init__(self, module: GraphModule, sites: Sites) -> None:
+    def __init__(self, module: GraphModule, ops: OpRanges) -> None:
         super().__init__(module)
-        self.sites = sites
+        self.ops = ops
 
     def run_node(self, n: FxNode) -> Any:
         if n.op not in ("call_function", "call_module") or n.target is item:
@@ -104,18 +104,18 @@ class _Named(Interpreter):
         module = self.fetch_attr(str(n.target)) if n.op == "call_module" else None
         if module is not None and not isinstance(module, CompiledPart):  # a recomputed block, whose ops have their own
             return super().run_node(n)
-        with record_function(self.sites.range_of(n, module)):
+        with record_function(self.ops.range_of(n, module)):
             return super().run_node(n)
 
 
 @contextmanager
-def named(roots: Mapping[int, nn.Module], sites: Sites) -> Iterator[None]:
+def named(roots: Mapping[int, nn.Module], ops: OpRanges) -> Iterator[None]:
     """All programs in the modules ``roots``, by stage, run with ranges; afterwards they run as before."""
     changed = dict[nn.Module, Any]()
     for stage, root in roots.items():
         for module in root.modules():
             if isinstance(module, GraphModule):
-                changed[module] = _Named(module, sites).run
+                changed[module] = _Named(module, ops).run
         if isinstance(root, StageModule):
             changed[root] = _run_of(root, stage)
     for module, forward in changed.items():
@@ -138,4 +138,4 @@ def _run_of(module: StageModule, stage: int) -> Any:
     return run
 
 
-__all__ = ["RUN", "SITE", "Site", "Sites", "named"]
+__all__ = ["OP", "RUN", "OpRange", "OpRanges", "named"]
