@@ -66,6 +66,14 @@ def test_departures_are_named() -> None:
     assert said == ("up_proj (2 ops) are data parallel with ZeRO-1",)
 
 
+def test_weights_that_a_sharded_axis_stores_whole_are_named() -> None:
+    plan = by_hand("llama", "dp=4,zero=3")
+    stored = {name: ("I",) if "up_proj" in name else layout for name, layout in plan.strategies.items()}
+    (axis,) = axis_words(replace(plan, strategies=stored), None)
+    assert axis.shards and axis.departures == ("weights of up_proj are stored whole",)
+    assert not axis_words(plan, None)[0].departures
+
+
 def test_a_file_tells_the_same() -> None:
     plan = by_hand("mixtral", "dp=2,tp=2")
     assert roles_of(autoparallel.Plan.from_json(plan.to_json())) == roles_of(plan)

@@ -57,7 +57,8 @@ class AxisRole:
     they are read (FSDP, ZeRO). ``sequence``: whether norms and residuals on a tensor axis are cut along the sequence.
     ``experts``: whether it cuts experts. ``departures``: products with another role, as "path op: strategy (role)".
     ``departures_shard``: as ``shards``, of the weights of those that are data parallel. ``by_heads``: whether it cuts
-    attention by heads. ``share``: of the products, those that have the role.
+    attention by heads. ``share``: of the products, those that have the role. ``whole``: where it shards, the parameters
+    that it stores whole all the same.
     """
 
     name: str
@@ -70,6 +71,7 @@ class AxisRole:
     departures_shard: bool = False
     by_heads: bool = False
     share: float = 1.0
+    whole: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -215,7 +217,9 @@ def _axis(plan: Plan, products: list[Product], axis: int) -> AxisRole:
                     role == "tensor" and _is_cut_along_sequence(plan, axis), cut, departures,
                     bool(alone) and _mostly_sharded(plan, alone, axis),
                     any(p.op in _ATTENTION and p.strategies[axis] == "h" for p in products),
-                    1 - len(others) / len(products) if products else 1.0)
+                    1 - len(others) / len(products) if products else 1.0,
+                    tuple(name for name, at in own.items() if at[axis] == "I" and name in plan.model.parameters)
+                    if shards else ())
 
 
 def _takes_tokens(experts: Product, axis: int) -> bool:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 from collections import Counter
 from collections.abc import Iterable, Iterator
@@ -21,6 +22,8 @@ HEADS = "cut by heads (as DeepSpeed-Ulysses)"
 AROUND_HEADS = "context parallel, around attention by heads (as DeepSpeed-Ulysses)"
 #: Modules named in a departure, at most.
 MOST_NAMES = 5
+#: Weights stored whole of at least this share of all elements, by module's name, are named.
+FEW = 0.005
 #: Axes of whose products fewer have the role say so.
 MOST = 0.5
 #: Letters of a module's name, at most.
@@ -56,7 +59,8 @@ def axis_words(plan: Plan, work: Workload | None) -> tuple[AxisWords, ...]:
                        links.get("pipeline", ""))] if plan.hybrid.pipeline_ranks > 1 else []
     for number, (axis, label) in enumerate(zip(roles.axes, labels, strict=True)):
         vocabulary = _cut_by_vocabulary(plan, number)
-        departures = tuple(_folded(axis, every, bool(vocabulary) and axis.role != "tensor", roles.zero_stage))
+        departures = (*_folded(axis, every, bool(vocabulary) and axis.role != "tensor", roles.zero_stage),
+                      *_stored_whole(plan, axis))
         said = "".join([_words(axis, roles.zero_stage), f"; {' and '.join(vocabulary)} by vocabulary" if vocabulary
                         else ""])
         found.append(AxisWords(axis.name, label, axis.size, axis.role, said, links.get(axis.name, ""),
@@ -121,6 +125,18 @@ def _folded(axis: AxisRole, every: Counter[str], vocabulary: bool, zero_stage: i
         what = AROUND_HEADS if axis.role == "tensor" and role == "context" and axis.by_heads else what
         what += f" with {ZERO[zero_stage or 1]}" if role == "data" and axis.departures_shard else ""
         yield f"{said}{times} {'are' if total > 1 else 'is'} {what}"
+
+
+def _stored_whole(plan: Plan, axis: AxisRole) -> Iterator[str]:
+    """Of an axis that shards parameters those that it stores whole, if they are more than a few: "weights of k_proj,
+    v_proj are stored whole"."""
+    found, shapes = Counter[str](), plan.model.parameters
+    for name in axis.whole:
+        found[_short(name.rpartition(".")[0] or name)] += math.prod(shapes[name])
+    least = FEW * sum(map(math.prod, shapes.values()))
+    if names := [name for name, count in found.items() if count >= least]:
+        said = ", ".join(names[:MOST_NAMES]) + (", ..." if len(names) > MOST_NAMES else "")
+        yield f"weights of {said} are stored whole"
 
 
 def _short(name: str) -> str:
