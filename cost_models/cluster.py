@@ -170,7 +170,7 @@ class Link:
     ``protocols`` are alternatives by name; a collective uses the cheapest that all links it crosses have.
     ``burst_bytes``: the link is shaped by a token bucket, so that what it does not send for a while, it may send at
     once later, up to so many bytes (of all that share it).
-    ``relay_s_per_byte``: before a rank of a ring takes its next piece, it sums and hands on the last. Its link is idle
+    ``relay_s_per_byte``: before a rank of a ring takes its next shard, it sums and hands on the last. Its link is idle
     meanwhile, but for other groups that share it (`Group.pace_s_per_byte`).
     """
 

@@ -10,7 +10,7 @@ For b bytes, one direction:
 
 A ring over n ranks in H hosts takes n - 1 steps, H - 1 of them between hosts, and passes every host boundary once, so
 that all of a host's NICs carry it together. Its pace P_l is 1/W_l, and not below 1/(W_l with no other group on the
-link) + `Link.relay_s_per_byte`: a ring works piece by piece, and only another one fills its gaps. Reduce-scatter
+link) + `Link.relay_s_per_byte`: a ring works shard by shard, and only another one fills its gaps. Reduce-scatter
 and all-gather are one ring; all-reduce is both. The cheapest valid algorithm by the cheapest protocol counts. Every
 call adds the cluster's time of a call (the protocol's; the device's launch time where none is known); a group of one is
 free. Where the outermost link crossed saves up what it does not send (`Link.burst_bytes`), a collective's messages (M

@@ -181,7 +181,7 @@ class ExecutionCounts:
         """By stage, the largest number of micro-batches whose activations it holds at once."""
         return [in_flight(self.hybrid, stage) for stage in range(self.hybrid.stages)]
 
-    def late_of(self, stage: int) -> int:
+    def deferred_of(self, stage: int) -> int:
         """Micro-batches whose weight gradients the stage defers."""
         h = self.hybrid
         if self.one_for_all and h.recompute != "none":  # the last rank defers most; otherwise part of `held`

@@ -139,7 +139,7 @@ class Liveness:
     def _late(self) -> np.ndarray:
         """By decision, the micro-batches whose weight gradients a zero-bubble stage defers, with their saved
         tensors."""
-        return self._by_stage(self.counts.late_of)
+        return self._by_stage(self.counts.deferred_of)
 
     def _over(self, found: LiveIntervals, decisions: np.ndarray) -> LiveIntervals:
         """Extend intervals in the first stages of these decisions to all their stages. Stages between count as well: an

@@ -43,4 +43,4 @@ def _pending(counts: ExecutionCounts, stage: int) -> tuple[int, int]:
     h, held = counts.hybrid, counts.in_flight[stage]
     if h.replicas:
         return (1, 1) if h.micro_batches_on(stage) > held else (0, 0)
-    return h.pipelining.pending(h, stage, held, counts.late_of(stage))
+    return h.pipelining.pending(h, stage, held, counts.deferred_of(stage))
