@@ -56,7 +56,7 @@ def test_quickstart(tmp_path: Path) -> None:
         tmp_path,
     )
     assert 0 < found["chosen_s"] <= min(found["pinned_s"], found["ddp_s"]) * (1 + 1e-9)
-    assert 0 <= found["gap"] <= 1e-3
+    assert 0 <= found["gap"] <= 0.05  # of the plan that is faster with overlap, by its cost without
     assert found["same"] and found["pins"] == 2 and "down_proj" in found["diff"]
     assert found["two"] == pytest.approx(found["one"], rel=1e-5)
     assert found["one"][-1] < found["one"][0]

@@ -58,6 +58,9 @@ class AutoparallelAccelerator(Accelerator):
 
     scaler: Any
 
+    #: Whether what is gathered for metrics may have the rows of one rank (the Trainer's has those of the whole batch).
+    values_of_ranks = True
+
     def __init__(self, *args: Any, parallel: Mapping[str, Any] | None = None, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self.adopt(parallel)
@@ -136,6 +139,8 @@ class AutoparallelAccelerator(Accelerator):
         """Sharded values whole; values of the global batch as they are; others with as many rows as a rank's batch
         (``loss.repeat(batch_size)``) as accelerate gathers them: those of each rank, and as many rows as the batch has
         samples, so that means over an epoch weigh each sample once."""
+        if not self.values_of_ranks:
+            return pytree.tree_map(_whole, input_data)
         return pytree.tree_map(lambda value: self._of_each_rank(_whole(value)), input_data)
 
     def _of_each_rank(self, value: Any) -> Any:
@@ -145,7 +150,7 @@ class AutoparallelAccelerator(Accelerator):
             return value
         most, rows = loader.total_batch_size, len(value)
         samples = state.remainder if ends and state.remainder > 0 else most
-        if rows == samples or rows not in (most, most // self.num_processes):
+        if rows in (samples, most) or rows != most // self.num_processes:  # (of the whole batch: all of it counts)
             return value
         return torch.cat([value] * (most // rows))[:samples]
 

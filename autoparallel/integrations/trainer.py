@@ -76,6 +76,7 @@ class AutoparallelTraining(_Base):
                                  "AutoparallelTrainer(..., parallel={...}) takes are options of autoparallel.compile")
         self.accelerator.__class__ = AutoparallelAccelerator
         self.accelerator.adopt(self._parallel_options)
+        self.accelerator.values_of_ranks = False
         args._n_gpu = min(args.n_gpu, 1)  # no DataParallel without a launcher
         args.average_tokens_across_devices = False  # each rank counts those of the global batch
         if args.activation_checkpointing:
