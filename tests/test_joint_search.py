@@ -22,7 +22,7 @@ from autoparallel.planning.joint_candidates import WORTH, JointSearch
 from autoparallel.planning.joint_search import PIPELINE_EXCESS, _TrialPlans
 from autoparallel.planning.reduced_model import reduced_model
 from autoparallel.plans import Hybrid
-from autoparallel.plans.reports.units import percent_str
+from autoparallel.plans.reports.units import percent_up
 from autoparallel.pricing import ExecutionCounts, Prices, SpacePricer
 from autoparallel.search import NotRepairedError, evaluate, solve
 from autoparallel.strategies.space import StrategySpace
@@ -315,7 +315,7 @@ def test_joint_plans_compute_one_process_s_step(ranks: Any, limit_share: float) 
     assert made.prediction.peak_bytes <= limit_share * free.prediction.peak_bytes
     bound_s = made.evidence.step_bound_s
     assert bound_s is not None and 0 < free.evidence.step_bound_s <= bound_s <= made.prediction.step_s
-    above = percent_str(made.prediction.step_s / bound_s - 1)
+    above = percent_up(made.prediction.step_s / bound_s - 1)
     assert f"at most {above} slower than the best combination" in made.summary()
     mesh = (made.hybrid.pipeline_ranks, *made.mesh_shape) if made.hybrid.stages > 1 else made.mesh_shape
     mesh = mesh[:-1] if made.hybrid.stages > 1 and made.mesh_shape == (1,) else mesh

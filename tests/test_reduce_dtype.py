@@ -58,7 +58,7 @@ def one_step(mesh_shape: tuple[int, ...], dtype: torch.dtype, options: Options
 WAYS: list[tuple[tuple[int, ...], Options]] = [
     ((4,), {"baseline": "ddp"}),
     ((4,), {"baseline": "fsdp", "zero_stage": 2, "micro_batches": 4}),
-    ((2, 2), {"pipeline_stages": 2, "micro_batches": 4, "baseline": "ddp"}),
+    ((2, 2), {"pipeline_stages": 2, "micro_batches": 4, "baseline": "ddp", "cluster": "a100-sxm"}),
 ]
 
 
