@@ -81,7 +81,8 @@ class Technique:
 
 @dataclass(frozen=True)
 class Change:
-    """The best alternative if ``what`` were twice as much (None: none fits)."""
+    """The fastest plan by hand on a cluster with twice as much of one thing: ``what`` is a link's bandwidth, by the
+    link's name, or the device's memory (``best`` None: none fits)."""
 
     what: str
     best: Alternative | None

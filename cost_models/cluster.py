@@ -165,7 +165,8 @@ class Link:
     ``slowdown`` by collective (1 when absent): its time over that of the formula with this alpha and bandwidth.
 
     A link between hosts has ``nics_per_host``, each of that bandwidth, which all devices of a host share: eight devices
-    with four NICs get half each while all of them send. None: each device has its own.
+    with four NICs get half each while all of them send. None: each device has its own. A host is what the next inner
+    link joins; where that is a rack, say ``[host] devices`` (`Host.devices`), else the NICs are those of the rack.
 
     ``protocols`` are alternatives by name; a collective uses the cheapest that all links it crosses have.
     ``burst_bytes``: the link is shaped by a token bucket, so that what it does not send for a while, it may send at
@@ -412,6 +413,12 @@ class Cluster:
             raise ClusterError(f"cluster {self.name}: algorithms {list(self.algorithms)} must be some of "
                                f"{', '.join(ALGORITHMS)}")
 
+    def _nics(self, link: Link, inside: int) -> float:
+        """NICs of the ``inside`` devices that the next inner link joins: a host's, or those of several hosts."""
+        if link.nics_per_host is None:
+            return inside
+        return link.nics_per_host * max(1.0, inside / self.host.devices if self.host.devices else 1.0)
+
     @property
     def devices_per_host(self) -> int:
         """Devices of one full host (`devices_of_host`)."""
@@ -482,7 +489,8 @@ class Cluster:
         counts, members, sharing = _crossings(mesh_shape, axes, domains, tuple(places))
         lanes = [1.0]
         for level, link in enumerate(self._links[1:]):
-            lanes.append(_lanes(link, domains[level], members[level], sharing[level]))
+            lanes.append(_lanes(domains[level], self._nics(link, domains[level]), members[level],
+                                sharing[level]))
         crossed = [level for level, count in enumerate(counts[1:]) if count > 1]
         size = len(places) or math.prod(mesh_shape[a] for a in axes)
         return Group(
@@ -507,10 +515,10 @@ def devices_of_host(links: Sequence[Link], host: Host) -> int:
     return inside[-1] if inside else links[0].num_devices
 
 
-def _lanes(link: Link, host_devices: int, members: int, sharing: int) -> float:
-    """How many times a NIC's bandwidth ``members`` of a host have while ``sharing`` groups leave it."""
-    nics = link.nics_per_host or host_devices
-    return min(members * max(1.0, nics / host_devices), nics / sharing)
+def _lanes(inside: int, nics: float, members: int, sharing: int) -> float:
+    """How many times a NIC's bandwidth ``members`` of the ``inside`` devices that the next inner link joins have, with
+    so many NICs, while ``sharing`` groups leave them."""
+    return min(members * max(1.0, nics / inside), nics / sharing)
 
 
 @lru_cache(maxsize=1024)

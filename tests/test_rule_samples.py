@@ -183,7 +183,7 @@ SAMPLES: dict[str, Callable[[], list[OpCall]]] = {
         call(aten.trace.default, f(4, 6)),
         call(aten.renorm.default, f(4, 6), 2, 0, 1.0),
         call(aten.cumprod.default, f(4, 6), 1),
-        call(aten.cummax.default, f(4, 6), 0),
+        call(aten.cummax.default, f(4, 6), 0), call(aten.cummin.default, f(4, 6), 1),
         call(aten.glu.default, f(4, 6), 1),
         call(aten.log_softmax.int, f(4, 6), 0),
         call(aten._softmax_backward_data.default, f(4, 6), f(4, 6).softmax(1), 1, torch.float64),

@@ -58,8 +58,9 @@ class InFull(Protocol):
 
 
 class RecomputeLess(Protocol):
-    """The plan, or a faster one of the same combination that recomputes fewer blocks, found until `clock`
-    reaches ``deadline``; by trial plans of at most ``seconds`` each and the named search."""
+    """A callback that gives back ``plan``, or a faster plan of the same combination in which fewer blocks are
+    recomputed. It plans trials of at most ``seconds`` each, by ``search`` (a solver's name), and begins none after
+    ``deadline`` (a time of `autoparallel.clock`)."""
 
     def __call__(self, plan: Plan, deadline: float, seconds: float, search: str = ...) -> Plan: ...
 

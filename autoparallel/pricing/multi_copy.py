@@ -1,4 +1,5 @@
-"""The simulation of several micro-batches at a time (multi-copy), in the order of `schedule/multi_copy.py`."""
+"""Several micro-batches at a time on a rank (multi-copy): their communication and compute as tasks of the simulator,
+from the reads of one rank, in the order of `schedule/multi_copy.py`."""
 
 from __future__ import annotations
 

@@ -116,7 +116,8 @@ class Prices:
         return with_losses(self.space, chains_of(self.space) if profile.fused else [None] * len(self.space))
 
     def local_bytes(self, meta: TensorMeta, numbers: np.ndarray) -> np.ndarray:
-        """Bytes on the fullest rank; by layout number in ``numbers``."""
+        """Bytes of a tensor on the fullest rank, an array: of each layout in ``numbers`` (`strategies.space` numbers a
+        tensor's layouts)."""
         return self.costs.local_bytes(meta, numbers)
 
     def _price_op(self, s: StrategySet, chain: InChain | None, costs: CurveCosts | None = None,

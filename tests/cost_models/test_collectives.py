@@ -190,6 +190,20 @@ def test_a_lone_ring_leaves_gaps_that_another_fills() -> None:
     assert ratios == pytest.approx([1.5, 1.0])
 
 
+def test_a_rack_has_the_nics_of_all_its_hosts() -> None:
+    """With a link of racks between, hosts of eight with eight NICs send as fast as without, if they are said."""
+    wire, net = Link("NVLink", 8, 1e-6, 4e11), Link("InfiniBand", 4096, 5e-6, 5e10, nics_per_host=8)
+    rack = Link("rack", 32, 2e-6, 2e11)
+    hosts = replace(H100, links=(wire, net), num_devices=512, algorithms=("ring",))
+    racks = replace(hosts, links=(wire, rack, net), host=replace(H100.host, devices=8))
+    assert racks.devices_per_host == 8
+    # Four ranks of each rack or host, spread over the cluster: all leave at once.
+    alone, inside = (float(all_gather_s(1e9, one.group((8, 64), 0))) for one in (hosts, racks))
+    assert inside == pytest.approx(alone, rel=0.05)
+    unsaid = float(all_gather_s(1e9, replace(racks, host=replace(H100.host, devices=0)).group((8, 64), 0)))
+    assert unsaid == pytest.approx(4 * alone, rel=0.1)  # eight NICs of a rack
+
+
 def test_measured_gloo() -> None:
     """Medians of 4 processes on the machine that local-cpu describes, by `time_collectives`: within 35 %."""
     group = Cluster.load("local-cpu", software="none").group((4,), 0)
