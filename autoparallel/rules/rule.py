@@ -49,7 +49,7 @@ class AxisStrategy:
 
     ``inputs`` and ``outputs`` are placements in the order of the node's tensors. ``factor`` is the loop index that the
     axis cuts ("" for none). ``even`` lists sizes that the number of shards must divide. A ``variant`` names a local
-    program other than the op itself (`kernels.variants`), with communication of its own (``inside``); strategies named in
+    program other than the op itself (`kernels.variants`), with communication of its own (``inside``); those named in
     ``apart`` cannot stand beside it on another axis. Inputs ``unsaved`` it does not keep for backward, unlike the op.
     Of a ``triangular`` strategy the last of n shards is the most work: 2 - 1/n times an even share.
     """
