@@ -432,7 +432,8 @@ def test_notebooks_show_the_summary_as_text(plans: dict[str, Plan]) -> None:
 
 
 @pytest.mark.parametrize(("devices", "host", "experts", "some"), [
-    (8, 8, False, "dp=8,zero=3"),
+    (8, 8, False, "dp=8,zero=3"), (8, 8, False, "tp=8,sequence_parallel,recompute=auto"),
+    (8, 8, False, "pp=2,micro_batch=1,zero=1,recompute=auto"),
     (16, 8, False, "pp=2,micro_batch=1,tp=8,zero=1,sequence_parallel,recompute=selective"),
     (16, 8, True, "dp=16,ep=8,zero=1"), (1, 8, True, "dp=1"), (12, 8, False, "dp=12"),
     (64, 8, True, "pp=8,micro_batch=1,ep=8,zero=1,recompute=full"),
