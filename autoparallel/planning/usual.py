@@ -25,9 +25,9 @@ EXPERTS = "routed_experts"
 
 def recipes(devices: int, host_devices: int, experts: bool = False) -> Iterator[str]:
     """DDP, ZeRO-1 and FSDP (also in micro-batches, with recompute, with both); on one host also tensor parallelism and
-    a pipeline of two stages; on several hosts tensor parallelism inside a host, with FSDP, with ZeRO-1 and with pipelines
-    over hosts (with less recompute, or a smaller bubble); with experts also expert parallelism inside a host, alone and
-    with pipelines.
+    a pipeline of two stages; on several hosts tensor parallelism inside a host, with FSDP, with ZeRO-1, and with
+    pipelines over hosts (with less recompute, or a smaller bubble); with experts also expert parallelism inside a host,
+    alone and with pipelines.
 
     >>> list(recipes(8, 8))[:4]
     ['dp=8', 'dp=8,zero=1', 'dp=8,zero=3', 'dp=8,zero=1,micro_batch=1']
