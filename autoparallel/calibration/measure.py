@@ -47,8 +47,8 @@ KINDS = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all", "send_recv"
 SIZES = tuple(2**k for k in (10, 12, 14, 16, 18, 20, 22, 24))
 #: Quantile of the repeats that is reported: what the machine's own scheduler adds counts, as in a program.
 TYPICAL = 0.5
-#: Least seconds of a row of op calls: processes that share cores must take turns within it, as in a program.
-LEAST_ROW_S = 0.03
+#: Least seconds of a series of op calls: long enough that processes which share cores take turns, as in a program.
+LEAST_SERIES_S = 0.03
 #: Bytes per second above any link's: the bandwidth before it is fitted.
 ANY_RATE = 1e15
 #: Sides of square matrix products, and bytes read by an element-wise op.
@@ -112,8 +112,8 @@ def calibrate(name: str, ranks_per_host: int, nics_per_host: int | None = None, 
 
 
 def bounds(joined: Sequence[int], world: int) -> tuple[int, ...]:
-    """Of the sizes of links those that join some, but not all, devices. Raises ClusterError where one is no multiple of
-    the one before."""
+    """The sizes of links between one device and all: of ``joined``, those above 1 and below ``world``. Raises
+    ClusterError where one is no multiple of the one before."""
     sizes = (1, *joined)
     if any(outer % inner or outer < inner for inner, outer in pairwise(sizes)) or world % sizes[-1]:
         raise ClusterError(f"links that join {list(joined)} of {world} devices: give each as a multiple of the one "
@@ -169,11 +169,11 @@ def time_ops(device: torch.device, repeats: int = 5) -> list[MeasuredOp]:
 
 
 def _op(op_class: str, size: float, call: Call, repeats: int, device: torch.device) -> MeasuredOp:
-    """Seconds of one call, timed over ten calls in a row or more (`LEAST_ROW_S`)."""
+    """Seconds of one call, timed over ten calls in a row or more (`LEAST_SERIES_S`)."""
     def row_s(times: int, repeats: int) -> float:
         return _slowest(_timed(partial(_in_a_row, call, times), repeats, after_barrier, device), device)
 
-    times = max(10, math.ceil(10 * LEAST_ROW_S / row_s(10, 1)))
+    times = max(10, math.ceil(10 * LEAST_SERIES_S / row_s(10, 1)))
     return MeasuredOp(op_class, size, row_s(times, repeats) / times)
 
 

@@ -1,6 +1,6 @@
 """Equivalent blocks of a module list are traced twice, however many there are.
 
-While a model is traced, calls of equivalent blocks (same classes, attributes, parameters' shapes) with arguments alike
+While a model is traced, calls of equivalent blocks (same classes, attributes, parameters' shapes) with equal arguments
 become ops: the first two lie between marks, each further one is the op ``autoparallel::repeated_block``.
 `unfold.py` then puts a copy of the first call's ops, with the block's own parameters, in place of each. The second call
 is the proof: it has to be such a copy too. An integer that counts the blocks (``layer_idx``) may differ between them as

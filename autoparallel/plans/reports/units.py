@@ -71,12 +71,14 @@ def large_str(count: float) -> str:
 
 
 def percent_str(share: float) -> str:
-    """A share in percent, with two digits below ten: 47 %, 3.5 %, 0.10 %.
+    """A share in percent, with two digits below ten: 47 %, 3.5 %, 0.10 %; what is below 1e-9 % is rounding, and 0.
 
-    >>> percent_str(0.473), percent_str(0.0351), percent_str(0.0004)
-    ('47 %', '3.5 %', '0.04 %')
+    >>> percent_str(0.473), percent_str(0.0351), percent_str(0.0004), percent_str(2.2e-16)
+    ('47 %', '3.5 %', '0.04 %', '0 %')
     """
     value = 100 * share
+    if abs(value) < 1e-9:
+        return "0 %"
     return f"{value:.0f} %" if abs(value) >= 9.95 else f"{value:.1f} %" if abs(value) >= 0.995 else f"{value:.2g} %"
 
 

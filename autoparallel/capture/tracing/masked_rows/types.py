@@ -168,8 +168,8 @@ class Rows(Tensorlike):
         return Rows(self.mask, value, self.front)
 
     def filled(self) -> Tensor:
-        """All rows, of which those that are not valid are numbers at which functions have finite gradients; and what is
-        before them has gradients of zero, whatever becomes of these."""
+        """All rows. Rows that are not valid have a value at which functions have finite gradients; no gradient goes
+        from them to their inputs."""
         return self.value if self.dtype is torch.bool else filled(self.value, self.mask, 0.5)
 
     def chosen(self, fill: Any = 0) -> Tensor:
