@@ -373,7 +373,7 @@ class _LongThenWide(torch.nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.long = torch.nn.ModuleList([_Block(256) for _ in range(4)])
-        self.widen, self.wide = torch.nn.Linear(256, 4096), torch.nn.ModuleList([_Block(4096) for _ in range(9)])
+        self.widen, self.wide = torch.nn.Linear(256, 4096), torch.nn.ModuleList([_Block(4096) for _ in range(16)])
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         for block in self.long:
@@ -391,7 +391,7 @@ def test_stages_on_several_ranks_where_that_pays() -> None:
     host, network = machine.links[0], machine.links[-1]
     machine = dataclasses.replace(machine, links=(
         dataclasses.replace(host, num_devices=1),
-        dataclasses.replace(network, bandwidth_bytes_per_s=1e9, nics_per_host=1),
+        dataclasses.replace(network, bandwidth_bytes_per_s=2.5e8, nics_per_host=1),
     ))
     with torch.device("meta"):
         model, x = _LongThenWide(), torch.zeros(12288, 1024, 256)
