@@ -189,28 +189,93 @@ class Sampler(torch.nn.Linear):
 
 
 def generated_by_its_own() -> tuple[bool, list[str]]:
-    """A model's own ``generate``; and what is said of a transformers model with sliding windows."""
+    """A model's own ``generate``; and what is said where tokens are taken back."""
     own: Any = Sampler(8, 8)
     x = torch.arange(32.0).reshape(4, 8)
     parallel: Any = autoparallel.compile(own, mesh_of(4), example_inputs=(x,))
     right = torch.allclose(parallel.generate(x), own.generate(x))
-    config = transformers.MistralConfig(vocab_size=32, hidden_size=16, intermediate_size=16, num_hidden_layers=1,
-                                        num_attention_heads=2, num_key_value_heads=2, sliding_window=4)
-    slides: Any = transformers.MistralForCausalLM(config).eval()
-    ids = torch.arange(20).reshape(4, 5)
-    parallel = autoparallel.compile(slides, mesh_of(4), example_kwargs={"input_ids": ids}, baseline="ddp")
+    model: Any = CASES["llama"].build().eval()
+    ids = torch.arange(8).reshape(1, 8) % 4
+    parallel = autoparallel.compile(model, mesh_of(4), example_kwargs={"input_ids": ids}, baseline="tensor_parallel")
+    call = {"attention_mask": torch.ones_like(ids), "do_sample": False, "max_new_tokens": 3, "use_cache": True,
+            "prompt_lookup_num_tokens": 2}
     with warnings.catch_warnings(record=True) as said:
         warnings.simplefilter("always")
-        found = parallel.generate(ids, attention_mask=torch.ones_like(ids), do_sample=False, max_new_tokens=2)
-    right &= torch.equal(found, slides.generate(ids, do_sample=False, max_new_tokens=2))
+        found = parallel.generate(ids, **call)
+    right &= torch.equal(found, model.generate(ids, **call))
     return right, [str(one.message) for one in said]
 
 
 @pytest.mark.slow
 def test_a_cache_that_stays_dynamic_is_announced(ranks: Any) -> None:
     for right, said in ranks(4).run(generated_by_its_own, timeout_s=300):
-        assert right and any("MistralForCausalLM compiles a program for each further token: it takes no static cache"
-                             in text for text in said)
+        assert right and any("LlamaForCausalLM compiles a program for each further token: assisted_generation takes "
+                             "tokens back" in text for text in said)
+
+
+def windowed(kind: str) -> Any:
+    """A small model some or all of whose layers see the last four tokens."""
+    sizes: Any = {"vocab_size": 32, "hidden_size": 16, "intermediate_size": 16, "num_attention_heads": 2,
+                  "num_key_value_heads": 2, "sliding_window": 4, "eos_token_id": None, "pad_token_id": 0}
+    torch.manual_seed(0)
+    if kind == "gemma3":
+        return transformers.Gemma3ForCausalLM(transformers.Gemma3TextConfig(
+            **sizes, num_hidden_layers=2, head_dim=8, layer_types=["sliding_attention", "full_attention"]))
+    return transformers.MistralForCausalLM(transformers.MistralConfig(**sizes, num_hidden_layers=2))
+
+
+def encoded(kind: str) -> Any:
+    """A small encoder-decoder, and a batch for its encoder."""
+    sizes: Any = {"vocab_size": 32, "d_model": 16, "decoder_start_token_id": 0, "eos_token_id": None, "pad_token_id": 0}
+    torch.manual_seed(0)
+    if kind == "t5":
+        return transformers.T5ForConditionalGeneration(transformers.T5Config(
+            **sizes, d_kv=8, d_ff=16, num_layers=2, num_heads=2))
+    layers: Any = {"encoder_layers": 1, "decoder_layers": 2, "encoder_attention_heads": 2, "decoder_attention_heads": 2,
+                   "encoder_ffn_dim": 16, "decoder_ffn_dim": 16}
+    if kind == "whisper":
+        return transformers.WhisperForConditionalGeneration(transformers.WhisperConfig(
+            **sizes, **layers, bos_token_id=1, num_mel_bins=4, max_source_positions=8, max_target_positions=32))
+    return transformers.BartForConditionalGeneration(transformers.BartConfig(
+        **sizes, **layers, max_position_embeddings=32, forced_eos_token_id=None))
+
+
+def generated_by(kind: str, mesh: tuple[int, ...]) -> list[tuple[bool, bool, int]]:
+    """Of calls of ``generate``, greedy, by beams, by static and dynamic caches: whether tokens and caches are those of
+    one process, and the call forms compiled."""
+    windows = kind in ("mistral", "gemma3")
+    model: Any = (windowed if windows else encoded)(kind).eval()
+    batch = torch.randn(4, 4, 16) if kind == "whisper" else torch.arange(28).reshape(4, 7) + 1
+    example = {model.main_input_name: batch}
+    if not windows:
+        example["decoder_input_ids"] = torch.zeros(4, 1, dtype=torch.long)
+    parallel: Any = autoparallel.compile(model, mesh_of(*mesh), example_kwargs=example, baseline="tensor_parallel")
+    call: dict[str, Any] = {"max_new_tokens": NEW, "do_sample": False, "use_cache": True}
+    if kind != "whisper":
+        call["attention_mask"] = torch.ones_like(batch).index_fill(1, torch.tensor([0]), 0)
+    found = []
+    for how in ({}, {"num_beams": 2}, {"cache_implementation": "static"},
+                {"cache_implementation": "dynamic", "return_dict_in_generate": True}):
+        known = parallel._state.forms.compiled
+        expected, got = model.generate(batch, **call, **how), parallel.generate(batch, **call, **how)
+        tokens = [made if isinstance(made, torch.Tensor) else made["sequences"] for made in (expected, got)]
+        caches = [getattr(made, "past_key_values", None) for made in (expected, got)]
+        equal = all(same(getattr(caches[1], half), getattr(caches[0], half)) if hasattr(caches[0], half) else True
+                    for half in ("self_attention_cache", "cross_attention_cache"))
+        equal &= caches[0] is None or not windows or same(caches[1], caches[0])
+        found.append((torch.equal(*tokens), equal, parallel._state.forms.compiled - known))
+    return found
+
+
+@pytest.mark.parametrize(("kind", "mesh"), [
+    *(pytest.param(kind, mesh, marks=pytest.mark.slow) for kind, mesh in
+      [("mistral", (4,)), ("bart", (4,)), ("whisper", (2, 2)), ("t5", (2, 2))]), ("gemma3", (4,)), ("t5", (4,))])
+def test_windows_and_encoders_take_one_program_for_further_tokens(ranks: Any, kind: str, mesh: tuple[int, ...]) -> None:
+    """An encoder is a third program at the first call. A dynamic cache has room for 16 tokens, and so its own forms."""
+    encoder = kind not in ("mistral", "gemma3")
+    for found in ranks(4).run(generated_by, kind, mesh, timeout_s=300):
+        assert [made[:2] for made in found] == [(True, True)] * 4
+        assert [made[2] for made in found] == [2 + encoder, 2, 0, 2]
 
 
 def lies_in_shards() -> tuple[bool, bool, float]:

@@ -15,6 +15,7 @@ from autoparallel.errors import InputError, PlanError
 from cost_models import Cluster
 from tests.support.models import CASES
 from tests.support.ranks import mesh_of
+from tests.test_generation import windowed
 
 CONTEXT, SEQUENCES = 12, 4
 
@@ -92,10 +93,10 @@ def test_models_without_a_cache_are_refused() -> None:
         autoparallel.plan(torch.nn.Linear(4, 4), "h100-sxm", phase="decode", context=8)
 
 
-def generated() -> tuple[bool, int]:
+def generated(kind: str) -> tuple[bool, int]:
     """Whether tokens under a plan of decode are one process's, and how many programs were compiled after it."""
-    frozen = CASES["llama"].build().eval().requires_grad_(False)
-    ids = torch.arange(SEQUENCES * 5).reshape(SEQUENCES, 5)
+    frozen: Any = (CASES["llama"].build() if kind == "llama" else windowed(kind)).eval().requires_grad_(False)
+    ids = torch.arange(SEQUENCES * 5).reshape(SEQUENCES, 5) % frozen.config.vocab_size
     plan = autoparallel.plan(frozen, Cluster.load("local-cpu", num_devices=4), mesh_shape=(4,), phase="decode",
                              context=CONTEXT, concurrent=SEQUENCES)
     with torch.no_grad():
@@ -108,6 +109,7 @@ def generated() -> tuple[bool, int]:
     return torch.equal(tokens, frozen.generate(ids, **call)), parallel._state.forms.compiled
 
 
-def test_a_plan_of_decode_runs_in_generate(ranks: Any) -> None:
-    for same, compiled in ranks(4).run(generated, timeout_s=200):
+@pytest.mark.parametrize("kind", ["llama", pytest.param("gemma3", marks=pytest.mark.slow)])
+def test_a_plan_of_decode_runs_in_generate(ranks: Any, kind: str) -> None:
+    for same, compiled in ranks(4).run(generated, kind, timeout_s=200):
         assert same and compiled == 2

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from autoparallel.capture.tracing.hf_caches import register_caches, takes_static_cache
+from autoparallel.capture.tracing.hf_caches import register_caches, static_cache, takes_static_cache
 from autoparallel.errors import InfeasibleError, InputError, PlanError, shown
 from autoparallel.planning.options import check_call
 from autoparallel.plans import Plan
@@ -46,15 +46,13 @@ def inference_call(model: nn.Module, phase: str, context: int, concurrent: int) 
     if config is None or not hasattr(model, "generate"):
         raise InputError(f"{type(model).__name__} is no transformers model that generates: give example_inputs of a "
                          "call, and plan it under torch.no_grad() without phase")
-    from transformers import StaticCache
-
     register_caches()
-    if not takes_static_cache(model):
-        raise InputError(f"{type(model).__name__} takes no static cache of whole sequences (it has states, sliding "
-                         "windows, or an encoder): phases of inference are planned of other models only")
+    if getattr(config, "is_encoder_decoder", False) or not takes_static_cache(model):
+        raise InputError(f"{type(model).__name__} takes no static cache of whole sequences (it has states instead of "
+                         "keys and values, or an encoder): phases of inference are planned of other models only")
     weight = next(model.parameters())
     with torch.device(weight.device):
-        cache = StaticCache(config, max_cache_len=context)
+        cache = static_cache(config.get_text_config(decoder=True), context)
         layers: list[Any] = cache.layers
         for layer in layers:
             layer.cumulative_length = torch.zeros((), dtype=torch.long)
@@ -68,8 +66,20 @@ def inference_call(model: nn.Module, phase: str, context: int, concurrent: int) 
             for layer in layers:
                 keys = torch.zeros(concurrent, heads, 1, width, dtype=weight.dtype)
                 layer.lazy_initialization(keys, keys)
-            call["attention_mask"] = torch.ones(concurrent, 1, 1, context, dtype=torch.bool)
+        if (mask := _mask(model, call, weight.dtype)) is not None:
+            call["attention_mask"] = mask
     return call
+
+
+def _mask(model: Any, call: Mapping[str, Any], dtype: torch.dtype) -> Any:
+    """The mask that ``generate`` makes for a call (a dict of masks where kinds of layers have their own, None where
+    attention is just causal)."""
+    from transformers.masking_utils import create_masks_for_generate
+
+    make = getattr(model, "create_masks_for_generate", create_masks_for_generate)
+    made = make(config=model.config, inputs_embeds=torch.empty(*call["input_ids"].shape, 0, dtype=dtype),
+                attention_mask=None, past_key_values=call["past_key_values"], position_ids=call["position_ids"])
+    return dict(sorted(made.items())) if isinstance(made, dict) else made
 
 
 def _heads(config: Any) -> tuple[int, int]:

@@ -27,6 +27,8 @@ def generating(module: Any, original: Any) -> Any:
 
     @functools.wraps(original.forward)
     def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
+        if isinstance(masks := kwargs.get("attention_mask"), dict):  # made from a set, whose order ranks do not share
+            kwargs["attention_mask"] = dict(sorted(masks.items()))
         output = module.forward(self, *args, **kwargs)
         if (caches := self._state.caches) is not None:
             caches.last = getattr(output, "past_key_values", None)
@@ -42,11 +44,21 @@ def generating(module: Any, original: Any) -> Any:
         try:
             state.together.agree("generate")
             with first_ranks_draws(state.device):
-                result = original.generate(self, *args, **kwargs)
-            with state.together.call():
-                return state.caches.finish(result)
+                return original.generate(self, *args, **kwargs)
         finally:
             state.gathers, state.caches = False, None
+
+    def decoding(method: Any) -> Any:
+        """A loop over tokens of ``generate``, which gives the cache back as it was asked for."""
+        @functools.wraps(method)
+        def decode(self: Any, *args: Any, **kwargs: Any) -> Any:
+            result, state = method(self, *args, **kwargs), self._state
+            if state.caches is None:
+                return result
+            with state.together.call():
+                return state.caches.finish(result)
+
+        return decode
 
     @functools.wraps(original._prepare_cache_for_generation)
     def prepare_cache(self: Any, *args: Any, **kwargs: Any) -> Any:
@@ -54,18 +66,44 @@ def generating(module: Any, original: Any) -> Any:
         made = original._prepare_cache_for_generation(self, *args, **kwargs)
         if (caches := self._state.caches) is not None:
             caches.prepare(given["generation_config"], given["model_kwargs"], given["generation_mode"],
-                           given["max_cache_length"])
+                           given["max_cache_length"], getattr(self, "_previous_max_cache_length", 0))
         return made
+
+    @functools.wraps(original.get_encoder)
+    def get_encoder(self: Any, *args: Any, **kwargs: Any) -> Any:
+        found = original.get_encoder(self, *args, **kwargs)
+        generates = self._state.caches is not None and self.config.is_encoder_decoder
+        return Encoder(self, found) if generates and found is not self else found
 
     def compiles(self: Any, *args: Any, **kwargs: Any) -> bool:
         """Whether ``generate`` compiles the model by torch.compile: it is compiled already."""
         return False
 
     def namespace(members: dict[str, Any]) -> None:
+        members.update({name: decoding(getattr(original, name)) for name in ("_sample", "_beam_search")})
         members.update(forward=forward, generate=generate, _prepare_cache_for_generation=prepare_cache,
-                       _valid_auto_compile_criteria=compiles, __doc__=module.__doc__)
+                       get_encoder=get_encoder, _valid_auto_compile_criteria=compiles, __doc__=module.__doc__)
 
     return types.new_class(f"Parallel{original.__name__}", (module, original), {}, namespace)
+
+
+class Encoder:
+    """The encoder of a parallel encoder-decoder within ``generate``, which calls it once: a program of the whole model
+    with one token for the decoder, of which the encoder's outputs are kept."""
+
+    def __init__(self, parallel: Any, part: Any) -> None:
+        self.parallel = parallel
+        self.forward = functools.partial(type(part).forward, part)  # generate reads its signature
+
+    def __call__(self, **given: Any) -> Any:
+        from transformers.modeling_outputs import BaseModelOutput
+
+        call = {name: value for name, value in given.items() if value is not None and value is not False}
+        rows = next(value for value in call.values() if isinstance(value, torch.Tensor))
+        start = torch.zeros(rows.shape[0], 1, dtype=torch.long, device=rows.device)
+        made = self.parallel(**call, decoder_input_ids=start, use_cache=False)
+        return BaseModelOutput(last_hidden_state=made.encoder_last_hidden_state,
+                               hidden_states=made.encoder_hidden_states, attentions=made.encoder_attentions)
 
 
 @contextmanager

@@ -2,7 +2,8 @@
 
 transformers' own registration joins each tensor with an empty one as it rebuilds a cache, which DTensors do not allow;
 here a layer of a cache is its tensors and its other attributes. Static caches, which have room for all tokens, are
-rebuilt with layers that return new tensors instead of writing into the old ones, as a traced program must.
+rebuilt with layers that return new tensors instead of writing into the old ones, as a traced program must. Layers of
+sliding windows have room for all tokens too: the window is in the mask, and one program serves every token.
 """
 
 from __future__ import annotations
@@ -131,28 +132,38 @@ def _rows(kept: Any, rows: torch.Tensor) -> Any:
 
 
 def takes_static_cache(model: Any) -> bool:
-    """Whether all layers of a transformers model take static caches that run here."""
-    from transformers.cache_utils import StaticCache, StaticLayer
+    """Whether all layers of a transformers model (of its decoder) take static caches that run here."""
+    from transformers.cache_utils import StaticCache, StaticLayer, StaticSlidingWindowLayer
 
-    config, taken = model.config, signature(type(model).forward).parameters
-    if getattr(config, "is_encoder_decoder", False) or "past_key_values" not in taken:
+    if "past_key_values" not in signature(type(model).forward).parameters:
         return False
     try:
-        layers = StaticCache(config, max_cache_len=1).layers
+        layers = StaticCache(model.config, max_cache_len=1).layers
     except (AttributeError, KeyError, TypeError, ValueError):  # of models with states instead of caches
         return False
-    return bool(layers) and all(type(layer) is StaticLayer for layer in layers)
+    return bool(layers) and all(type(layer) in (StaticLayer, StaticSlidingWindowLayer) for layer in layers)
+
+
+def static_cache(config: Any, room: int) -> Any:
+    """An empty static cache with room for ``room`` tokens in every layer, also in those of sliding windows."""
+    from transformers.cache_utils import StaticCache, StaticLayer
+
+    made = StaticCache(config, max_cache_len=room)
+    made.layers = [StaticLayer(room) for _ in made.layers]
+    return made
 
 
 def cached_leaves(spec: pytree.TreeSpec) -> frozenset[int]:
     """The numbers of an output structure's leaves that are keys and values of a static cache."""
     if "transformers.cache_utils" not in sys.modules:
         return frozenset()
-    from transformers.cache_utils import StaticCache
+    from transformers.cache_utils import EncoderDecoderCache, StaticCache
 
     whole = pytree.tree_unflatten(list(range(spec.num_leaves)), spec)
     parts = list(whole.values()) if isinstance(whole, Mapping) else whole if isinstance(whole, (tuple, list)) else []
-    return frozenset(number for part in parts if isinstance(part, StaticCache) for layer in part.layers
+    halves = [half for part in parts for half in (
+        (part.self_attention_cache, part.cross_attention_cache) if isinstance(part, EncoderDecoderCache) else (part,))]
+    return frozenset(number for half in halves if isinstance(half, StaticCache) for layer in half.layers
                      for number in (vars(layer).get("keys"), vars(layer).get("values")) if isinstance(number, int))
 
 
@@ -188,14 +199,18 @@ def _take_over(own: Any, made: Any) -> None:
     own.is_updated = made.is_updated
 
 
-def _halves(cache: Any) -> tuple[list[Any], None]:
-    return [cache.self_attention_cache, cache.cross_attention_cache], None
+def _halves(cache: Any) -> tuple[list[Any], tuple[tuple[int, bool], ...]]:
+    """The caches of the decoder's own tokens and of the encoder's, and the layers that have read the latter."""
+    return [cache.self_attention_cache, cache.cross_attention_cache], tuple(sorted(cache.is_updated.items()))
 
 
-def _joined(halves: Any, context: None) -> Any:
+def _joined(halves: Any, read: tuple[tuple[int, bool], ...]) -> Any:
     from transformers.cache_utils import EncoderDecoderCache
 
-    return EncoderDecoderCache(*halves)
+    cache: Any = object.__new__(EncoderDecoderCache)  # its __init__ asks static caches for their length, a tensor
+    cache.self_attention_cache, cache.cross_attention_cache = halves
+    cache.is_updated = dict(read)
+    return cache
 
 
 def _with_keys(flatten: Any) -> Any:
