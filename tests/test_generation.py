@@ -14,6 +14,7 @@ from torch.distributed.tensor import DTensor
 
 import autoparallel
 from autoparallel.capture.tracing.hf_caches import write_back
+from tests.support.language import encoded, windowed
 from tests.support.models import CASES
 from tests.support.ranks import mesh_of
 
@@ -211,33 +212,6 @@ def test_a_cache_that_stays_dynamic_is_announced(ranks: Any) -> None:
     for right, said in ranks(4).run(generated_by_its_own, timeout_s=300):
         assert right and any("LlamaForCausalLM compiles a program for each further token: assisted_generation takes "
                              "tokens back" in text for text in said)
-
-
-def windowed(kind: str) -> Any:
-    """A small model some or all of whose layers see the last four tokens."""
-    sizes: Any = {"vocab_size": 32, "hidden_size": 16, "intermediate_size": 16, "num_attention_heads": 2,
-                  "num_key_value_heads": 2, "sliding_window": 4, "eos_token_id": None, "pad_token_id": 0}
-    torch.manual_seed(0)
-    if kind == "gemma3":
-        return transformers.Gemma3ForCausalLM(transformers.Gemma3TextConfig(
-            **sizes, num_hidden_layers=2, head_dim=8, layer_types=["sliding_attention", "full_attention"]))
-    return transformers.MistralForCausalLM(transformers.MistralConfig(**sizes, num_hidden_layers=2))
-
-
-def encoded(kind: str) -> Any:
-    """A small encoder-decoder, and a batch for its encoder."""
-    sizes: Any = {"vocab_size": 32, "d_model": 16, "decoder_start_token_id": 0, "eos_token_id": None, "pad_token_id": 0}
-    torch.manual_seed(0)
-    if kind == "t5":
-        return transformers.T5ForConditionalGeneration(transformers.T5Config(
-            **sizes, d_kv=8, d_ff=16, num_layers=2, num_heads=2))
-    layers: Any = {"encoder_layers": 1, "decoder_layers": 2, "encoder_attention_heads": 2, "decoder_attention_heads": 2,
-                   "encoder_ffn_dim": 16, "decoder_ffn_dim": 16}
-    if kind == "whisper":
-        return transformers.WhisperForConditionalGeneration(transformers.WhisperConfig(
-            **sizes, **layers, bos_token_id=1, num_mel_bins=4, max_source_positions=8, max_target_positions=32))
-    return transformers.BartForConditionalGeneration(transformers.BartConfig(
-        **sizes, **layers, max_position_embeddings=32, forced_eos_token_id=None))
 
 
 def generated_by(kind: str, mesh: tuple[int, ...]) -> list[tuple[bool, bool, int]]:

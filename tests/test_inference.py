@@ -13,9 +13,9 @@ import torch
 import autoparallel
 from autoparallel.errors import InputError, PlanError
 from cost_models import Cluster
+from tests.support.language import windowed
 from tests.support.models import CASES
 from tests.support.ranks import mesh_of
-from tests.test_generation import windowed
 
 CONTEXT, SEQUENCES = 12, 4
 

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from autoparallel import integrations
 from autoparallel.errors import AutoparallelError, InputError
-from tests.support.language import LENGTH, SAMPLES, Text, adapted, as_ranks, llama, reset_accelerate, whole
+from tests.support.language import LENGTH, SAMPLES, Text, adapted, as_ranks, encoded, llama, reset_accelerate, whole
 from tests.support.ranks import mesh_of
 from tests.support.tiers import slow
 
@@ -262,7 +262,7 @@ def test_impossible_options_are_refused(ranks: Any, tmp_path: Path) -> None:
         assert "a pipeline returns the loss only" in evaluated
 
 
-def continuations(folder: Path) -> tuple[Tensor, float]:
+def continuations(folder: Path, kind: str) -> tuple[Tensor, float]:
     """Tokens that a language model generates in evaluation, after two steps."""
     from autoparallel.integrations import AutoparallelTraining
 
@@ -277,17 +277,19 @@ def continuations(folder: Path) -> tuple[Tensor, float]:
         learning_rate=1e-2, predict_with_generate=True, generation_max_length=LENGTH + 3, use_cpu=True, report_to=[],
         disable_tqdm=True, save_strategy="no")
     trainer = (Ours if parallel else transformers.Seq2SeqTrainer)(
-        model=llama(pad_token_id=0, eos_token_id=None), args=arguments, train_dataset=Text(), eval_dataset=Text())
+        model=encoded(kind) if kind == "t5" else llama(pad_token_id=0, eos_token_id=None), args=arguments,
+        train_dataset=Text(), eval_dataset=Text())
     trainer.train()
     predicted = trainer.predict(torch.utils.data.Subset(Text(), range(8)))
     reset_accelerate()
     return torch.from_numpy(predicted.predictions), predicted.metrics["test_loss"]
 
 
-def test_generation_in_evaluation(ranks: Any, tmp_path: Path) -> None:
-    tokens, loss = continuations(tmp_path / "one")
+@pytest.mark.parametrize("kind", ["llama", pytest.param("t5", marks=pytest.mark.slow)])
+def test_generation_in_evaluation(ranks: Any, tmp_path: Path, kind: str) -> None:
+    tokens, loss = continuations(tmp_path / "one", kind)
     assert tokens.shape == (8, LENGTH + 4)  # padded by one, as the Trainer does
-    for mine, my_loss in ranks(4).run(continuations, tmp_path / "four", timeout_s=250):
+    for mine, my_loss in ranks(4).run(continuations, tmp_path / "four", kind, timeout_s=250):
         assert torch.equal(mine, tokens) and my_loss == pytest.approx(loss, rel=1e-4)
 
 

@@ -68,3 +68,30 @@ def as_ranks() -> None:
     os.environ.update(RANK=rank, LOCAL_RANK=rank, WORLD_SIZE=size, LOCAL_WORLD_SIZE=size, MASTER_ADDR="127.0.0.1",
                       MASTER_PORT="29511", ACCELERATE_USE_CPU="1")
     reset_accelerate()
+
+
+def windowed(kind: str) -> Any:
+    """A small model some or all of whose layers see the last four tokens."""
+    sizes: Any = {"vocab_size": 64, "hidden_size": 16, "intermediate_size": 16, "num_attention_heads": 2,
+                  "num_key_value_heads": 2, "sliding_window": 4, "eos_token_id": None, "pad_token_id": 0}
+    torch.manual_seed(0)
+    if kind == "gemma3":
+        return transformers.Gemma3ForCausalLM(transformers.Gemma3TextConfig(
+            **sizes, num_hidden_layers=2, head_dim=8, layer_types=["sliding_attention", "full_attention"]))
+    return transformers.MistralForCausalLM(transformers.MistralConfig(**sizes, num_hidden_layers=2))
+
+
+def encoded(kind: str) -> Any:
+    """A small encoder-decoder, and a batch for its encoder."""
+    sizes: Any = {"vocab_size": 64, "d_model": 16, "decoder_start_token_id": 0, "eos_token_id": None, "pad_token_id": 0}
+    torch.manual_seed(0)
+    if kind == "t5":
+        return transformers.T5ForConditionalGeneration(transformers.T5Config(
+            **sizes, d_kv=8, d_ff=16, num_layers=2, num_heads=2, dropout_rate=0.0))
+    layers: Any = {"encoder_layers": 1, "decoder_layers": 2, "encoder_attention_heads": 2, "decoder_attention_heads": 2,
+                   "encoder_ffn_dim": 16, "decoder_ffn_dim": 16}
+    if kind == "whisper":
+        return transformers.WhisperForConditionalGeneration(transformers.WhisperConfig(
+            **sizes, **layers, bos_token_id=1, num_mel_bins=4, max_source_positions=8, max_target_positions=32))
+    return transformers.BartForConditionalGeneration(transformers.BartConfig(
+        **sizes, **layers, max_position_embeddings=32, forced_eos_token_id=None))
