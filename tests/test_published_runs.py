@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from benchmarks.published_runs import AbstainError, explain, predict
+from benchmarks.published_runs.compare import compare
 from benchmarks.published_runs.layer import Pass, places
 from benchmarks.published_runs.predict import profile_of
 from benchmarks.published_runs.price import Pricer
@@ -17,6 +21,8 @@ from benchmarks.published_runs.rows import read
 from cost_models.compute import larger
 from cost_models.profile import load
 from tests.support.published_rows import EXPERTS, FSDP, gigabytes, row, seconds
+
+PLAIN_RUNS = Path(predict.__code__.co_filename).with_name("plain_runs.json")
 
 # --- figures --------------------------------------------------------------------------------------------------------
 
@@ -33,6 +39,16 @@ from tests.support.published_rows import EXPERTS, FSDP, gigabytes, row, seconds
 ])
 def test_korthikanti_table_5(changes: dict[str, Any], measured_s: float) -> None:
     assert seconds(**changes) == pytest.approx(measured_s, rel=0.09)
+
+
+def test_runs_that_are_not_among_the_fitted_rows() -> None:
+    """Thirteen runs of torchtitan and Megatron-LM; torch recomputes by op by a known policy, so memory is known."""
+    rows = json.loads(PLAIN_RUNS.read_text("utf-8"))
+    pairs, abstained = compare(rows, load())
+    assert len(pairs) == 13 and not abstained
+    assert np.median([abs(pair.error) for pair in pairs if pair.error is not None]) <= 0.03
+    eager = [pair.memory_error for pair in pairs if pair.row["id"] in ("titan-plain-1", "titan-plain-3")]
+    assert eager == pytest.approx([0, 0], abs=0.02)
 
 
 def test_utilisation_counts_no_recomputation() -> None:

@@ -63,11 +63,20 @@ def activation_bytes(pricer: Pricer, stage: int) -> float:
     rows = pricer.machine.tokens / (p.tensor if p.sequence_parallel else 1)
     kept = 2.0 * rows * m.hidden if p.recompute == "full" else whole
     if p.recompute == "selective" and is_torch(pricer.run.stack):
-        kept *= 0.3    # torch keeps attention's and every other product's output; its compiler recomputes chains
+        # its compiler recomputes more than that: two runs of one job (torch 2.6 and 2.8) differ by 15 of 62 GiB
+        kept = _selected_bytes(pricer) if pricer.run.stack == "torch-eager" and not mixed else 0.3 * kept
     last = stage == p.pipeline - 1
     logits = pricer.c.logit_bytes * pricer.machine.tokens * m.vocab / p.tensor if last else 0.0
     working = 2 * whole if p.recompute == "full" else 0.5 * whole
     return chunks / p.virtual * pricer.parameters.stage_layers()[stage] * kept + max(working, logits)
+
+
+def _selected_bytes(pricer: Pricer) -> float:
+    """Saved by a dense layer where torchtitan recomputes by op: its input, attention's output, and every other product
+    (query, value, the first of the MLP, the last)."""
+    p, m, t = pricer.p, pricer.m, pricer.machine.tokens
+    rows = t / (p.tensor if p.sequence_parallel else 1)
+    return 4.0 * rows * m.hidden + 2.0 * t * ((2 * m.heads + m.query_groups) * m.head_dim + m.ffn) / p.tensor
 
 
 def layer_bytes(pricer: Pricer, mixed: bool) -> float:
