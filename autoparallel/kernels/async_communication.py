@@ -73,8 +73,7 @@ class Reductions:
     def _begin(self, gradients: Sequence[torch.Tensor]) -> Finish:
         if len(gradients) == 1:
             return begin_all_reduce(self._summed(gradients[0]), self.axis)
-        bucket = torch.cat([self._summed(g).reshape(-1) for g in gradients])
-        return begin_all_reduce_own(bucket, self.axis)
+        return begin_all_reduce_own(self.axis.buckets.joined([self._summed(g) for g in gradients]), self.axis)
 
     def backward_at_once(self, gradients: Gradients) -> Gradients:
         return tuple(None if g is None else act(self._summed(g), self.axis, PARTIAL, INVARIANT).to(g.dtype)

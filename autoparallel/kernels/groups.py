@@ -9,7 +9,7 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING
 from weakref import WeakKeyDictionary
@@ -18,6 +18,7 @@ import torch
 import torch.distributed as dist
 
 from autoparallel.errors import MeshError
+from autoparallel.kernels.bucket_memory import BucketMemory
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -25,12 +26,13 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Axis:
-    """One mesh axis as this rank sees it."""
+    """One mesh axis as this rank sees it. ``buckets``: memory of the gradients reduced along it."""
 
     name: str
     size: int
     rank: int
     group_name: str
+    buckets: BucketMemory = field(default_factory=BucketMemory, compare=False, repr=False)
 
 
 _current: ContextVar[Mapping[str, Axis] | None] = ContextVar("axes", default=None)
