@@ -10,6 +10,7 @@ from dataclasses import replace
 from autoparallel.plans.answers import Choice, Comparison, Row
 from autoparallel.plans.record import Alternative, Trial
 from autoparallel.plans.reports.report import Report
+from autoparallel.plans.reports.summary import left_out_why
 from autoparallel.plans.reports.units import bytes_str, count_str, large_str, percent_str, seconds_str
 
 OUTSIDE = "outside blocks"
@@ -108,7 +109,7 @@ def other_row(report: Report, one: Alternative) -> tuple[str, str, str, str, str
     differences."""
     more = f", and {len(one.differences) - 3} more" if len(one.differences) > 3 else ""
     differs = "; ".join(one.differences[:3]) + more
-    name = f"by hand {one.by_hand.replace(',', ', ')}" if one.by_hand else one.title or "the same, other layouts"
+    name = _by_hand(one.by_hand) if one.by_hand else one.title or "the same, other layouts"
     slower = percent_str(one.step_s / report.speed.step_s - 1) if report.speed.step_s else "-"
     limit = report.memory.limit_bytes or report.memory.device_bytes
     if limit and one.peak_bytes > limit:
@@ -116,6 +117,16 @@ def other_row(report: Report, one: Alternative) -> tuple[str, str, str, str, str
     elif report.speed.not_told_apart([one.step_s]):
         slower += ", within the error"
     return name, seconds_str(one.step_s), slower, bytes_str(one.peak_bytes), differs
+
+
+def left_out_rows(report: Report) -> list[tuple[str, str]]:
+    """Usual plans by hand that were not priced, and why."""
+    return [(_by_hand(one.by_hand), left_out_why(report, one)) for one in (report.record.left_out if report.record
+                                                                          else ())]
+
+
+def _by_hand(text: str) -> str:
+    return f"by hand {text.replace(',', ', ')}"
 
 
 def explained(choices: Sequence[Choice]) -> list[tuple[str, str, str, str]]:
@@ -139,4 +150,4 @@ def explained(choices: Sequence[Choice]) -> list[tuple[str, str, str, str]]:
     return found
 
 
-__all__ = ["compare", "explained", "other_row", "trials_of"]
+__all__ = ["compare", "explained", "left_out_rows", "other_row", "trials_of"]

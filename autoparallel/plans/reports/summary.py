@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import replace
 
-from autoparallel.plans.record import Alternative
+from autoparallel.plans.record import EXCLUDED, LATE, Alternative, LeftOut
 from autoparallel.plans.reports.report import Memory, Proof, Report, Speed
 from autoparallel.plans.reports.units import bytes_str, count_str, percent_str, percent_up, seconds_str
 from autoparallel.plans.reports.words import AROUND_HEADS, HEADS
@@ -20,10 +20,13 @@ MOST_UNUSUAL = 3
 #: Exposed communication of this share of the step is said by kind.
 MUCH_EXPOSED = 0.1
 #: Families of plans by hand, with the options that their texts have; the first whose options a text has counts. Others
-#: are data parallel.
+#: are `DDP`.
 FAMILIES = (("pipeline and expert parallel", ("pp=", "ep=")), ("pipeline parallel", ("pp=",)),
             ("expert parallel", ("ep=",)), ("FSDP with tensor parallel", ("tp=", "zero=3")),
             ("tensor parallel", ("tp=",)), ("context parallel", ("cp=",)), ("FSDP", ("zero=3",)))
+DDP = "DDP or ZeRO-1"
+#: Names of what another plan lays out otherwise, and letters of each, at most.
+MOST_NAMES, MOST_LETTERS = 3, 60
 #: Plans slower by more than this share are told as so many times as slow.
 TIMES = 1.0
 
@@ -52,8 +55,7 @@ def _unusual(report: Report) -> str:
 
 def _speed(report: Report) -> str:
     speed = report.speed
-    up_to = f" (p90 {seconds_str(speed.p90_s)})" if speed.p90 else ""
-    text = f"{seconds_str(speed.step_s)} a step{up_to}"
+    text = f"{seconds_str(speed.step_s)} a step{_work(report)}{_range(speed)}"
     if speed.per_device_per_s is not None:
         text += f" = {count_str(speed.per_device_per_s)} {speed.unit}/s per device"
     if speed.mfu is not None and speed.hfu is not None:
@@ -62,6 +64,24 @@ def _speed(report: Report) -> str:
         why = "recompute" if report.seconds_of("recompute") else "work that ranks repeat"
         text += "" if same else f" ({percent_str(speed.hfu)} HFU, with {why})"
     return text
+
+
+def _work(report: Report) -> str:
+    """What a step computes, on what, by which software."""
+    if report.record is None or not report.record.workload.count:
+        return ""
+    work = report.record.workload
+    which = f" (of {work.tokens_of})" if work.tokens_of else ""
+    software = f" with {work.software}" if work.software else ""
+    return f" of {work.count:,.0f} {work.unit}{which} on {work.devices:,} {work.device}{software}"
+
+
+def _range(speed: Speed) -> str:
+    """Between which seconds nine in ten of such steps lie."""
+    if not speed.p90:
+        return ""
+    most = f"{seconds_str(speed.p90_s)}" if math.isfinite(speed.p90_s) else "any time"
+    return f" (9 in 10 such predictions: measured between {seconds_str(speed.p90_least_s)} and {most})"
 
 
 def _memory(memory: Memory) -> str:
@@ -87,7 +107,8 @@ def _state(report: Report) -> str:
 
 def _error(speed: Speed) -> str:
     """How far such predictions are off, and by what that is known."""
-    return f" Half of such predictions are within {percent_str(speed.p50)}: {speed.basis}." if speed.p50 else ""
+    return (f" Half of such predictions are within {percent_str(speed.p50)} of the measured step, above or below: "
+            f"{speed.basis}.") if speed.p50 else ""
 
 
 def state_said(state: Mapping[str, float]) -> str:
@@ -177,37 +198,69 @@ def _all_tried(proof: Proof) -> str:
 
 
 def _others(report: Report) -> str:
-    """The fastest other plan that the search found and the usual ones by hand, as far as they were priced."""
+    """The fastest other plan that the search found and the usual ones by hand, as far as they were priced, and why the
+    others were not."""
     others = report.record.alternatives if report.record is not None else ()
     usual = list(_families(report, [one for one in others if one.by_hand]))
     found = [one for one in others if not one.by_hand][:1]
-    named = [(one, f"{family} by hand, ") for family, one in usual]
-    named += [(one, "another that the search found: ") for one in found]
-    if not named:
-        return ""
+    named = [(one, f"{family} by hand ({one.by_hand})") for family, one in usual]
+    named += [(one, f"another that the search found: {titled(one)}") for one in found]
     near, apart = list[str](), list[str]()
     for one, what in named:
         if not _fits(report.memory, one.peak_bytes):
-            apart.append(f"{what}{one.by_hand}, needs {bytes_str(one.peak_bytes)}")
+            apart.append(f"{what}, needs {bytes_str(one.peak_bytes)} a device")
         else:
             (near if report.speed.not_told_apart([one.step_s]) else apart).append(_slower(report.speed, one, what))
+    apart += _impossible(report, {family for family, _ in usual})
     rest = [one.step_s for one in others if one not in [other for other, _ in named]
             and _fits(report.memory, one.peak_bytes)]
     said = f"Why no other: {'; '.join(apart)}." if apart else ""
     return f"{said}{_near(report.speed, near, rest)}{_untried(report)}".strip()
 
 
+def _family(by_hand: str) -> str:
+    return next((name for name, signs in FAMILIES if all(sign in by_hand for sign in signs)), DDP)
+
+
 def _families(report: Report, by_hand: Sequence[Alternative]) -> Iterator[tuple[str, Alternative]]:
     """Of each family of plans by hand the fastest that fits, or else the smallest; the fastest family first."""
     families: dict[str, list[Alternative]] = {}
     for one in by_hand:
-        family = next((name for name, signs in FAMILIES if all(sign in one.by_hand for sign in signs)), "data parallel")
-        families.setdefault(family, []).append(one)
+        families.setdefault(_family(one.by_hand), []).append(one)
     best = {}
     for family, some in families.items():
         fit = [one for one in some if _fits(report.memory, one.peak_bytes)]
         best[family] = min(fit, key=lambda one: one.step_s) if fit else min(some, key=lambda one: one.peak_bytes)
     yield from sorted(best.items(), key=lambda item: (not _fits(report.memory, item[1].peak_bytes), item[1].step_s))
+
+
+def _impossible(report: Report, known: Collection[str]) -> Iterator[str]:
+    """The families of usual plans of which none was priced, with the reason of the one that is nearest to possible;
+    those that were not priced for lack of time, or by the options, together at the end."""
+    families: dict[str, list[LeftOut]] = {}
+    own = _family(report.proof.reason) if "by hand" in report.proof.reason else ""
+    for one in report.record.left_out if report.record is not None else ():
+        families.setdefault(_family(one.by_hand), []).append(one)
+    alike: dict[str, list[str]] = {}
+    for family, some in families.items():
+        if family in known or family == own:
+            continue
+        whys = [one.why for one in some]
+        if why := next((why for why in (LATE, EXCLUDED) if why in whys), ""):
+            alike.setdefault(why, []).append(family)
+            continue
+        one = min(some, key=lambda one: one.least_bytes)
+        yield f"{family} by hand ({one.by_hand}), not possible: {left_out_why(report, one)}"
+    yield from (f"{why}: {' and '.join(names)} by hand" for why, names in alike.items())
+
+
+def left_out_why(report: Report, one: LeftOut) -> str:
+    """Why a usual plan by hand was not priced."""
+    if not one.least_bytes:
+        return one.why
+    limit = report.memory.limit_bytes or report.memory.device_bytes
+    of = f", and tensors may take {bytes_str(limit)}" if limit else ""
+    return f"{one.why} take at least {bytes_str(one.least_bytes)} a device{of}"
 
 
 def _near(speed: Speed, named: Sequence[str], rest_s: Sequence[float]) -> str:
@@ -239,10 +292,26 @@ def _fits(memory: Memory, peak_bytes: float) -> bool:
     return not limit or peak_bytes <= limit
 
 
-def _slower(speed: Speed, one: Alternative, what: str) -> str:
+def titled(one: Alternative) -> str:
+    """A plan that the search found, in words: by its title, or by what is laid out in another way."""
+    if one.title:
+        return f"{one.title[:1].lower()}{one.title[1:]}"
+    names = list(dict.fromkeys(_short(line.partition(":")[0]) for line in one.differences))
+    named = ", ".join(names[:MOST_NAMES]) + (", ..." if len(names) > MOST_NAMES else "")
+    return f"the same with other layouts of {named}" if named else "the same with other layouts"
+
+
+def _short(name: str) -> str:
+    """The last two words of a decision's name that are no numbers.
+
+    >>> _short("model.layers.3.self_attn.k_proj.weight"), _short("x")
+    ('k_proj.weight', 'x')
+    """
+    return ".".join([part for part in name.split(".") if not part.isdigit()][-2:])[:MOST_LETTERS]
+
+
+def _slower(speed: Speed, one: Alternative, name: str) -> str:
     """The name of another plan, and by how much it is slower."""
-    title = f"{one.title[:1].lower()}{one.title[1:]}" or "the same with other layouts"
-    name = f"{what}{one.by_hand or title}"
     slower = one.step_s / speed.step_s - 1 if speed.step_s else 0.0
     by = f"{percent_str(abs(slower))} {'slower' if slower >= 0 else 'faster'}"
     if slower > TIMES:
@@ -250,4 +319,4 @@ def _slower(speed: Speed, one: Alternative, what: str) -> str:
     return f"{name}, {seconds_str(one.step_s)}, {by}"
 
 
-__all__ = ["state_said", "summary"]
+__all__ = ["left_out_why", "state_said", "summary", "titled"]
