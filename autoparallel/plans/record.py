@@ -21,8 +21,9 @@ class Workload:
     a decoder's together; without such a table, of the largest integer input) or "samples" (dim 0 of the inputs),
     ``count`` of them in a step; ``tokens_of``: "encoder and decoder", where the table is read for both.
     ``model_flops``: of matrix products, convolutions and attention of all devices together, forward once and backward
-    at twice that, as the model needs them (causal attention at the half that it computes). ``hardware_flops``: as the devices run them, with recompute and with work that several ranks
-    repeat. ``peak_flops_per_s``: of one device, for ``dtype``, that of most of these FLOPs. ``price_per_hour`` and
+    at twice that, as the model needs them (causal attention at the half that it computes).
+    ``hardware_flops``: as the devices run them, with recompute and with work that several ranks repeat.
+    ``peak_flops_per_s``: of one device, for ``dtype``, that of most of these FLOPs. ``price_per_hour`` and
     ``watts``: of one device; 0 is not known. ``links``: by mesh axis, the slowest link that its groups cross.
     ``host_devices``: devices joined by the innermost link. ``link_names``: the links that these devices need, innermost
     first. ``software``: the profile by whose speed ops are priced ("": none).
