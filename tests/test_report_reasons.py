@@ -89,11 +89,12 @@ def test_the_first_screen_says_why_not() -> None:
         "possible: a batch of 2 is not divided by 4 data-parallel ranks; not priced for lack of time: pipeline "
         "parallel and expert parallel by hand; excluded by the options given: FSDP with tensor parallel by hand.")
     report = report_of(told)
-    table = text.alternatives_table(report)
+    table = text.alternatives_table(report, details=True)
     assert list(table.columns[0].cells)[-6:] == [f"by hand {one.by_hand.replace(',', ', ')}" for one in gone]
     assert list(table.columns[2].cells)[-1] == EXCLUDED
+    assert text.alternatives_table(report).caption == "6 usual plans were not priced: --details says why"
     shown = page(told)
-    assert f"<td colspan=\"4\">{state} take at least {bytes_str(4e12)} a device, and " in shown
+    assert f'state does not fit</td><td class="n">{bytes_str(4e12)} or more</td>' in shown and EXCLUDED in shown
     again = Plan.from_json(told.to_json())
     assert again.summary() == told.summary()
 

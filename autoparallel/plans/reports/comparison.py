@@ -10,7 +10,6 @@ from dataclasses import replace
 from autoparallel.plans.answers import Choice, Comparison, Row
 from autoparallel.plans.record import Alternative, Trial
 from autoparallel.plans.reports.report import Report
-from autoparallel.plans.reports.summary import left_out_why
 from autoparallel.plans.reports.units import bytes_str, count_str, large_str, percent_str, seconds_str
 
 OUTSIDE = "outside blocks"
@@ -119,10 +118,12 @@ def other_row(report: Report, one: Alternative) -> tuple[str, str, str, str, str
     return name, seconds_str(one.step_s), slower, bytes_str(one.peak_bytes), differs
 
 
-def left_out_rows(report: Report) -> list[tuple[str, str]]:
-    """Usual plans by hand that were not priced, and why."""
-    return [(_by_hand(one.by_hand), left_out_why(report, one)) for one in (report.record.left_out if report.record
-                                                                          else ())]
+def left_out_rows(report: Report) -> list[tuple[str, str, str]]:
+    """Usual plans by hand that were not priced: their names, why, and the bytes that they need at least ("": not
+    known)."""
+    return [(_by_hand(one.by_hand), "state does not fit" if one.least_bytes else one.why,
+             f"{bytes_str(one.least_bytes)} or more" if one.least_bytes else "")
+            for one in (report.record.left_out if report.record else ())]
 
 
 def _by_hand(text: str) -> str:

@@ -204,7 +204,7 @@ def _others(report: Report) -> str:
     usual = list(_families(report, [one for one in others if one.by_hand]))
     found = [one for one in others if not one.by_hand][:1]
     named = [(one, f"{family} by hand ({one.by_hand})") for family, one in usual]
-    named += [(one, f"another that the search found: {titled(one)}") for one in found]
+    named += [(one, f"another that the search found: {_titled(one)}") for one in found]
     near, apart = list[str](), list[str]()
     for one, what in named:
         if not _fits(report.memory, one.peak_bytes):
@@ -250,11 +250,11 @@ def _impossible(report: Report, known: Collection[str]) -> Iterator[str]:
             alike.setdefault(why, []).append(family)
             continue
         one = min(some, key=lambda one: one.least_bytes)
-        yield f"{family} by hand ({one.by_hand}), not possible: {left_out_why(report, one)}"
+        yield f"{family} by hand ({one.by_hand}), not possible: {_left_out_why(report, one)}"
     yield from (f"{why}: {' and '.join(names)} by hand" for why, names in alike.items())
 
 
-def left_out_why(report: Report, one: LeftOut) -> str:
+def _left_out_why(report: Report, one: LeftOut) -> str:
     """Why a usual plan by hand was not priced."""
     if not one.least_bytes:
         return one.why
@@ -292,7 +292,7 @@ def _fits(memory: Memory, peak_bytes: float) -> bool:
     return not limit or peak_bytes <= limit
 
 
-def titled(one: Alternative) -> str:
+def _titled(one: Alternative) -> str:
     """A plan that the search found, in words: by its title, or by what is laid out in another way."""
     if one.title:
         return f"{one.title[:1].lower()}{one.title[1:]}"
@@ -319,4 +319,4 @@ def _slower(speed: Speed, one: Alternative, name: str) -> str:
     return f"{name}, {seconds_str(one.step_s)}, {by}"
 
 
-__all__ = ["left_out_why", "state_said", "summary", "titled"]
+__all__ = ["state_said", "summary"]

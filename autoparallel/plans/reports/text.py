@@ -214,7 +214,7 @@ def explanation(name: str, choices: Sequence[Choice]) -> Table:
 
 def alternatives_table(report: Report, details: bool = False) -> Table:
     """Other plans, by how much slower they are and whether predictions are that exact; with ``details`` also the first
-    of their differences."""
+    of their differences, and the usual plans by hand that were not priced."""
     table = _table("other plans", ("plan", "step", "slower by", "peak memory", *(("differs in",) if details else ())),
                    right=("step", "slower by", "peak memory"))
     for one in report.record.alternatives if report.record is not None else ():
@@ -222,8 +222,11 @@ def alternatives_table(report: Report, details: bool = False) -> Table:
         same = not (one.by_hand or one.title)  # then the differences are what tells it apart
         name = f"{name}: {differs}" if same and not details else name
         table.add_row(name, *figures, *((differs,) if details else ()))
-    for name, why in left_out_rows(report):
-        table.add_row(name, "-", why, "-", *(("",) if details else ()))
+    left_out = left_out_rows(report)
+    for name, why, least in left_out if details else ():
+        table.add_row(name, "", why, least, "")
+    if left_out and not details:
+        table.caption = f"{len(left_out)} usual plans were not priced: --details says why"
     return table
 
 
