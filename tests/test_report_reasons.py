@@ -86,8 +86,8 @@ def test_the_first_screen_says_why_not() -> None:
     assert last == (
         f"Why no other: DDP or ZeRO-1 by hand (dp=4,zero=1), not possible: {state} take at least "
         f"{bytes_str(1e12)} a device, and tensors may take {bytes_str(limit)}; FSDP by hand (dp=4,zero=3), not "
-        "possible: a batch of 2 is not divided by 4 data-parallel ranks; not priced for lack of time: pipeline "
-        "parallel and expert parallel by hand; excluded by the options given: FSDP with tensor parallel by hand.")
+        "possible: a batch of 2 is not divided by 4 data-parallel ranks; not priced for lack of time: by hand "
+        "pipeline parallel, expert parallel; excluded by the options given: by hand FSDP with tensor parallel.")
     report = report_of(told)
     table = text.alternatives_table(report, details=True)
     assert list(table.columns[0].cells)[-6:] == [f"by hand {one.by_hand.replace(',', ', ')}" for one in gone]

@@ -31,14 +31,21 @@ def recipes(devices: int, host_devices: int, experts: bool = False) -> Iterator[
     """DDP, ZeRO-1 and FSDP (also in micro-batches, with recompute, with both); on one host also tensor parallelism and
     a pipeline of two stages; on several hosts tensor parallelism inside a host, with FSDP, with ZeRO-1, and with
     pipelines over hosts (with less recompute, or a smaller bubble); with experts also expert parallelism inside a host,
-    alone and with pipelines.
+    alone and with pipelines. Each family comes before the second plan that looks for the fewest recomputed blocks,
+    which takes longest to price.
 
     >>> list(recipes(8, 8))[:4]
     ['dp=8', 'dp=8,zero=1', 'dp=8,zero=3', 'dp=8,zero=1,micro_batch=1']
     """
     yield from (f"dp={devices}{more}" for more in ("", ",zero=1", ",zero=3", ",zero=1,micro_batch=1",
                                                    ",zero=3,micro_batch=1", ",zero=3,micro_batch=1,recompute=selective",
-                                                   ",zero=3,recompute=auto", ",zero=3,micro_batch=1,recompute=auto"))
+                                                   ",zero=3,recompute=auto"))
+    yield from _divided(devices, host_devices, experts)
+    yield f"dp={devices},zero=3,micro_batch=1,recompute=auto"
+
+
+def _divided(devices: int, host_devices: int, experts: bool) -> Iterator[str]:
+    """Those that divide layers, weights or experts."""
     inner = min(devices, host_devices)
     if experts and inner > 1:
         yield from (f"dp={devices},ep={inner},zero=1{more}" for more in ("", ",recompute=selective"))

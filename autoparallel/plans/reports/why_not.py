@@ -74,7 +74,7 @@ def _impossible(report: Report, known: Collection[str]) -> Iterator[str]:
             continue
         one = min(some, key=lambda one: one.least_bytes)
         yield f"{family} by hand ({one.by_hand}), not possible: {_left_out_why(report, one)}"
-    yield from (f"{why}: {' and '.join(names)} by hand" for why, names in alike.items())
+    yield from (f"{why}: by hand {', '.join(names)}" for why, names in alike.items())
 
 
 def _left_out_why(report: Report, one: LeftOut) -> str:
