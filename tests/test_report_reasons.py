@@ -19,7 +19,7 @@ from autoparallel.planning.by_hand import ByHand
 from autoparallel.planning.options import Options
 from autoparallel.planning.usual import state_bytes, usual_plans
 from autoparallel.plans import Plan
-from autoparallel.plans.record import EXCLUDED, LATE, LeftOut
+from autoparallel.plans.record import EXCLUDED, LATE, Alternative, LeftOut
 from autoparallel.plans.reports import text
 from autoparallel.plans.reports.asked import alternative_of
 from autoparallel.plans.reports.build import report_of
@@ -88,6 +88,9 @@ def test_the_first_screen_says_why_not() -> None:
         f"{bytes_str(1e12)} a device, and tensors may take {bytes_str(limit)}; FSDP by hand (dp=4,zero=3), not "
         "possible: a batch of 2 is not divided by 4 data-parallel ranks; not priced for lack of time: by hand "
         "pipeline parallel, expert parallel; excluded by the options given: by hand FSDP with tensor parallel.")
+    large = Alternative(1.0, 1e12, (), "", "tp=4"), Alternative(1.0, 2e12, (), "", "dp=2,cp=2")
+    own = replace(plan, prediction=told.prediction, record=replace(plan.record, alternatives=large)).summary()
+    assert "tensor parallel by hand" not in own and "context parallel by hand (dp=2,cp=2), needs" in own  # it is one
     report = report_of(told)
     table = text.alternatives_table(report, details=True)
     assert list(table.columns[0].cells)[-6:] == [f"by hand {one.by_hand.replace(',', ', ')}" for one in gone]

@@ -24,7 +24,9 @@ def why_no_other(report: Report) -> str:
     """The fastest other plan that the search found and the usual ones by hand, as far as they were priced, and why the
     others were not."""
     others = report.record.alternatives if report.record is not None else ()
-    usual = list(_families(report, [one for one in others if one.by_hand]))
+    own = _family(report.proof.reason) if "by hand" in report.proof.reason else ""
+    usual = [(family, one) for family, one in _families(report, [one for one in others if one.by_hand])
+             if family != own or _fits(report.memory, one.peak_bytes)]
     found = [one for one in others if not one.by_hand][:1]
     named = [(one, f"{family} by hand ({one.by_hand})") for family, one in usual]
     named += [(one, f"another that the search found: {_titled(one)}") for one in found]
@@ -34,7 +36,7 @@ def why_no_other(report: Report) -> str:
             apart.append(f"{what}, needs {bytes_str(one.peak_bytes)} a device")
         else:
             (near if report.speed.not_told_apart([one.step_s]) else apart).append(_slower(report.speed, one, what))
-    apart += _impossible(report, {family for family, _ in usual})
+    apart += _impossible(report, {own, *(family for family, _ in usual)})
     rest = [one.step_s for one in others if one not in [other for other, _ in named]
             and _fits(report.memory, one.peak_bytes)]
     said = f"Why no other: {'; '.join(apart)}." if apart else ""
@@ -61,12 +63,11 @@ def _impossible(report: Report, known: Collection[str]) -> Iterator[str]:
     """The families of usual plans of which none was priced, with the reason of the one that is nearest to possible;
     those that were not priced for lack of time, or by the options, together at the end."""
     families: dict[str, list[LeftOut]] = {}
-    own = _family(report.proof.reason) if "by hand" in report.proof.reason else ""
     for one in report.record.left_out if report.record is not None else ():
         families.setdefault(_family(one.by_hand), []).append(one)
     alike: dict[str, list[str]] = {}
     for family, some in families.items():
-        if family in known or family == own:
+        if family in known:
             continue
         whys = [one.why for one in some]
         if why := next((why for why in (LATE, EXCLUDED) if why in whys), ""):
