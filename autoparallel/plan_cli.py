@@ -86,7 +86,7 @@ def tell(plan: Plan, details: bool, as_json: bool, quiet: bool, html: Path | Non
             console.print(text.comparison_table(found))
         for name, choices in report.record.explanations.items():
             console.print(text.explanation(name, choices))
-        if report.record.alternatives:
+        if report.record.alternatives or report.record.left_out:
             console.print(text.alternatives_table(report, details))
         if report.record.sensitivities:
             console.print(text.sensitivities(report.speed.step_s, report.record.sensitivities))

@@ -52,6 +52,11 @@ def test_every_package_has_a_readme() -> None:
 
 @pytest.mark.ranks
 def test_leaves_import_no_torch() -> None:
-    """cost_models and search are usable without torch."""
-    code = "import sys, cost_models, autoparallel.search; assert 'torch' not in sys.modules"
-    subprocess.run([sys.executable, "-c", code], check=True, cwd=ROOT, timeout=60)
+    """cost_models and search are usable without torch; so are the command line and all reports of saved plans, and the
+    first of these needs no pages and pictures either."""
+    reports = "autoparallel.cli, autoparallel.plans.reports.text, autoparallel.plans.reports.data"
+    for modules, lazy in (("cost_models, autoparallel.search", ("torch",)),
+                          (reports, ("torch", "jinja2", "matplotlib", "networkx", "ortools", "autoparallel.search")),
+                          ("autoparallel.plans.reports.page", ("torch", "matplotlib"))):
+        code = f"import sys, {modules}; assert not set({lazy}) & set(sys.modules), set({lazy}) & set(sys.modules)"
+        subprocess.run([sys.executable, "-c", code], check=True, cwd=ROOT, timeout=60)

@@ -12,14 +12,17 @@ import pytest
 import torch
 
 import autoparallel
+from autoparallel import clock
 from autoparallel.capture import capture
 from autoparallel.errors import PlanError, SearchError
-from autoparallel.partition import split_batch
+from autoparallel.partition import Splits, split_batch
 from autoparallel.partition.stages import stages_of
 from autoparallel.planning.candidates import Candidate, CandidateSpace, Fixed
 from autoparallel.planning.estimate_order import EstimateOrder
 from autoparallel.planning.joint_candidates import WORTH, JointSearch
+from autoparallel.planning.joint_plan import plan_jointly
 from autoparallel.planning.joint_search import PIPELINE_EXCESS, _TrialPlans
+from autoparallel.planning.options import Options
 from autoparallel.planning.reduced_model import reduced_model
 from autoparallel.plans import Hybrid
 from autoparallel.plans.reports.units import percent_up
@@ -27,6 +30,7 @@ from autoparallel.pricing import ExecutionCounts, Prices, SpacePricer
 from autoparallel.search import NotRepairedError, evaluate, solve
 from autoparallel.strategies.space import StrategySpace
 from cost_models import Cluster
+from tests.support import reported
 from tests.support.captured import graph_of, plan_of
 from tests.support.models import CASES
 from tests.support.steps import assert_one_process
@@ -282,6 +286,19 @@ def test_the_second_round_tries_neighbours_of_the_best() -> None:
     only = Fixed(micro_batches=4, schedule="1f1b", recompute="none", zero_stage=1, pipeline_stages=2)
     fixed = JointSearch(graph_of("llama"), search.cluster, only, "adamw", float("inf"))
     assert {c.hybrid for c in fixed.space.around(best)} == {best.hybrid}
+
+
+def test_a_search_begins_with_a_plan_that_recomputes_some_blocks() -> None:
+    """As `recompute=auto` of the usual plans by hand leaves it."""
+    peaks = [reported.made(by_hand=f"dp=4,zero=3,recompute={how}").prediction.peak_bytes for how in ("full", "none")]
+    limit = sum(peaks) / 2
+    start = reported.made(by_hand="dp=4,zero=3,recompute=auto", memory_limit_bytes=limit)
+    assert start.hybrid.recompute_blocks is not None
+    options = Options(memory_limit_bytes=limit, time_limit_s=2.0)
+    with clock.counted(options.time_limit_s):
+        found = plan_jointly(Splits(reported.graph()), Cluster.load("h100-sxm", num_devices=4), None, options, [start])
+    assert found.prediction.step_s <= start.prediction.step_s
+    assert found.evidence.step_bound_s is not None and found.evidence.step_bound_s <= found.prediction.step_s
 
 
 def test_promising_candidates_are_estimated_first() -> None:

@@ -62,7 +62,8 @@ def test_a_page_is_whole_and_points_nowhere(plans: dict[str, Plan], name: str) -
     text = page(plans[name])
     checked = Checker(text)
     assert len(set(checked.ids)) == len(checked.ids) and set(checked.links) <= set(checked.ids)
-    assert not re.search(r"https?:|//\w|@import|url\((?!#)", text) and "url(#" in text
+    shown = re.sub(r"sha256-[\w+/=]*", "", text)  # a hash may have two slashes
+    assert not re.search(r"https?:|//\w|@import|url\((?!#)", shown) and "url(#" in shown
     assert checked.scripts == 1 and len(text) < 3e6
     assert all(line in " ".join(checked.text.split()) for line in plans[name].summary().split("\n"))
 

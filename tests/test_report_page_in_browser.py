@@ -121,6 +121,42 @@ def test_pictures_are_read_and_zoomed_by_pointer_and_keyboard(tmp_path: Path) ->
     assert (told["pressed"], told["group"], told["released"]) == ("true", "0,2", 0)
 
 
+#: What is cut off, or lies on its neighbour, on a phone.
+CUT = """
+window.addEventListener('load', () => {
+  const box = (one) => one.getBoundingClientRect(), out = document.createElement('pre'), width = innerWidth;
+  const beside = (all) => all.filter((one, n) => n && box(one).left < box(all[n - 1]).right);
+  const shown = (list) => Array.from(list).filter((one) => box(one).width > 0);
+  const texts = (list) => list.map((one) => one.textContent);
+  out.id = 'cut'; out.textContent = JSON.stringify({
+    width, page: document.documentElement.scrollWidth,
+    buttons: texts(shown(document.querySelectorAll('button')).filter((one) => box(one).right > width)),
+    rows: texts(shown(document.querySelectorAll('.rows li')).filter((one) => one.scrollWidth > one.clientWidth + 1 ||
+      one.scrollHeight > one.clientHeight + 1)),
+    marks: Array.from(document.querySelectorAll('.x-marks')).flatMap((one) => texts(beside(shown(one.children)))),
+    counted: document.querySelectorAll('button, .rows li, .x-marks span').length});
+  document.body.append(out);
+});
+"""
+
+
+@pytest.mark.skipif(CHROMIUM is None, reason="no Chromium here: apt-get install chromium")
+@pytest.mark.parametrize(("by_hand", "devices"), [("dp=4,zero=3", 4), ("dp=4,pp=8,micro_batch=1", 32)])
+def test_nothing_is_cut_off_on_a_phone(tmp_path: Path, by_hand: str, devices: int) -> None:
+    assert CHROMIUM is not None
+    text = re.sub(r"<meta http-equiv=.Content-Security-Policy.[^>]*>", "", page(made(devices, by_hand=by_hand)))
+    (tmp_path / "phone.html").write_text(text.replace("</body>", f"<script>{CUT}</script></body>"))
+    done = subprocess.run(
+        [CHROMIUM, "--headless", "--no-sandbox", "--disable-gpu", "--dump-dom", "--window-size=400,900",
+         f"--user-data-dir={tmp_path / 'profile'}", f"file://{tmp_path / 'phone.html'}"],
+        capture_output=True, text=True, timeout=120, check=True)
+    found = re.search(r'<pre id="cut">(.*?)</pre>', done.stdout, re.DOTALL)
+    assert found is not None, done.stderr[-1000:]
+    told = json.loads(html.unescape(found[1]))
+    assert told["page"] <= told["width"] <= 500 and told["counted"] > 10
+    assert (told["buttons"], told["rows"], told["marks"]) == ([], [], [])
+
+
 @pytest.mark.parametrize(("words", "limit_s"), [(["--help"], 0.5), (["show", "plan.json"], 1.0)])
 def test_the_command_line_answers_quickly(tmp_path: Path, words: list[str], limit_s: float) -> None:
     """The best of five, in processor time: other work on the machine does not count. Neither imports torch."""

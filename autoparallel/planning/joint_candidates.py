@@ -168,7 +168,7 @@ class JointSearch:
 
 def _keeping_all(candidate: Candidate) -> Candidate:
     """The candidate without recompute, for a bound: a plan may recompute some blocks only."""
-    return replace(candidate, hybrid=replace(candidate.hybrid, recompute="none"))
+    return replace(candidate, hybrid=replace(candidate.hybrid, recompute="none", recompute_blocks=None))
 
 
 def least_live_bytes(problem: Problem, micro_batch: int) -> float:

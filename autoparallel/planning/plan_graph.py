@@ -64,7 +64,7 @@ def _compared(graph: OpGraph, cluster: Cluster, mesh_shape: Sequence[int] | None
     hand = options.compare_by_hand
     if isinstance(hand, ByHand):
         theirs = plan_by_hand(split, cluster, pricing_of(options, hand), hand)
-        return _noting(UsualPlans({str(hand): theirs}, {}, math.inf), made)
+        return _noting(UsualPlans({str(hand): theirs}, (), math.inf), made)
     if hand is not None and (made.evidence.combinations is None or mesh_shape is not None or options.pins):
         free = Options(memory_limit_bytes=options.memory_limit_bytes, memory_confidence=options.memory_confidence,
                        optimizer=options.optimizer, reduce_dtype=options.reduce_dtype,
@@ -116,7 +116,7 @@ def _plan_jointly(split: Splits, cluster: Cluster, mesh_shape: Sequence[int] | N
     if one of them fits. The joint search begins with the fastest usual plans that fit."""
     started = clock.now()
     ends = started + options.time_limit_s
-    usual = UsualPlans({}, {}, options.limit_bytes(cluster))
+    usual = UsualPlans({}, (), options.limit_bytes(cluster))
     if mesh_shape is None and not options.pins:
         usual = usual_plans(split, cluster, options, options.time_limit_s * USUAL_SHARE)
     others = [usual.fastest[1]] if usual.fastest is not None else []

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import suppress
 from dataclasses import dataclass, replace
 
 from autoparallel import clock
+from autoparallel.capture import OpGraph
 from autoparallel.errors import AutoparallelError
 from autoparallel.garbage import collected_later
 from autoparallel.partition import Splits
@@ -16,25 +16,36 @@ from autoparallel.planning.by_hand import ByHand
 from autoparallel.planning.options import Options
 from autoparallel.planning.plan_by_hand import plan_by_hand
 from autoparallel.plans import Hybrid, Plan
-from autoparallel.plans.record import Alternative, Record
+from autoparallel.plans.record import EXCLUDED, LATE, Alternative, LeftOut, Record
 from autoparallel.plans.reports.asked import alternative_of, with_comparison
+from autoparallel.pricing.op_costs import dtype_name
 from cost_models import Cluster
+from cost_models.memory import TrainingState, training_state
 
 EXPERTS = "routed_experts"
+#: Letters of an error that says why a plan is not possible, at most.
+MOST_LETTERS = 150
 
 
 def recipes(devices: int, host_devices: int, experts: bool = False) -> Iterator[str]:
     """DDP, ZeRO-1 and FSDP (also in micro-batches, with recompute, with both); on one host also tensor parallelism and
     a pipeline of two stages; on several hosts tensor parallelism inside a host, with FSDP, with ZeRO-1, and with
     pipelines over hosts (with less recompute, or a smaller bubble); with experts also expert parallelism inside a host,
-    alone and with pipelines.
+    alone and with pipelines. Each family comes before the second plan that looks for the fewest recomputed blocks,
+    which takes longest to price.
 
     >>> list(recipes(8, 8))[:4]
     ['dp=8', 'dp=8,zero=1', 'dp=8,zero=3', 'dp=8,zero=1,micro_batch=1']
     """
     yield from (f"dp={devices}{more}" for more in ("", ",zero=1", ",zero=3", ",zero=1,micro_batch=1",
                                                    ",zero=3,micro_batch=1", ",zero=3,micro_batch=1,recompute=selective",
-                                                   ",zero=3,recompute=auto", ",zero=3,micro_batch=1,recompute=auto"))
+                                                   ",zero=3,recompute=auto"))
+    yield from _divided(devices, host_devices, experts)
+    yield f"dp={devices},zero=3,micro_batch=1,recompute=auto"
+
+
+def _divided(devices: int, host_devices: int, experts: bool) -> Iterator[str]:
+    """Those that divide layers, weights or experts."""
     inner = min(devices, host_devices)
     if experts and inner > 1:
         yield from (f"dp={devices},ep={inner},zero=1{more}" for more in ("", ",recompute=selective"))
@@ -56,11 +67,11 @@ def recipes(devices: int, host_devices: int, experts: bool = False) -> Iterator[
 
 @dataclass(frozen=True)
 class UsualPlans:
-    """Usual plans by hand, by their texts: those ``priced`` (also if they exceed ``limit_bytes`` on a device), and the
-    bytes that others need at least, which are more (``too_large``)."""
+    """Usual plans by hand: those ``priced``, by their texts (also if they exceed ``limit_bytes`` on a device), and
+    those ``left_out``."""
 
     priced: Mapping[str, Plan]
-    too_large: Mapping[str, float]
+    left_out: Sequence[LeftOut]
     limit_bytes: float
 
     @property
@@ -81,41 +92,56 @@ class UsualPlans:
                    if plan.hybrid.micro_batches == plan.hybrid.stages == 1 and plan.hybrid.recompute == "none")
 
     def noted(self, record: Record, plan: Plan) -> Record:
-        """The record of ``plan`` with these plans as alternatives, fastest first, and its comparison with the
-        fastest of them."""
+        """The record of ``plan`` with these plans as alternatives, fastest first, those left out, and its comparison
+        with the fastest of them."""
         seen, found = {_figures(plan)}, list[Alternative]()
         for text, other in sorted(self.priced.items(), key=lambda item: item[1].prediction.step_s):
             if _figures(other) not in seen:
                 seen.add(_figures(other))
                 found.append(alternative_of(plan, other, text))
-        record = replace(record, alternatives=(*record.alternatives, *found))
+        record = replace(record, alternatives=(*record.alternatives, *found), left_out=tuple(self.left_out))
         if self.fastest is None or _figures(self.fastest[1]) == _figures(plan):
             return record
         return with_comparison(record, plan, self.fastest[1], f"by hand {self.fastest[0]}")
 
 
 def usual_plans(split: Splits, cluster: Cluster, options: Options, seconds: float = math.inf) -> UsualPlans:
-    """Price each of the `recipes` that ``options`` and the model allow. Once one plan fits in memory, no further recipe
-    is begun after ``seconds``."""
+    """Price each of the `recipes` that ``options`` and the model allow; the others are left out, with the reason. Once
+    one plan fits in memory, no further recipe is begun after ``seconds``."""
     ends, limit, graph = clock.now() + seconds, options.limit_bytes(cluster), split.graph
-    found, too_large, hybrids = dict[str, Plan](), dict[str, float](), set[tuple[Hybrid, object, str]]()
+    found, left_out, hybrids = dict[str, Plan](), list[LeftOut](), set[tuple[Hybrid, object, str]]()
     experts = any(EXPERTS in node.op_name for node in graph.of_kind("op"))
-    weights = sum(node.outputs[0].num_bytes for node in graph.of_kind("parameter"))
-    fits = False
+    state, fits = _state(graph, cluster, options), False
     with collected_later():
         for text in recipes(cluster.num_devices, cluster.devices_per_host, experts):
-            with suppress(AutoparallelError):
-                hand = ByHand.of(text).on(cluster.num_devices)
+            hand = ByHand.of(text).on(cluster.num_devices)
+            if state_bytes(hand, replace(state, optimizer=0.0)) > limit:
+                left_out.append(LeftOut(text, "weights, gradients and optimizer states", state_bytes(hand, state)))
+                continue
+            try:
                 hybrid = hand.hybrid(batch_size(graph) if hand.needs_batch else 1)
-                if (hybrid, hand.mesh, hand.recompute) in hybrids or not _allowed(hybrid, options):
+                if (hybrid, hand.mesh, hand.recompute) in hybrids:
                     continue
-                if (least := least_bytes(hand, weights)) > limit:
-                    too_large[text] = least
+                if not _allowed(hybrid, options):
+                    left_out.append(LeftOut(text, EXCLUDED))
                 elif clock.now() < ends or (seconds > 0 and not fits):
                     hybrids.add((hybrid, hand.mesh, hand.recompute))
                     found[text] = plan_by_hand(split, cluster, pricing_of(options, hand, ends - clock.now()), hand)
                     fits = fits or found[text].prediction.peak_bytes <= limit
-    return UsualPlans(found, too_large, limit)
+                else:
+                    left_out.append(LeftOut(text, LATE))
+            except AutoparallelError as error:
+                left_out.append(LeftOut(text, _reason(graph, hand, error)))
+    return UsualPlans(found, left_out, limit)
+
+
+def _reason(graph: OpGraph, hand: ByHand, error: AutoparallelError) -> str:
+    """Why a plan by hand is not possible, in few words."""
+    ranks = hand.dp or 1
+    if ranks > 1 and (batch := batch_size(graph)) % ranks:
+        return f"a batch of {batch:,} is not divided by {ranks:,} data-parallel ranks"
+    said = str(error).removeprefix("by_hand: ")
+    return said if len(said) <= MOST_LETTERS else f"{said[:MOST_LETTERS]}..."
 
 
 def pricing_of(options: Options, hand: ByHand, left_s: float = math.inf) -> Options:
@@ -131,15 +157,31 @@ def _figures(plan: Plan) -> tuple[object, ...]:
     return plan.mesh_shape, round(plan.prediction.step_s, 9), round(plan.prediction.peak_bytes)
 
 
-def least_bytes(hand: ByHand, weights: float) -> float:
-    """A lower bound of a device's bytes under a plan by hand: of weights (so many bytes in all) and their gradients.
+def _state(graph: OpGraph, cluster: Cluster, options: Options) -> TrainingState:
+    """Bytes of all weights, and of the gradients and optimizer states of those that are trained (without states that
+    are not on the device)."""
+    found = TrainingState(0.0, 0.0, 0.0)
+    for node in graph.of_kind("parameter"):
+        meta, own = node.outputs[0], TrainingState(float(node.outputs[0].num_bytes), 0.0, 0.0)
+        if meta.requires_grad:
+            kept = dtype_name(meta) if cluster.profile is None else cluster.profile.kept(dtype_name(meta))
+            own = training_state(meta.num_elements, kept, options.optimizer)
+        states = 0.0 if options.tier.is_away else float(own.optimizer)
+        found = TrainingState(found.parameters + float(own.parameters), found.gradients + float(own.gradients),
+                              found.optimizer + states)
+    return found
 
-    >>> least_bytes(ByHand(dp=2, tp=4, zero=3), 8e9)
-    2000000000.0
+
+def state_bytes(hand: ByHand, state: TrainingState) -> float:
+    """A lower bound of a device's bytes under a plan by hand, of weights, gradients and optimizer states that take so
+    many bytes in all.
+
+    >>> state_bytes(ByHand(dp=2, tp=4, zero=1), TrainingState(8e9, 8e9, 16e9))
+    6000000000.0
     """
-    data = hand.dp or 1
-    of_stage = weights / (hand.tp * hand.pp * hand.ep)
-    return of_stage / (data if hand.zero == 3 else 1) + of_stage / (data if hand.zero >= 2 else 1)
+    data, ranks = hand.dp or 1, hand.tp * hand.pp * hand.ep
+    parts = ((state.parameters, 3), (state.gradients, 2), (state.optimizer, 1))
+    return sum(whole / ranks / (data if hand.zero >= first else 1) for whole, first in parts)
 
 
 def _allowed(hybrid: Hybrid, options: Options) -> bool:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields, replace
 from pathlib import Path
@@ -89,8 +90,9 @@ class Prediction:
     imbalance; without one, that in which ranks wait for one another's hosts. ``recompute_s``: of ``forward_s``, what
     runs again in backward. ``hidden_s``: seconds saved by overlap; of these ``ahead_s`` since hosts launch kernels
     ahead, the rest since communication overlaps with compute. ``fixed_s``: of a step and of its micro-batches that no
-    op takes (the framework's own). ``p50``, ``p90``: relative errors of the step time that half, and nine in ten,
-    predictions of the kind stay under, and their ``basis`` (`cost_models.accuracy`). ``limit_bytes``: the memory limit
+    op takes (the framework's own). ``p50``, ``p90``: half, and nine in ten, of the predictions of the kind were off by
+    no more than this share of the measured step, above or below it; ``basis``: which predictions
+    (`cost_models.accuracy`). ``limit_bytes``: the memory limit
     of the search (0: none). ``host_bytes``: of the host's memory for saved tensors (recompute="offload") and optimizer
     states, or for tiles of those on disk; ``disk_bytes``: of optimizer states on disk. ``repeated_ops``: ops without a
     rule, repeated on every rank.
@@ -142,6 +144,11 @@ class Prediction:
     @property
     def step_s(self) -> float:
         return self.added_s - self.hidden_s + self.fixed_s
+
+    @property
+    def nine_in_ten_s(self) -> tuple[float, float]:
+        """The seconds between which the measured step lies if the prediction is off by no more than ``p90`` of it."""
+        return self.step_s / (1 + self.p90), self.step_s / (1 - self.p90) if self.p90 < 1 else math.inf
 
 
 @dataclass(frozen=True)

@@ -17,13 +17,16 @@ from autoparallel.plans.answers import Choice, Comparison, Sensitivity
 class Workload:
     """What a step computes, and the devices that do it.
 
-    ``unit``: what is counted, "tokens" (of the largest integer input of a program with attention) or "samples" (dim 0
-    of the inputs), ``count`` of them in a step. ``model_flops``: of matrix products, convolutions and attention of all
-    devices together, forward once and backward at twice that, as the model needs them (causal attention at the half
-    that it computes). ``hardware_flops``: as the devices run them, with recompute and with work that several ranks
-    repeat. ``peak_flops_per_s``: of one device, for ``dtype``, that of most of these FLOPs. ``price_per_hour`` and
+    ``unit``: what is counted, "tokens" (looked up in the table of tokens by a program with attention, an encoder's and
+    a decoder's together; without such a table, of the largest integer input) or "samples" (dim 0 of the inputs),
+    ``count`` of them in a step; ``tokens_of``: "encoder and decoder", where the table is read for both.
+    ``model_flops``: of matrix products, convolutions and attention of all devices together, forward once and backward
+    at twice that, as the model needs them (causal attention at the half that it computes).
+    ``hardware_flops``: as the devices run them, with recompute and with work that several ranks repeat.
+    ``peak_flops_per_s``: of one device, for ``dtype``, that of most of these FLOPs. ``price_per_hour`` and
     ``watts``: of one device; 0 is not known. ``links``: by mesh axis, the slowest link that its groups cross.
-    ``host_devices``: devices joined by the innermost link. ``link_names``: the machine's links, innermost first.
+    ``host_devices``: devices joined by the innermost link. ``link_names``: the links that these devices need, innermost
+    first. ``software``: the profile by whose speed ops are priced ("": none).
     ``state_bytes``: of one element of most trained parameters, by what it is for ("parameter", "gradient", ...), before
     any sharding; empty where nothing is trained.
     """
@@ -44,6 +47,8 @@ class Workload:
     links: Mapping[str, str] = field(default_factory=dict)
     link_names: tuple[str, ...] = ()
     state_bytes: Mapping[str, float] = field(default_factory=dict)
+    software: str = ""
+    tokens_of: str = ""
 
 
 @dataclass(frozen=True)
@@ -116,7 +121,7 @@ class Trial:
 @dataclass(frozen=True)
 class Alternative:
     """Another plan: its step time and memory, in what it differs, a line each, and its ``title`` in the field's words
-    ("": that of the plan). ``by_hand``: the text of a usual plan by hand ("": the search found it)."""
+    ("": that of the plan on the same mesh). ``by_hand``: the text of a usual plan by hand ("": the search found it)."""
 
     step_s: float
     peak_bytes: float
@@ -125,15 +130,29 @@ class Alternative:
     by_hand: str = ""
 
 
+#: Why usual plans by hand are not priced, apart from memory and the batch.
+LATE, EXCLUDED = "not priced for lack of time", "excluded by the options given"
+
+
+@dataclass(frozen=True)
+class LeftOut:
+    """A usual plan by hand, by its text, that was not priced, and ``why``. ``least_bytes``: of weights, gradients and
+    optimizer states a device, at least, where these exceed the memory limit (0: they do not)."""
+
+    by_hand: str
+    why: str
+    least_bytes: float = 0.0
+
+
 @dataclass(frozen=True)
 class Record:
     """What planning knew. ``spans``: the timeline of a rank, without a pipeline; ``stages``: seconds by stage, with
     one. ``redistributions``: of one block of each kind, and outside blocks. ``trials``: combinations that were tried.
     ``search``: (seconds since the start, phase, best, bound) after each phase. ``compute_s``: seconds of a step's
     matrix products ("matmul") and attention ("attention"), forward and backward, on a rank (the mean over a
-    pipeline's). ``alternatives``: other plans that planning found, or that were asked for; ``comparisons``: with plans
-    by hand, line by line. ``sensitivities`` and ``explanations`` (by name of the decision) are answers that were asked
-    for."""
+    pipeline's). ``alternatives``: other plans that planning found, or that were asked for; ``left_out``: usual plans by
+    hand that were not priced; ``comparisons``: with plans by hand, line by line. ``sensitivities`` and
+    ``explanations`` (by name of the decision) are answers that were asked for."""
 
     workload: Workload
     spans: tuple[Span, ...] = ()
@@ -147,6 +166,7 @@ class Record:
     explanations: Mapping[str, tuple[Choice, ...]] = field(default_factory=dict)
     compute_s: Mapping[str, float] = field(default_factory=dict)
     comparisons: tuple[Comparison, ...] = ()
+    left_out: tuple[LeftOut, ...] = ()
 
 
 def check_record(record: Record) -> None:
@@ -170,7 +190,8 @@ def _amounts(record: Record) -> Iterator[tuple[str, float]]:
     parts = [("workload", record.workload), *((f"stages[{n}]", stage) for n, stage in enumerate(record.stages)),
              *((f"redistributions[{n}]", one) for n, one in enumerate(record.redistributions)),
              *((f"trials[{n}]", trial) for n, trial in enumerate(record.trials)),
-             *((f"alternatives[{n}]", one) for n, one in enumerate(record.alternatives))]
+             *((f"alternatives[{n}]", one) for n, one in enumerate(record.alternatives)),
+             *((f"left_out[{n}]", one) for n, one in enumerate(record.left_out))]
     for where, part in parts:
         for name, value in vars(part).items():
             if isinstance(value, (int, float)):

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterator, Sequence
 
 import numpy as np
 
+from autoparallel.capture import OpGraph, Ref
 from autoparallel.layout import COLLECTIVES, Step, layout_str
 from autoparallel.plans.record import MemoryProfile, Redistribution, Workload
 from autoparallel.pricing.live_intervals import sums_gradients
@@ -15,7 +16,7 @@ from autoparallel.pricing.op_costs import dtype_name, operands_of, share_of_work
 from autoparallel.pricing.problem import SpacePricer
 from autoparallel.search.model.problem import Problem
 from autoparallel.strategies.space import Strategy, StrategySet, StrategySpace
-from cost_models import Group, compute
+from cost_models import Cluster, Group, compute
 from cost_models.memory import precision, training_state
 
 #: Op classes whose FLOPs count, as they run on matrix units.
@@ -31,7 +32,7 @@ MOST_PLACES = 240
 def workload(pricer: SpacePricer, strategies: Sequence[Strategy]) -> Workload:
     """The work of one step of ``strategies`` (tokens or samples, parameters, FLOPs) and the devices that do it."""
     space, cluster, hybrid = pricer.space, pricer.prices.cluster, pricer.counts.hybrid
-    unit, count = _counted(pricer)
+    unit, count, tokens_of = _counted(pricer)
     model, run, dtypes = _flops(pricer, strategies)
     dtype = max(dtypes, key=lambda name: dtypes[name]) if dtypes else "float32"
     sizes = (hybrid.pipeline_ranks, *space.mesh_shape)
@@ -44,9 +45,18 @@ def workload(pricer: SpacePricer, strategies: Sequence[Strategy]) -> Workload:
         unit, count * hybrid.micro_batches, float(parameters), model * hybrid.micro_batches, run * hybrid.micro_batches,
         dtype, compute.peak_flops_per_s("matmul", dtype, cluster.device), math.prod(sizes), cluster.device.name,
         cluster.device.memory_bytes, min(cluster.devices_per_host, cluster.num_devices),
-        cluster.device.price_per_hour, cluster.device.watts, groups, tuple(link.name for link in cluster.links),
-        _state_bytes(pricer),
+        cluster.device.price_per_hour, cluster.device.watts, groups, tuple(_links_within(cluster)),
+        _state_bytes(pricer), cluster.profile.software if cluster.profile is not None else "", tokens_of,
     )
+
+
+def _links_within(cluster: Cluster) -> Iterator[str]:
+    """The links by which the devices reach one another, innermost first: on one host the first alone."""
+    joined = 1
+    for link in cluster.links:
+        if joined == 1 or joined < cluster.num_devices:
+            yield link.name
+        joined *= link.num_devices
 
 
 def _state_bytes(pricer: SpacePricer) -> dict[str, float]:
@@ -68,15 +78,39 @@ def _link(group: Group) -> str:
     return group.slowest.name
 
 
-def _counted(pricer: SpacePricer) -> tuple[str, float]:
-    """The unit of progress of one micro-batch ("tokens" or "samples") and how many of them it has."""
+def _counted(pricer: SpacePricer) -> tuple[str, float, str]:
+    """The unit of progress of one micro-batch ("tokens" or "samples"), how many of them it has, and of what they are
+    (`Workload.tokens_of`)."""
     graph = pricer.space.graph
     inputs = [node.outputs[0] for node in graph.of_kind("input") if node.outputs[0].shape]
     whole = [m.num_elements for m in inputs if not m.dtype.is_floating_point and len(m.shape) == 2]
     attends = any(s.rule is not None and s.rule.op_class == "attention" for s in pricer.space.strategy_sets)
     if attends and whole:
-        return "tokens", float(max(whole))
-    return "samples", float(inputs[0].shape[0]) if inputs else 0.0
+        looked_up = _looked_up(graph)
+        return "tokens", float(sum(looked_up) or max(whole)), "encoder and decoder" if len(looked_up) == 2 else ""
+    return "samples", float(inputs[0].shape[0]) if inputs else 0.0, ""
+
+
+def _looked_up(graph: OpGraph) -> list[int]:
+    """Numbers of tokens by lookup in one table, by inputs that are integers: the table that gives most rows. An
+    encoder and a decoder share theirs; positions that no input has are no tokens."""
+    tables: dict[int, list[int]] = {}
+    for node in graph.of_kind("op"):
+        if node.op_name.removeprefix("aten.").split(".")[0] == "embedding" and _reads_integers(graph, node.inputs[1]):
+            tables.setdefault(node.inputs[0].node, []).append(graph.meta(node.inputs[1]).num_elements)
+    return max(tables.values(), key=sum, default=[])
+
+
+def _reads_integers(graph: OpGraph, indices: Ref) -> bool:
+    """Whether indices are computed from an input of integers."""
+    seen, ahead = set[int](), [indices.node]
+    while ahead:
+        node = graph.nodes[ahead.pop()]
+        if node.kind == "input" and not node.outputs[0].dtype.is_floating_point:
+            return True
+        ahead += [ref.node for ref in node.inputs if ref.node not in seen]
+        seen.update(ref.node for ref in node.inputs)
+    return False
 
 
 def _flops(pricer: SpacePricer, strategies: Sequence[Strategy]) -> tuple[float, float, dict[str, float]]:

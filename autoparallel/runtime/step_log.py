@@ -116,9 +116,9 @@ class StepLog:
             optimizer.step()
             log.step()                                     # once a step, on every rank or on rank 0 alone
 
-    The first step, in which programs are compiled, is left out. Where the lines' median is further off the plan than
-    nine in ten predictions of its kind were (`Prediction.p90`), a warning says so once, with the plan's parts. The
-    device is waited for at each line only. ``clock``: seconds, for tests.
+    The first step, in which programs are compiled, is left out. Where the plan is further off the lines' median than
+    nine in ten predictions of its kind were (`Prediction.nine_in_ten_s`), a warning says so once, with the plan's
+    parts. The device is waited for at each line only. ``clock``: seconds, for tests.
     """
 
     def __init__(self, parallel: ParallelModule | Plan, every: int = 10, writers: Sequence[Writer] = (),
@@ -166,17 +166,18 @@ class StepLog:
         return StepLine(**{**asdict(found), "unit": record.workload.unit, "per_s": per_s, "mfu": mfu})
 
     def _warn(self) -> None:
-        """Once: where the median of the lines so far is off the plan by more than `Prediction.p90`."""
-        p = self._plan().prediction
-        lines = [(b.at_s - a.at_s) / (b.steps - a.steps) for a, b in pairwise(self._marks)]
-        over = statistics.median(lines) / p.step_s - 1 if p.step_s else 0.0
-        if not self.warned and p.p90 and abs(over) > p.p90:
+        """Once: where the median of the lines so far is outside `Prediction.nine_in_ten_s`."""
+        p, (least_s, most_s) = self._plan().prediction, self._plan().prediction.nine_in_ten_s
+        step_s = statistics.median([(b.at_s - a.at_s) / (b.steps - a.steps) for a, b in pairwise(self._marks)])
+        over = step_s / p.step_s - 1 if p.step_s else 0.0
+        if not self.warned and p.p90 and over and not least_s <= step_s <= most_s:
             self.warned = True
-            _LOG.warning("steps take %s, %s %s than the plan's %s; nine in ten predictions of its kind were within %s. "
-                         "%s parallel.profile('step.json', **batch) says which part differs; parallel.verify(**batch) "
-                         "gives a cluster for the next plan", seconds_str(statistics.median(lines)),
-                         percent_str(abs(over)), "more" if over > 0 else "less", seconds_str(p.step_s),
-                         percent_str(p.p90), self._expected())
+            _LOG.warning("steps take %s, %s %s than the plan's %s; nine in ten predictions of its kind were within %s "
+                         "of the measured step, here %s to %s. %s parallel.profile('step.json', **batch) says which "
+                         "part differs; parallel.verify(**batch) gives a cluster for the next plan",
+                         seconds_str(step_s), percent_str(abs(over)), "more" if over > 0 else "less",
+                         seconds_str(p.step_s), percent_str(p.p90), seconds_str(least_s), seconds_str(most_s),
+                         self._expected())
 
     def _expected(self) -> str:
         """The plan's parts of a step, and the memory beside it, where that was counted."""

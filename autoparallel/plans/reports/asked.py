@@ -41,12 +41,16 @@ def with_comparison(record: Record, plan: Plan, other: Plan, name: str) -> Recor
 
 def alternative_of(plan: Plan, other: Plan, by_hand: str = "") -> Alternative:
     """Another plan by its title and its differences; on another mesh by those of the step's configuration alone, since
-    all strategies are others there. Stage cuts and recomputed blocks are left out: they follow from the rest.
-    ``by_hand``: its text, of a plan by hand."""
+    all strategies are others there, and if its title is the same by its axes. Stage cuts and recomputed blocks are left
+    out: they follow from the rest. ``by_hand``: its text, of a plan by hand."""
     lines = plan.diff(other).split("\n")[1:]
     said = {"cuts", "recompute_blocks", *(plan.strategies if plan.mesh_shape != other.mesh_shape else ())}
     lines = [line for line in lines if line.split(":")[0] not in said]
-    own, its = (title(one, axis_words(one, None)) for one in (plan, other))
+    axes = [axis_words(one, None) for one in (plan, other)]
+    own, its = (title(one, words) for one, words in zip((plan, other), axes, strict=True))
+    if own == its and plan.mesh_shape != other.mesh_shape:
+        swapped = (" x ".join(f"{axis.label} {axis.size}" for axis in words) for words in axes)
+        its = "The same with the axes {1}, not {0}, slowest links first".format(*swapped)
     return Alternative(other.prediction.step_s, other.prediction.peak_bytes, tuple(lines), "" if its == own else its,
                        by_hand)
 

@@ -38,15 +38,16 @@ def _departures(axes: Iterable[AxisWords]) -> tuple[str, ...]:
 
 
 def _speed(p: Prediction, work: Workload | None) -> Speed:
-    p90_s = p.step_s * (1 + p.p90)
+    least_s, most_s = p.nine_in_ten_s
+    sure = p.step_s, p.p50, p.p90, most_s, p.basis, least_s
     if work is None or not p.step_s:
-        return Speed(p.step_s, p.p50, p.p90, p90_s, p.basis)
+        return Speed(*sure)
     device_s = p.step_s * work.devices
     per_s, mfu, hfu = rates(work, p.step_s)
     price = device_s / 3600 * work.price_per_hour if work.price_per_hour else None
     energy = device_s * work.watts if work.watts else None
     return Speed(
-        p.step_s, p.p50, p.p90, p90_s, p.basis, work.unit, work.count / device_s, per_s, mfu, hfu,
+        *sure, work.unit, work.count / device_s, per_s, mfu, hfu,
         price, None if price is None or not work.count else 1e12 * price / work.count,
         energy, None if energy is None or not work.count else energy / work.count,
     )

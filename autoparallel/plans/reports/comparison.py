@@ -108,7 +108,7 @@ def other_row(report: Report, one: Alternative) -> tuple[str, str, str, str, str
     differences."""
     more = f", and {len(one.differences) - 3} more" if len(one.differences) > 3 else ""
     differs = "; ".join(one.differences[:3]) + more
-    name = f"by hand {one.by_hand.replace(',', ', ')}" if one.by_hand else one.title or "the same, other layouts"
+    name = _by_hand(one.by_hand) if one.by_hand else one.title or "the same, other layouts"
     slower = percent_str(one.step_s / report.speed.step_s - 1) if report.speed.step_s else "-"
     limit = report.memory.limit_bytes or report.memory.device_bytes
     if limit and one.peak_bytes > limit:
@@ -116,6 +116,18 @@ def other_row(report: Report, one: Alternative) -> tuple[str, str, str, str, str
     elif report.speed.not_told_apart([one.step_s]):
         slower += ", within the error"
     return name, seconds_str(one.step_s), slower, bytes_str(one.peak_bytes), differs
+
+
+def left_out_rows(report: Report) -> list[tuple[str, str, str]]:
+    """Usual plans by hand that were not priced: their names, why, and the bytes that they need at least ("": not
+    known)."""
+    return [(_by_hand(one.by_hand), "state does not fit" if one.least_bytes else one.why,
+             f"{bytes_str(one.least_bytes)} or more" if one.least_bytes else "")
+            for one in (report.record.left_out if report.record else ())]
+
+
+def _by_hand(text: str) -> str:
+    return f"by hand {text.replace(',', ', ')}"
 
 
 def explained(choices: Sequence[Choice]) -> list[tuple[str, str, str, str]]:
@@ -139,4 +151,4 @@ def explained(choices: Sequence[Choice]) -> list[tuple[str, str, str, str]]:
     return found
 
 
-__all__ = ["compare", "explained", "other_row", "trials_of"]
+__all__ = ["compare", "explained", "left_out_rows", "other_row", "trials_of"]

@@ -33,11 +33,18 @@ GLOSSARY = {
     "launched ahead": "Hosts launch kernels while devices still compute: seconds of launches that would be exposed "
                       "otherwise.",
     "bubble": "Seconds in which a pipeline's rank waits for its first, or after its last, micro-batch.",
+    "software": "The training software whose kernels, launches and overlap the times are of, fitted to published runs "
+                "of it. Another: --software, or Cluster.load(name, software=...).",
+    "token": "What a step counts where the model has attention and a table of tokens: each lookup in that table, of an "
+             "encoder and of a decoder. A token passes only one of the two, so FLOPs (and MFU) are not 6 x "
+             "parameters x tokens there.",
     "MFU": "Model FLOPs utilisation: FLOPs that the model needs in a step / (step seconds x devices x a device's "
            "peak). Products, convolutions and attention count, forward once, backward at twice that; causal attention "
            "at the half that it computes.",
     "HFU": "Hardware FLOPs utilisation: as MFU, of the FLOPs that devices run, with recompute and repeated work.",
-    "p90": "Nine in ten predictions of this kind were at most so far from the measured step.",
+    "p50, p90": "Half, and nine in ten, of the predictions of this kind were off by no more than this share of the "
+                "measured step, above or below it (two-sided: of ten steps one is outside, too slow or too fast). The "
+                "seconds given are the ends: prediction / (1 + p90) and prediction / (1 - p90).",
     "bound": "Seconds that no plan can be below; what lies between it and the best plan is not proven either way.",
     "S(d), R, I, P": "Layouts, one for each mesh axis: a shard of dim d; replicated (R: ranks change it differently in "
                      "backward, I: they do not); a partial sum.",

@@ -99,7 +99,8 @@ def _window(line: Timeline, boxes: Sequence[Box], window: tuple[float, float], l
             shapes.append(Shape(box.kind, said, _round((left - begin) * scale), height[box.row] + 2,
                                 max(0.05, _round((right - left) * scale)), ROW - 4))
     several = len({row.rank for row in line.rows}) > 1
-    rows = tuple((f"rank {line.rows[n].rank}: " if several else "") + line.rows[n].stream for n in shown)
+    rows = tuple(": ".join([*([f"rank {line.rows[n].rank}"] if several else []),
+                            *([] if left_out else [line.rows[n].stream])]) for n in shown)
     marks = tuple(Mark(share * WIDTH, seconds_str(begin + share * (end - begin)) if begin or share else "0")
                   for share in (0.0, 0.25, 0.5, 0.75, 1.0))
     return Picture(WIDTH, len(rows) * ROW, tuple(shapes), marks, (), rows, _kinds(shapes), note)

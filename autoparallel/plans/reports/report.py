@@ -29,10 +29,11 @@ PURPOSES = ("parameters", "gradients", "activations")
 class Speed:
     """The predicted seconds of a step, ``step_s``, with error bars, rates and costs.
 
-    ``p50``, ``p90``: relative errors within which half, and nine in ten, of the predictions lie that were compared with
-    measured steps (``basis`` says which). ``p90_s``: nine in ten such steps take at most these seconds. ``unit``: of
-    the rates ``per_s`` and ``per_device_per_s``, such as tokens. ``mfu``, ``hfu``: shares of the peak FLOP/s. None: not
-    known.
+    ``p50``, ``p90``: half, and nine in ten, of the predictions that were compared with measured steps (``basis`` says
+    which) were off by no more than this share of the measured step, above or below it. ``p90_least_s``, ``p90_s``: the
+    measured step lies between these seconds if this one is off by no more than ``p90`` (inf: no end is known).
+    ``unit``: of the rates ``per_s`` and ``per_device_per_s``, such as tokens. ``mfu``, ``hfu``: shares of the peak
+    FLOP/s. None: not known.
     """
 
     step_s: float
@@ -40,6 +41,7 @@ class Speed:
     p90: float
     p90_s: float
     basis: str
+    p90_least_s: float = 0.0
     unit: str | None = None
     per_device_per_s: float | None = None
     per_s: float | None = None

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
 
-from autoparallel.plans.record import Alternative
 from autoparallel.plans.reports.report import Memory, Proof, Report, Speed
 from autoparallel.plans.reports.units import bytes_str, count_str, percent_str, percent_up, seconds_str
+from autoparallel.plans.reports.why_not import why_no_other
 from autoparallel.plans.reports.words import AROUND_HEADS, HEADS
 
 #: Parts of a step below this share are left out of the summary, but for exposed communication.
@@ -19,13 +19,7 @@ LOOSE = 0.5
 MOST_UNUSUAL = 3
 #: Exposed communication of this share of the step is said by kind.
 MUCH_EXPOSED = 0.1
-#: Families of plans by hand, with the options that their texts have; the first whose options a text has counts. Others
-#: are data parallel.
-FAMILIES = (("pipeline and expert parallel", ("pp=", "ep=")), ("pipeline parallel", ("pp=",)),
-            ("expert parallel", ("ep=",)), ("FSDP with tensor parallel", ("tp=", "zero=3")),
-            ("tensor parallel", ("tp=",)), ("context parallel", ("cp=",)), ("FSDP", ("zero=3",)))
-#: Plans slower by more than this share are told as so many times as slow.
-TIMES = 1.0
+
 
 
 def summary(report: Report) -> Report:
@@ -34,7 +28,7 @@ def summary(report: Report) -> Report:
              " ".join([f"{_speed(report)}; {_memory(report.memory)}{_state(report)}.", *_costs(report.speed)]),
              " ".join([_where(report) + _error(report.speed),
                        _proof(report.proof, any(axis.role == "pipeline" for axis in report.axes))]),
-             _others(report))
+             why_no_other(report))
     return replace(report, summary=tuple(line for line in lines if line))
 
 
@@ -52,8 +46,7 @@ def _unusual(report: Report) -> str:
 
 def _speed(report: Report) -> str:
     speed = report.speed
-    up_to = f" (p90 {seconds_str(speed.p90_s)})" if speed.p90 else ""
-    text = f"{seconds_str(speed.step_s)} a step{up_to}"
+    text = f"{seconds_str(speed.step_s)} a step{_work(report)}{_range(speed)}"
     if speed.per_device_per_s is not None:
         text += f" = {count_str(speed.per_device_per_s)} {speed.unit}/s per device"
     if speed.mfu is not None and speed.hfu is not None:
@@ -62,6 +55,24 @@ def _speed(report: Report) -> str:
         why = "recompute" if report.seconds_of("recompute") else "work that ranks repeat"
         text += "" if same else f" ({percent_str(speed.hfu)} HFU, with {why})"
     return text
+
+
+def _work(report: Report) -> str:
+    """What a step computes, on what, by which software."""
+    if report.record is None or not report.record.workload.count:
+        return ""
+    work = report.record.workload
+    which = f" (of {work.tokens_of})" if work.tokens_of else ""
+    software = f" with {work.software}" if work.software else ""
+    return f" of {work.count:,.0f} {work.unit}{which} on {work.devices:,} {work.device}{software}"
+
+
+def _range(speed: Speed) -> str:
+    """Between which seconds nine in ten of such steps lie."""
+    if not speed.p90:
+        return ""
+    most = f"{seconds_str(speed.p90_s)}" if math.isfinite(speed.p90_s) else "any time"
+    return f" (9 in 10 such predictions: measured between {seconds_str(speed.p90_least_s)} and {most})"
 
 
 def _memory(memory: Memory) -> str:
@@ -87,7 +98,8 @@ def _state(report: Report) -> str:
 
 def _error(speed: Speed) -> str:
     """How far such predictions are off, and by what that is known."""
-    return f" Half of such predictions are within {percent_str(speed.p50)}: {speed.basis}." if speed.p50 else ""
+    return (f" Half of such predictions are within {percent_str(speed.p50)} of the measured step, above or below: "
+            f"{speed.basis}.") if speed.p50 else ""
 
 
 def state_said(state: Mapping[str, float]) -> str:
@@ -171,83 +183,6 @@ def _all_tried(proof: Proof) -> str:
     """That a joint search left no combination out, where that is so."""
     tried = proof.combinations
     return "" if tried is None or tried.left else f", of which all {tried.total:,} were estimated or ruled out"
-
-
-# -------------------------------------------------------------------------------------------------- why no other
-
-
-def _others(report: Report) -> str:
-    """The fastest other plan that the search found and the usual ones by hand, as far as they were priced."""
-    others = report.record.alternatives if report.record is not None else ()
-    usual = list(_families(report, [one for one in others if one.by_hand]))
-    found = [one for one in others if not one.by_hand][:1]
-    named = [(one, f"{family} by hand, ") for family, one in usual]
-    named += [(one, "another that the search found: ") for one in found]
-    if not named:
-        return ""
-    near, apart = list[str](), list[str]()
-    for one, what in named:
-        if not _fits(report.memory, one.peak_bytes):
-            apart.append(f"{what}{one.by_hand}, needs {bytes_str(one.peak_bytes)}")
-        else:
-            (near if report.speed.not_told_apart([one.step_s]) else apart).append(_slower(report.speed, one, what))
-    rest = [one.step_s for one in others if one not in [other for other, _ in named]
-            and _fits(report.memory, one.peak_bytes)]
-    said = f"Why no other: {'; '.join(apart)}." if apart else ""
-    return f"{said}{_near(report.speed, near, rest)}{_untried(report)}".strip()
-
-
-def _families(report: Report, by_hand: Sequence[Alternative]) -> Iterator[tuple[str, Alternative]]:
-    """Of each family of plans by hand the fastest that fits, or else the smallest; the fastest family first."""
-    families: dict[str, list[Alternative]] = {}
-    for one in by_hand:
-        family = next((name for name, signs in FAMILIES if all(sign in one.by_hand for sign in signs)), "data parallel")
-        families.setdefault(family, []).append(one)
-    best = {}
-    for family, some in families.items():
-        fit = [one for one in some if _fits(report.memory, one.peak_bytes)]
-        best[family] = min(fit, key=lambda one: one.step_s) if fit else min(some, key=lambda one: one.peak_bytes)
-    yield from sorted(best.items(), key=lambda item: (not _fits(report.memory, item[1].peak_bytes), item[1].step_s))
-
-
-def _near(speed: Speed, named: Sequence[str], rest_s: Sequence[float]) -> str:
-    """The plans that the error of predictions does not tell apart from this one: those ``named``, and how many more."""
-    count = len(speed.not_told_apart(rest_s))
-    more = [f"{count} more plan{'s' if count > 1 else ''}"] if count else []
-    if not (named or more):
-        return ""
-    return (f" Not told apart by the median error of predictions ({percent_str(speed.p50)}): "
-            f"{'; '.join([*named, *more])}.")
-
-
-def _untried(report: Report) -> str:
-    """Combinations that were estimated faster, and not planned in full; how many were not looked at."""
-    trials, step_s = report.record.trials if report.record is not None else (), report.speed.step_s
-    faster = [trial.step_s for trial in trials if trial.estimated and not trial.too_large and trial.step_s < step_s]
-    tried = report.proof.combinations
-    left = "" if tried is None or not tried.left else (
-        f" {tried.left:,} of {tried.total:,} combinations were left for lack of time.")
-    if not faster:
-        return left
-    some = f"{len(faster)} combinations estimated faster" if len(faster) > 1 else "One combination estimated faster"
-    return (f" {some}, by up to {percent_str(1 - min(faster) / step_s)}, {'were' if len(faster) > 1 else 'was'} not "
-            f"planned in full.{left}")
-
-
-def _fits(memory: Memory, peak_bytes: float) -> bool:
-    limit = memory.limit_bytes or memory.device_bytes
-    return not limit or peak_bytes <= limit
-
-
-def _slower(speed: Speed, one: Alternative, what: str) -> str:
-    """The name of another plan, and by how much it is slower."""
-    title = f"{one.title[:1].lower()}{one.title[1:]}" or "the same with other layouts"
-    name = f"{what}{one.by_hand or title}"
-    slower = one.step_s / speed.step_s - 1 if speed.step_s else 0.0
-    by = f"{percent_str(abs(slower))} {'slower' if slower >= 0 else 'faster'}"
-    if slower > TIMES:
-        by = f"{1 + slower:.2g} times as slow"
-    return f"{name}, {seconds_str(one.step_s)}, {by}"
 
 
 __all__ = ["state_said", "summary"]

@@ -14,7 +14,7 @@ from autoparallel.errors import printable
 from autoparallel.plans.answers import Choice, Comparison, Sensitivity
 from autoparallel.plans.plan import Plan
 from autoparallel.plans.reports.build import report_of
-from autoparallel.plans.reports.comparison import explained, other_row
+from autoparallel.plans.reports.comparison import explained, left_out_rows, other_row
 from autoparallel.plans.reports.report import Collectives, Report
 from autoparallel.plans.reports.summary import state_said
 from autoparallel.plans.reports.units import bytes_str, percent_str, seconds_str
@@ -58,8 +58,8 @@ def print_report(report: Report, console: ReportConsole, details: bool = False) 
         console.print("pins: " + (said if len(said) <= MOST_LETTERS else said[:MOST_LETTERS] + "..."))
     console.print(_times(report))
     if report.speed.p90:
-        console.print(f"half of such predictions are within {percent_str(report.speed.p50)} of the measured step, nine "
-                      f"in ten within {percent_str(report.speed.p90)}: {report.speed.basis}")
+        console.print(f"half of such predictions are within {percent_str(report.speed.p50)} of the measured step "
+                      f"(above or below), nine in ten within {percent_str(report.speed.p90)}: {report.speed.basis}")
     console.print(_memory(report))
     if report.record is not None and (state := report.record.workload.state_bytes):
         console.print(f"counted as {state_said(state)}")
@@ -214,7 +214,7 @@ def explanation(name: str, choices: Sequence[Choice]) -> Table:
 
 def alternatives_table(report: Report, details: bool = False) -> Table:
     """Other plans, by how much slower they are and whether predictions are that exact; with ``details`` also the first
-    of their differences."""
+    of their differences, and the usual plans by hand that were not priced."""
     table = _table("other plans", ("plan", "step", "slower by", "peak memory", *(("differs in",) if details else ())),
                    right=("step", "slower by", "peak memory"))
     for one in report.record.alternatives if report.record is not None else ():
@@ -222,6 +222,11 @@ def alternatives_table(report: Report, details: bool = False) -> Table:
         same = not (one.by_hand or one.title)  # then the differences are what tells it apart
         name = f"{name}: {differs}" if same and not details else name
         table.add_row(name, *figures, *((differs,) if details else ()))
+    left_out = left_out_rows(report)
+    for name, why, least in left_out if details else ():
+        table.add_row(name, "", why, least, "")
+    if left_out and not details:
+        table.caption = f"{len(left_out)} usual plans were not priced: --details says why"
     return table
 
 

@@ -1,0 +1,146 @@
+"""Why no other plan: the usual ones by hand by family, and the fastest other one that the search found."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator, Sequence
+
+from autoparallel.plans.record import EXCLUDED, LATE, Alternative, LeftOut
+from autoparallel.plans.reports.report import Memory, Report, Speed
+from autoparallel.plans.reports.units import bytes_str, percent_str, seconds_str
+
+#: Families of plans by hand, with the options that their texts have; the first whose options a text has counts. Others
+#: are `DDP`.
+FAMILIES = (("pipeline and expert parallel", ("pp=", "ep=")), ("pipeline parallel", ("pp=",)),
+            ("expert parallel", ("ep=",)), ("FSDP with tensor parallel", ("tp=", "zero=3")),
+            ("tensor parallel", ("tp=",)), ("context parallel", ("cp=",)), ("FSDP", ("zero=3",)))
+DDP = "DDP or ZeRO-1"
+#: Names of what another plan lays out otherwise, and letters of each, at most.
+MOST_NAMES, MOST_LETTERS = 3, 60
+#: Plans slower by more than this share are told as so many times as slow.
+TIMES = 1.0
+
+
+def why_no_other(report: Report) -> str:
+    """The fastest other plan that the search found and the usual ones by hand, as far as they were priced, and why the
+    others were not."""
+    others = report.record.alternatives if report.record is not None else ()
+    own = _family(report.proof.reason) if "by hand" in report.proof.reason else ""
+    usual = [(family, one) for family, one in _families(report, [one for one in others if one.by_hand])
+             if family != own or _fits(report.memory, one.peak_bytes)]
+    found = [one for one in others if not one.by_hand][:1]
+    named = [(one, f"{family} by hand ({one.by_hand})") for family, one in usual]
+    named += [(one, f"another that the search found: {_titled(one)}") for one in found]
+    near, apart = list[str](), list[str]()
+    for one, what in named:
+        if not _fits(report.memory, one.peak_bytes):
+            apart.append(f"{what}, needs {bytes_str(one.peak_bytes)} a device")
+        else:
+            (near if report.speed.not_told_apart([one.step_s]) else apart).append(_slower(report.speed, one, what))
+    apart += _impossible(report, {own, *(family for family, _ in usual)})
+    rest = [one.step_s for one in others if one not in [other for other, _ in named]
+            and _fits(report.memory, one.peak_bytes)]
+    said = f"Why no other: {'; '.join(apart)}." if apart else ""
+    return f"{said}{_near(report.speed, near, rest)}{_untried(report)}".strip()
+
+
+def _family(by_hand: str) -> str:
+    return next((name for name, signs in FAMILIES if all(sign in by_hand for sign in signs)), DDP)
+
+
+def _families(report: Report, by_hand: Sequence[Alternative]) -> Iterator[tuple[str, Alternative]]:
+    """Of each family of plans by hand the fastest that fits, or else the smallest; the fastest family first."""
+    families: dict[str, list[Alternative]] = {}
+    for one in by_hand:
+        families.setdefault(_family(one.by_hand), []).append(one)
+    best = {}
+    for family, some in families.items():
+        fit = [one for one in some if _fits(report.memory, one.peak_bytes)]
+        best[family] = min(fit, key=lambda one: one.step_s) if fit else min(some, key=lambda one: one.peak_bytes)
+    yield from sorted(best.items(), key=lambda item: (not _fits(report.memory, item[1].peak_bytes), item[1].step_s))
+
+
+def _impossible(report: Report, known: Collection[str]) -> Iterator[str]:
+    """The families of usual plans of which none was priced, with the reason of the one that is nearest to possible;
+    those that were not priced for lack of time, or by the options, together at the end."""
+    families: dict[str, list[LeftOut]] = {}
+    for one in report.record.left_out if report.record is not None else ():
+        families.setdefault(_family(one.by_hand), []).append(one)
+    alike: dict[str, list[str]] = {}
+    for family, some in families.items():
+        if family in known:
+            continue
+        whys = [one.why for one in some]
+        if why := next((why for why in (LATE, EXCLUDED) if why in whys), ""):
+            alike.setdefault(why, []).append(family)
+            continue
+        one = min(some, key=lambda one: one.least_bytes)
+        yield f"{family} by hand ({one.by_hand}), not possible: {_left_out_why(report, one)}"
+    yield from (f"{why}: by hand {', '.join(names)}" for why, names in alike.items())
+
+
+def _left_out_why(report: Report, one: LeftOut) -> str:
+    """Why a usual plan by hand was not priced."""
+    if not one.least_bytes:
+        return one.why
+    limit = report.memory.limit_bytes or report.memory.device_bytes
+    of = f", and tensors may take {bytes_str(limit)}" if limit else ""
+    return f"{one.why} take at least {bytes_str(one.least_bytes)} a device{of}"
+
+
+def _near(speed: Speed, named: Sequence[str], rest_s: Sequence[float]) -> str:
+    """The plans that the error of predictions does not tell apart from this one: those ``named``, and how many more."""
+    count = len(speed.not_told_apart(rest_s))
+    more = [f"{count} more plan{'s' if count > 1 else ''}"] if count else []
+    if not (named or more):
+        return ""
+    return (f" Not told apart by the median error of predictions ({percent_str(speed.p50)}): "
+            f"{'; '.join([*named, *more])}.")
+
+
+def _untried(report: Report) -> str:
+    """Combinations that were estimated faster, and not planned in full; how many were not looked at."""
+    trials, step_s = report.record.trials if report.record is not None else (), report.speed.step_s
+    faster = [trial.step_s for trial in trials if trial.estimated and not trial.too_large and trial.step_s < step_s]
+    tried = report.proof.combinations
+    left = "" if tried is None or not tried.left else (
+        f" {tried.left:,} of {tried.total:,} combinations were left for lack of time.")
+    if not faster:
+        return left
+    some = f"{len(faster)} combinations estimated faster" if len(faster) > 1 else "One combination estimated faster"
+    return (f" {some}, by up to {percent_str(1 - min(faster) / step_s)}, {'were' if len(faster) > 1 else 'was'} not "
+            f"planned in full.{left}")
+
+
+def _fits(memory: Memory, peak_bytes: float) -> bool:
+    limit = memory.limit_bytes or memory.device_bytes
+    return not limit or peak_bytes <= limit
+
+
+def _titled(one: Alternative) -> str:
+    """A plan that the search found, in words: by its title, or by what is laid out in another way."""
+    if one.title:
+        return f"{one.title[:1].lower()}{one.title[1:]}"
+    names = list(dict.fromkeys(_short(line.partition(":")[0]) for line in one.differences))
+    named = ", ".join(names[:MOST_NAMES]) + (", ..." if len(names) > MOST_NAMES else "")
+    return f"the same with other layouts of {named}" if named else "the same with other layouts"
+
+
+def _short(name: str) -> str:
+    """The last two words of a decision's name that are no numbers.
+
+    >>> _short("model.layers.3.self_attn.k_proj.weight"), _short("x")
+    ('k_proj.weight', 'x')
+    """
+    return ".".join([part for part in name.split(".") if not part.isdigit()][-2:])[:MOST_LETTERS]
+
+
+def _slower(speed: Speed, one: Alternative, name: str) -> str:
+    """The name of another plan, and by how much it is slower."""
+    slower = one.step_s / speed.step_s - 1 if speed.step_s else 0.0
+    by = f"{percent_str(abs(slower))} {'slower' if slower >= 0 else 'faster'}"
+    if slower > TIMES:
+        by = f"{1 + slower:.2g} times as slow"
+    return f"{name}, {seconds_str(one.step_s)}, {by}"
+
+
+__all__ = ["why_no_other"]

@@ -1,0 +1,182 @@
+"""What the first screen says of the job and of plans that are not there: impossible, not priced, the same but for their
+axes; how sure the seconds are."""
+
+from __future__ import annotations
+
+import functools
+import math
+from dataclasses import replace
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F  # noqa: N812
+
+import autoparallel
+from autoparallel.capture import capture
+from autoparallel.partition import Splits
+from autoparallel.planning.by_hand import ByHand
+from autoparallel.planning.options import Options
+from autoparallel.planning.usual import state_bytes, usual_plans
+from autoparallel.plans import Plan
+from autoparallel.plans.record import EXCLUDED, LATE, Alternative, LeftOut
+from autoparallel.plans.reports import text
+from autoparallel.plans.reports.asked import alternative_of
+from autoparallel.plans.reports.build import report_of
+from autoparallel.plans.reports.page import page
+from autoparallel.plans.reports.units import bytes_str, seconds_str
+from cost_models import Cluster
+from cost_models.memory import TrainingState
+from tests.support.reported import HIDDEN, SEQUENCE, TOKENS, VOCABULARY, Block, graph, made
+
+BATCH = TOKENS // SEQUENCE
+
+
+@functools.cache
+def by_hand(plan: str, devices: int = 4) -> Plan:
+    return made(devices, by_hand=plan)
+
+
+def left_out(options: Options, devices: int = 4) -> dict[str, LeftOut]:
+    """The usual plans that are left out where there is no time to price any."""
+    found = usual_plans(Splits(graph()), Cluster.load("h100-sxm", num_devices=devices), options, 0.0)
+    assert not found.priced
+    return {one.by_hand: one for one in found.left_out}
+
+
+def test_usual_plans_that_are_not_priced_have_a_reason() -> None:
+    plain = left_out(Options(), devices=8 * BATCH)
+    ranks = 8 * BATCH
+    assert plain[f"dp={ranks},zero=3"].why == f"a batch of {BATCH} is not divided by {ranks} data-parallel ranks"
+    assert plain["tp=8,zero=3,sequence_parallel,recompute=auto"].why == LATE
+    fixed = left_out(Options(zero_stage=1))
+    assert (fixed["dp=4,zero=3"].why, fixed["dp=4,zero=1"].why) == (EXCLUDED, LATE)
+
+
+def test_state_that_exceeds_the_limit_is_told_with_optimizer_states() -> None:
+    limit = 12e6
+    found = left_out(Options(memory_limit_bytes=limit))
+    elements = sum(node.outputs[0].num_elements for node in graph().of_kind("parameter"))
+    assert found["dp=4"].least_bytes == 16 * elements > limit            # float32: weight, gradient, two states
+    assert found["dp=4,zero=1"].least_bytes == (8 + 8 / 4) * elements
+    assert found["dp=4,zero=3"].why == LATE and not found["dp=4,zero=3"].least_bytes
+    away = left_out(Options(memory_limit_bytes=limit, offload="host"))
+    assert away["dp=4"].least_bytes == 8 * elements
+
+
+def test_frozen_weights_have_no_gradients_and_states() -> None:
+    assert state_bytes(ByHand(dp=2), TrainingState(8.0, 0.0, 0.0)) == 8.0
+    with torch.device("meta"):
+        model, x = nn.Linear(512, 512, bias=False), torch.zeros(64, 512)
+    model.weight.requires_grad_(False)
+    cluster, size = Cluster.load("h100-sxm", num_devices=4), 4 * 512 * 512
+    found = usual_plans(Splits(capture(model, (x,), {})), cluster, Options(memory_limit_bytes=size - 1.0), 0.0)
+    assert next(one for one in found.left_out if one.by_hand == "dp=4").least_bytes == size
+
+
+def test_the_first_screen_says_why_not() -> None:
+    plan = by_hand("dp=2,tp=2,zero=1")
+    limit, state = 64e9, "weights, gradients and optimizer states"
+    gone = (LeftOut("dp=4", state, 4e12), LeftOut("dp=4,zero=1", state, 1e12),
+            LeftOut("dp=4,zero=3", "a batch of 2 is not divided by 4 data-parallel ranks"),
+            LeftOut("pp=2,micro_batch=1", LATE), LeftOut("dp=4,ep=4", LATE), LeftOut("tp=4,zero=3", EXCLUDED))
+    told = replace(plan, prediction=replace(plan.prediction, limit_bytes=limit),
+                   record=replace(plan.record, left_out=gone))
+    last = told.summary().split("\n")[3]
+    assert last == (
+        f"Why no other: DDP or ZeRO-1 by hand (dp=4,zero=1), not possible: {state} take at least "
+        f"{bytes_str(1e12)} a device, and tensors may take {bytes_str(limit)}; FSDP by hand (dp=4,zero=3), not "
+        "possible: a batch of 2 is not divided by 4 data-parallel ranks; not priced for lack of time: by hand "
+        "pipeline parallel, expert parallel; excluded by the options given: by hand FSDP with tensor parallel.")
+    large = Alternative(1.0, 1e12, (), "", "tp=4"), Alternative(1.0, 2e12, (), "", "dp=2,cp=2")
+    own = replace(plan, prediction=told.prediction, record=replace(plan.record, alternatives=large)).summary()
+    assert "tensor parallel by hand" not in own and "context parallel by hand (dp=2,cp=2), needs" in own  # it is one
+    report = report_of(told)
+    table = text.alternatives_table(report, details=True)
+    assert list(table.columns[0].cells)[-6:] == [f"by hand {one.by_hand.replace(',', ', ')}" for one in gone]
+    assert list(table.columns[2].cells)[-1] == EXCLUDED
+    assert text.alternatives_table(report).caption == "6 usual plans were not priced: --details says why"
+    shown = page(told)
+    assert f'state does not fit</td><td class="n">{bytes_str(4e12)} or more</td>' in shown and EXCLUDED in shown
+    again = Plan.from_json(told.to_json())
+    assert again.summary() == told.summary()
+
+
+def test_nine_in_ten_is_two_sided() -> None:
+    plan = by_hand("dp=4,zero=3")
+    plan = replace(plan, prediction=replace(plan.prediction, p50=0.1, p90=0.2))
+    step_s, (least_s, most_s) = plan.prediction.step_s, plan.prediction.nine_in_ten_s
+    for measured_s in (least_s, most_s):
+        assert abs(step_s - measured_s) / measured_s == pytest.approx(0.2)
+    fast, sure = plan.summary().split("\n")[1:3]
+    assert f"measured between {seconds_str(least_s)} and {seconds_str(most_s)})" in fast and "p90" not in fast
+    assert "Half of such predictions are within 10 % of the measured step, above or below: " in sure
+    assert "two-sided" in page(plan) and f"between {seconds_str(least_s)} and {seconds_str(most_s)}" in page(plan)
+    wild = replace(plan, prediction=replace(plan.prediction, p90=1.5))
+    assert wild.prediction.nine_in_ten_s[1] == math.inf
+    assert "and any time)" in wild.summary() and "and any time</dd>" in page(wild)
+
+
+def test_the_software_is_named() -> None:
+    plan = made(cluster=Cluster.load("h100-sxm", num_devices=4, software="torch-compile"), by_hand="dp=4,zero=3")
+    assert " on 4 H100 SXM5 80GB with torch-compile (" in plan.summary()
+    assert ">torch-compile</abbr> runs it" in page(plan)
+
+
+@pytest.mark.parametrize(("devices", "joined"), [(4, False), (16, True)])
+def test_boxes_are_joined_where_there_are_several(devices: int, joined: bool) -> None:
+    plan = by_hand(f"dp={devices}", devices)
+    assert plan.record.workload.link_names == (("NVLink 4", "InfiniBand NDR") if joined else ("NVLink 4",))
+    assert ("the boxes by InfiniBand NDR" in page(plan)) == joined
+    older = replace(plan, record=replace(plan.record, workload=replace(
+        plan.record.workload, link_names=("NVLink 4", "InfiniBand NDR"))))
+    assert ("the boxes by InfiniBand NDR" in page(older)) == joined
+
+
+class Translator(nn.Module):
+    """An encoder and a decoder with one table of tokens, perhaps one of positions, and labels that are shifted."""
+
+    def __init__(self, positions: bool) -> None:
+        super().__init__()
+        self.shared, self.encoder, self.decoder = nn.Embedding(VOCABULARY, HIDDEN), Block(), Block()
+        self.positions = nn.Embedding(VOCABULARY, HIDDEN) if positions else None
+
+    def forward(self, ids: Tensor, labels: Tensor) -> Tensor:
+        x = self.shared(ids)
+        if self.positions is not None:
+            apart = torch.arange(ids.shape[1], device=ids.device)         # a lookup for each pair of positions
+            x = x + self.positions((apart[:, None] - apart).abs()).mean(1)
+            x = x + self.positions((ids > 0).long())                      # as types of tokens: one lookup each
+        read = F.pad(labels[:, :-1], (1, 0))
+        y = self.decoder(self.shared(read) + self.encoder(x).mean(1, keepdim=True))
+        return F.cross_entropy((y @ self.shared.weight.T).flatten(0, 1), labels.flatten())
+
+
+@pytest.mark.parametrize("positions", [False, True])
+def test_tokens_of_encoder_and_decoder_are_counted_and_said(positions: bool) -> None:
+    with torch.device("meta"):
+        model, ids = Translator(positions), torch.zeros(8, 64, dtype=torch.int64)
+        labels = torch.zeros(8, 32, dtype=torch.int64)
+    cluster = Cluster.load("h100-sxm", num_devices=2)
+    plan = autoparallel.plan(model, cluster, example_inputs=(ids, labels), by_hand="dp=2")
+    assert plan.record.workload.count == 8 * 64 + 8 * 32
+    assert " a step of 768 tokens (of encoder and decoder) on 2 " in plan.summary()
+    assert by_hand("dp=4,zero=3").record.workload.count == TOKENS
+    assert "(of encoder" not in by_hand("dp=4,zero=3").summary()
+
+
+def test_plans_that_differ_by_the_order_of_axes_say_so() -> None:
+    plan = by_hand("dp=2,cp=4,zero=1", 8)
+    turned = replace(
+        plan, mesh_shape=plan.mesh_shape[::-1], axis_names=plan.axis_names[::-1],
+        strategies={name: names[::-1] for name, names in plan.strategies.items()},
+        blocks=tuple(replace(block, lines=tuple((name, "·".join(s.split("·")[::-1]), "·".join(at.split("·")[::-1]))
+                                                for name, s, at in block.lines)) for block in plan.blocks))
+    told = "The same with the axes cp 4 x dp 2, not dp 2 x cp 4, slowest links first"
+    assert alternative_of(plan, turned).title == told
+    found = replace(plan, record=replace(plan.record, alternatives=(alternative_of(plan, turned),)))
+    assert f"another that the search found: t{told[1:]}, " in found.summary()
+    layouts = replace(plan, strategies={**plan.strategies, "layers.0.k_proj.weight": ("I", "I")})
+    assert alternative_of(plan, layouts).title == ""
+    found = replace(plan, record=replace(plan.record, alternatives=(alternative_of(plan, layouts),)))
+    assert "the same with other layouts of k_proj.weight, " in found.summary()
