@@ -72,6 +72,7 @@ class Calls:
     def _run(self, compiled: Compiled, leaves: Sequence[Any]) -> Sequence[Any]:
         """Forward of a form with one stage and one micro-batch; returns this rank's local outputs."""
         state, program, space = self._state, compiled.program, compiled.space
+        self._watch_gradients()
         with groups.use(state.axes), state.together.beside():
             local = initialise.local_shards(
                 [
@@ -100,12 +101,13 @@ class Calls:
     def _in_micro_batches(self, compiled: Compiled, leaves: Sequence[Any]) -> torch.Tensor:
         """A step in micro-batches or pipeline stages."""
         state, key = self._state, compiled
+        self._watch_gradients()
         if key not in self._runners:
+            own = {name: ranks for name, ranks in compiled.shared.items() if name in compiled.parameter_layouts}
             self._runners[key] = StepRunner(
                 compiled.programs, compiled.micro.loss, compiled.plan.hybrid, state.axes, state.position.pipeline_group,
-                state.device, compiled.backend,
+                state.device, compiled.backend, state.host_gradients, own,
             )
-            own = {name: ranks for name, ranks in compiled.shared.items() if name in compiled.parameter_layouts}
             hybrid = compiled.plan.hybrid
             self._shared_gradients[key] = SharedGradients(self.module.get_parameter, own, state.shared_groups,
                                                           hybrid.sum_dtype, hybrid.bucket_bytes)
@@ -135,6 +137,10 @@ class Calls:
             self._update(module.program.updates, module.updates)
         self._share_written(compiled)
         return loss
+
+    def _watch_gradients(self) -> None:
+        if (gradients := self._state.host_gradients) is not None:
+            gradients.watch(nn.Module.named_parameters(self.module, remove_duplicate=False))
 
     def _update(self, names: Sequence[str], values: Sequence[torch.Tensor]) -> None:
         with torch.no_grad():  # cloned first: a new value may alias another buffer's old one

@@ -16,11 +16,13 @@ from autoparallel.runtime.dtensors import watch
 from autoparallel.runtime.form import Compiled
 from autoparallel.runtime.guards import Places, SharedAttributes
 from autoparallel.runtime.initialise import as_dtensor, container
+from autoparallel.runtime.offload.gradients import HostGradients
 from autoparallel.runtime.optimizers import look_at_steps, offload_states
 from autoparallel.runtime.originals import Originals
 from autoparallel.runtime.shared import Ranks
 from autoparallel.runtime.state import State
 from autoparallel.runtime.whole_draws import draw_whole
+from autoparallel.schedule.tiers import BUCKETS_IN_FLIGHT
 
 
 def place(root: nn.Module, state: State, compiled: Compiled) -> None:
@@ -64,6 +66,9 @@ def place(root: nn.Module, state: State, compiled: Compiled) -> None:
     state.offload = compiled.plan.hybrid.offload
     if state.offload.is_away:
         offload_states(state, (p for p in placed.values() if isinstance(p, nn.Parameter)), state.offload)
+    if state.offload.moves_gradients:
+        in_flight = BUCKETS_IN_FLIGHT * compiled.plan.hybrid.bucket_bytes
+        state.host_gradients = HostGradients(state.device, in_flight)
     state.attributes, state.places = SharedAttributes(state.parts), Places(root)
     state.originals = Originals(model, placed)
 

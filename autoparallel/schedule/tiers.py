@@ -14,6 +14,8 @@ TIERS = ("device", "host", "disk")
 TILE_BYTES = 2**26
 #: Tiles in host memory at once: one is read, one stepped, one written.
 BUFFERS = 3
+#: Buckets of gradients on their way to the host at once, at most.
+BUCKETS_IN_FLIGHT = 2
 #: Alignment of files, as direct I/O asks for it, and of each parameter's states within them.
 BLOCK_BYTES, UNIT_BYTES = 4096, 64
 
@@ -42,6 +44,11 @@ class Offload:
     def is_away(self) -> bool:
         """Whether states leave the device."""
         return self.states != "device"
+
+    @property
+    def moves_gradients(self) -> bool:
+        """Whether gradients leave the device during backward: where all states are in the memory of the host."""
+        return self.states == "host" and self.fraction == 1.0
 
     def moved(self, elements: Any, item_bytes: float) -> Any:
         """The first elements of a shard whose states are in the tier, in whole units of `UNIT_BYTES`; arrays allowed.
