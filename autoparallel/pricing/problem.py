@@ -156,6 +156,7 @@ class _Builder:
         single = [self._buffer(buffer) for buffer in self.counts.buffers]
         if self.counts.hybrid.prefetches:
             single += [edge for use in self.space.uses if self.counts.prefetches(use) for edge in self._gathered(use)]
+        single += self._gradients()
         return Problem(self._nodes(), edges.followed_by(single), self.pricer.limit_bytes, "strategy space")
 
     def _picks(self) -> np.ndarray:
@@ -187,7 +188,8 @@ class _Builder:
         pick, cost = int(self.picks[index]), self.costs.of(index)
         costs = self.memo.once(("total", id(cost), pick), lambda: cost.total[numbers])
         inside = index in self.counts.saved.inside_only
-        usages = self.memo.once(("usage", id(s), pick, decision.kind, inside, copies),
+        leaves = self.costs.gradients.leave(index)
+        usages = self.memo.once(("usage", id(s), pick, decision.kind, inside, copies, leaves),
                                 lambda: self.costs.decision_bytes(index)[numbers] * copies)
         strategies = s.strategies if len(numbers) == len(s.strategies) else tuple(s.strategies[n] for n in numbers)
         return Node(decision.name, costs, usages, strategies=strategies)
@@ -239,6 +241,17 @@ class _Builder:
         usages = self.costs.gathered_bytes(use, self.chosen[use.source], self.chosen[use.target])
         if usages.any():
             yield Edge(use.source, use.target, np.zeros(usages.shape), usages, self.live.gathered_interval(use))
+
+
+    def _gradients(self) -> list[Edge]:
+        """Zero-cost edges with the bytes of gradients on their way to the host."""
+        found, first = [], {use.source: use for use in reversed(self.space.uses)}
+        for index, last in self.costs.gradients.last_in_flight().items() if self.costs.gradients.go else ():
+            use, interval = first[index], self.live.leaving_interval(index, last)
+            num_bytes = self.costs.gradients.bytes_of(self.space.strategy_sets[index])[self.chosen[index]]
+            shape = len(self.chosen[index]), len(self.chosen[use.target])
+            found.append(Edge(index, use.target, np.zeros(shape), np.broadcast_to(num_bytes[:, None], shape), interval))
+        return found
 
 
 def _side_computations(space: StrategySpace) -> dict[int, np.ndarray]:

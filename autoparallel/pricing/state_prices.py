@@ -17,7 +17,7 @@ class StatePrices:
         self.prices, self.away = prices, away
 
     def device_bytes(self, s: StrategySet) -> np.ndarray:
-        """Bytes of parameter, gradient and the optimizer states that stay."""
+        """Bytes of parameter, gradient and the optimizer states that stay on the device."""
         return self.prices.parameter_bytes(s) - self.tier_bytes(s)
 
     def tier_bytes(self, s: StrategySet) -> np.ndarray:
@@ -32,7 +32,7 @@ class StatePrices:
             return whole_s
         moved, elements = self._moved(s), self.prices.elements(s)
         found = offload.host_step(moved, self.prices.kept(s.output_metas[0]), self.prices.optimizer,
-                                  self.prices.cluster, self.away.states == "disk")
+                                  self.prices.cluster, self.away.states == "disk", self.away.moves_gradients)
         return whole_s * (1 - moved / np.maximum(elements, 1)) + found.total_s
 
     def _moved(self, s: StrategySet) -> np.ndarray:

@@ -11,6 +11,7 @@ import numpy as np
 from autoparallel.capture import TensorMeta
 from autoparallel.pricing.counts import ExecutionCounts
 from autoparallel.pricing.equivalence import Equivalence
+from autoparallel.pricing.host_gradients import HostGradients
 from autoparallel.pricing.memo import Memo
 from autoparallel.pricing.op_costs import dtype_name, share_of_work
 from autoparallel.pricing.redistribution_costs import PricedStep
@@ -24,18 +25,20 @@ class StepCost(NamedTuple):
     """Seconds of a decision in a step on one rank, by strategy; shape (strategies,) each.
 
     ``forward``: with moves of results to the host. ``again``: recompute. ``backward``: with moves from the host.
-    ``summed``: a parameter's gradients over the pipeline ranks that hold it. ``update``: by the optimizer.
+    ``summed``: a parameter's gradients over the pipeline ranks that hold it. ``moved``: them to the host, as far as
+    backward does not hide it. ``update``: by the optimizer.
     """
 
     forward: np.ndarray
     again: np.ndarray
     backward: np.ndarray
     summed: np.ndarray
+    moved: np.ndarray
     update: np.ndarray
 
     @property
     def total(self) -> np.ndarray:
-        return self.forward + self.again + self.backward + self.summed + self.update
+        return self.forward + self.again + self.backward + self.summed + self.moved + self.update
 
 
 class Exposed(NamedTuple):
@@ -67,7 +70,7 @@ class StepCosts:
     def __init__(self, prices: Prices, counts: ExecutionCounts, exposed: Exposed = ALL_EXPOSED) -> None:
         self.prices, self.counts, self.space, self.exposed = prices, counts, prices.space, exposed
         self.kinds, self.memo = Equivalence(prices, counts), Memo()
-        self.states = StatePrices(prices, counts.hybrid.offload)
+        self.states, self.gradients = StatePrices(prices, counts.hybrid.offload), HostGradients(prices, counts)
 
     # --- seconds of decisions ---------------------------------------------------------------------------------------
 
@@ -76,13 +79,14 @@ class StepCosts:
         s, kind, counts = self.space.strategy_sets[index], self.space.decisions[index].kind, self.counts
         times, moves = counts.op_times(index, stage), counts.offloads(index)
         readers = int(self.kinds.readers[index]) if kind == "shared_read" else 0
-        key = id(s), kind, readers, self.prices.chains[index], times, moves, counts.ranks_with(index)
+        key = (id(s), kind, readers, self.prices.chains[index], times, moves, counts.ranks_with(index),
+               self.gradients.leave(index))
         return self.memo.once(("cost", *key), lambda: self._cost(index, times))
 
     def _cost(self, index: int, times: tuple[int, int]) -> StepCost:
         s, kind = self.space.strategy_sets[index], self.space.decisions[index].kind
         nothing = self._nothing(len(s.strategies))[0]
-        cost = StepCost(nothing, nothing, nothing, nothing, nothing)
+        cost = StepCost(nothing, nothing, nothing, nothing, nothing, nothing)
         if kind == "op":
             price, (there, back) = self.prices.op_of(index), self.offload_s(index)
             return cost._replace(forward=times[1] * price.forward_s + there,
@@ -92,8 +96,18 @@ class StepCosts:
             return cost._replace(backward=times[1] * self.shared_read_s(index))
         if kind == "parameter":
             some = self.counts.multiplicities[index]
-            return cost._replace(summed=some * self.shared_s(index), update=some * self.states.update_s(s))
+            return cost._replace(summed=some * self.shared_s(index), update=some * self.states.update_s(s),
+                                 moved=self.gradients_s(index) if self.gradients.go else nothing)
         return cost
+
+    def gradients_s(self, index: int) -> np.ndarray:
+        """Seconds per step of moving a parameter's gradient to the host that backward does not hide, by strategy."""
+        def backward_s(op: int) -> float:
+            cost = self.of(op)
+            return float((cost.backward + cost.again).min())
+
+        share = self.memo.once("exposed gradients", lambda: self.gradients.exposed_share(backward_s))
+        return share * self.gradients.moving_s(index)
 
     def shared_bytes(self, index: int) -> np.ndarray:
         """Bytes of a parameter's gradient in the dtype in which pipeline ranks sum it, by strategy."""
@@ -140,13 +154,15 @@ class StepCosts:
 
     def decision_bytes(self, index: int) -> np.ndarray:
         """Bytes of one copy of a decision's results (for a parameter its training state, but for what is on the host or
-        disk), by strategy."""
+        disk, or goes there), by strategy."""
         s, kind = self.space.strategy_sets[index], self.space.decisions[index].kind
         saved = self.counts.saved
-        how = index in saved.inside_only, saved.products_only(index)
+        how = index in saved.inside_only, saved.products_only(index), self.gradients.leave(index)
         return self.memo.once(("bytes", id(s), kind, how), lambda: self._bytes_of(s, kind, *how))
 
-    def _bytes_of(self, s: StrategySet, kind: str, inside_only: bool, products_only: bool) -> np.ndarray:
+    def _bytes_of(self, s: StrategySet, kind: str, inside_only: bool, products_only: bool, leaves: bool) -> np.ndarray:
+        if leaves:
+            return self.states.device_bytes(s) - self.gradients.bytes_of(s)
         if kind == "parameter":
             return self.states.device_bytes(s) + self._sums_bytes(s.output_metas[0], s.outputs[0])
         total = self.prices.exchanged_bytes(s)

@@ -204,14 +204,15 @@ class StageModule(nn.Module):
         one of the device, get it through backward."""
         assert self.gradients is not None
         self.gradients.wait()
-        for number, summed in self.on_host.items():
+        self.gradients.note(sum(summed.nbytes for summed in self.on_host.values()))
+        while self.on_host:
+            number, summed = self.on_host.popitem()
             (value, leaf), name = self.parameters_read[number], self.names[number]
             assert name is not None
             if self.gradients.has_hooks(name):
                 leaf.grad = summed.to(leaf.device)
             else:
                 self.gradients.give(name, summed.to(value.dtype))
-        self.on_host = {}
 
     def finish(self) -> None:
         """End a step: reduce the remaining gradients and accumulate them in the model's parameters."""

@@ -111,7 +111,11 @@ class HostGradients:
         self._before.clear()
         there = {id(p): p.grad._local_tensor.nbytes for p in self._parameters.values()
                  if isinstance(p.grad, DTensor) and hasattr(p.grad, _MARK)}
-        self.largest_bytes = max(self.largest_bytes, sum(there.values()))
+        self.note(sum(there.values()))
+
+    def note(self, num_bytes: int) -> None:
+        """So many bytes of gradients are on the host now."""
+        self.largest_bytes = max(self.largest_bytes, num_bytes)
 
     # --- copies -----------------------------------------------------------------------------------------------------
 
