@@ -61,6 +61,23 @@ def same(found: Any, expected: Any) -> bool:
 
 @pytest.mark.ranks
 @pytest.mark.parametrize(("case", "shape", "options", "norm", "calls"), [
+    ("llama", (4,), {"zero_stage": 3}, 0.5, 1),
+    ("llama", (1,), {"zero_stage": 3}, 0.5, 1),
+    ("gpt2", (1,), {"zero_stage": 3, "micro_batches": 4, "recompute": "full"}, None, 1),
+    ("llama", (2, 2), {"zero_stage": 3, "micro_batches": 2, "recompute": "full"}, 0.5, 2),
+])
+def test_parameters(ranks: Any, case: str, shape: tuple[int, ...], options: Options, norm: float | None, calls: int
+                    ) -> None:
+    pool = ranks(int(torch.Size(shape).numel()))
+    kept = pool.run(trained, case, shape, options, "none", norm, calls, timeout_s=200)
+    moved = pool.run(trained, case, shape, options, "parameters", norm, calls, timeout_s=200)
+    for before, after in zip(kept, moved, strict=True):
+        wrong = [name for name, value in before.items() if name != "bytes" and not same(after[name], value)]
+        assert wrong == []
+
+
+@pytest.mark.ranks
+@pytest.mark.parametrize(("case", "shape", "options", "norm", "calls"), [
     ("llama", (4,), {"zero_stage": 2}, 0.5, 1),
     ("llama", (2, 2), {"zero_stage": 3, "micro_batches": 4, "recompute": "full"}, 0.5, 2),
     ("gpt2", (2, 2), {"pipeline_stages": 2, "micro_batches": 4, "zero_stage": 2}, 0.5, 1),

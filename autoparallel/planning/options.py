@@ -60,8 +60,9 @@ OPTIONS = f"""
     reduce_dtype: the dtype in which gradients are summed ("float32", "bfloat16", "float16"); None: the parameter's.
     bucket_bytes: of a bucket of parameter gathers and gradient reductions, at most; None: 25 MiB.
     copies: micro-batches that run at a time (multi-copy): one's activations are sent while another computes.
-    offload: the tier of optimizer states between steps: "none" (the device), "host" memory, "disk", or "auto": the
-        first of these with which a plan fits into the devices' memory. `ParallelModule.optimizer` steps them.
+    offload: the tier of optimizer states between steps: "none" (the device), "host" memory, where gradients go too,
+        "parameters": these as well (by ZeRO-3, copied to the device for each use), "disk", or "auto": the fastest of
+        the plans that fit into the devices' memory. `ParallelModule.optimizer` steps them.
     offload_fraction: the share of each parameter's elements whose states are there; None: all ("auto": of the host, as
         few quarters as memory requires).
     host_memory_limit_bytes: of host memory for what leaves each device, or for tiles of what is on disk; None: its
@@ -138,6 +139,8 @@ class Options:
         """The tier of optimizer states; of "auto" the first, the device."""
         if self.offload in (None, "none", "auto"):
             return ON_DEVICE
+        if self.offload == "parameters":
+            return Offload("host", parameters=True)
         limit = math.inf if self.host_memory_limit_bytes is None or self.offload != "disk" else \
             self.host_memory_limit_bytes
         states = memory.recipe(self.optimizer).num_states
@@ -240,6 +243,8 @@ def options_of(given: Mapping[str, Any]) -> Options:
     if given.get("offload_fraction") is not None and given.get("offload") not in ("host", "disk"):
         raise PlanError(f"offload_fraction={given['offload_fraction']} is of offload='host' or 'disk', and offload is "
                         f"{shown(given.get('offload'))}: give one of these, or leave offload_fraction out")
+    if given.get("offload") == "parameters" and given.get("zero_stage") is None:
+        given["zero_stage"] = 3    # which alone fetches for each use
     return Options(**given)
 
 
@@ -286,7 +291,7 @@ _WANTED: Mapping[str, tuple[Any, ...] | _Wanted] = {
     "reduce_dtype": REDUCE_DTYPES,
     "bucket_bytes": _Wanted("bytes of a bucket as a number, 0 or more", _is_amount),
     "copies": _COUNT,
-    "offload": ("none", "host", "disk", "auto"),
+    "offload": ("none", "host", "parameters", "disk", "auto"),
     "offload_fraction": _Wanted("a share above 0, at most 1", lambda value: _is_number(value) and 0 < value <= 1),
     "host_memory_limit_bytes": _Wanted("bytes per device as a number, 0 or more", _is_amount),
     "disk_limit_bytes": _Wanted("bytes per device as a number, 0 or more", _is_amount),

@@ -16,7 +16,7 @@ from torch.distributed.tensor import DTensor
 from autoparallel.capture import OpGraph, Ref
 from autoparallel.capture.passes import autocast
 from autoparallel.errors import InputError
-from autoparallel.kernels import groups, rng
+from autoparallel.kernels import fetching, groups, rng
 from autoparallel.kernels.numbers import use_numbers
 from autoparallel.layout import INVARIANT, Layout
 from autoparallel.runtime import initialise
@@ -87,6 +87,7 @@ class Calls:
             with rng.use_seed(rng.mix(state.seed, state.calls)), autocast.without_autocast():
                 outputs, updates, _ = compiled.forward(*local)
         state.calls += 1
+        self._settle()
         self._update(program.updates, updates)
         return cast(Sequence[Any], outputs)
 
@@ -96,6 +97,7 @@ class Calls:
         if torch.is_grad_enabled():
             with autocast.without_autocast(), groups.use(self._state.axes):
                 loss.backward()
+                self._settle()
         return loss.detach()
 
     def _in_micro_batches(self, compiled: Compiled, leaves: Sequence[Any]) -> torch.Tensor:
@@ -133,10 +135,16 @@ class Calls:
                 rng.mix(state.seed, state.calls),
             )
         state.calls += 1
+        self._settle()
         for module in self._runners[key].modules.values():
             self._update(module.program.updates, module.updates)
         self._share_written(compiled)
         return loss
+
+    def _settle(self) -> None:
+        """Parameters on the host are not read any more."""
+        if self._state.offload.parameters:
+            fetching.settle()
 
     def _watch_gradients(self) -> None:
         if (gradients := self._state.host_gradients) is not None:

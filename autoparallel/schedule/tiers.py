@@ -23,13 +23,15 @@ BLOCK_BYTES, UNIT_BYTES = 4096, 64
 @dataclass(frozen=True)
 class Offload:
     """Where the optimizer's states live. ``fraction``: the share of each parameter's elements whose states are there;
-    the states of the others stay on the device (Twin-Flow). ``tile_bytes``: of the parameters that are stepped at once,
+    the states of the others stay on the device (Twin-Flow). ``parameters``: whether these are there too, and copied to
+    the device for each use. ``tile_bytes``: of the parameters that are stepped at once,
     a multiple of `BLOCK_BYTES`. Raises PlanError for values that cannot be.
     """
 
     states: str = "device"
     fraction: float = 1.0
     tile_bytes: int = TILE_BYTES
+    parameters: bool = False
 
     def __post_init__(self) -> None:
         if self.states not in TIERS:
@@ -39,6 +41,10 @@ class Offload:
         if isinstance(self.tile_bytes, bool) or not isinstance(self.tile_bytes, int) or self.tile_bytes < BLOCK_BYTES \
                 or self.tile_bytes % BLOCK_BYTES:
             raise PlanError(f"tile_bytes is {shown(self.tile_bytes)}: give a multiple of {BLOCK_BYTES}")
+
+        if self.parameters and (self.states != "host" or self.fraction != 1):
+            raise PlanError(f"parameters on the host go with all optimizer states there, not with {self.fraction:g} of "
+                            f"them on the {self.states}: take offload='parameters' without offload_fraction")
 
     @property
     def is_away(self) -> bool:
