@@ -59,7 +59,8 @@ def plan(
     bucket_bytes: Annotated[float | None, typer.Option(help="of gradients or parameters that are sent together, "
                                                        "at most (25 MiB)")] = None,
     copies: Annotated[int | None, typer.Option(help="micro-batches that run at a time (multi-copy)")] = None,
-    offload: Annotated[str | None, typer.Option(help="optimizer states on: none (the device), host, disk, auto")
+    offload: Annotated[str | None, typer.Option(help="optimizer states on: none (the device), host, parameters (these too), disk, "
+                                                          "auto")
                        ] = None,
     offload_fraction: Annotated[float | None, typer.Option(help="the share of them that moves, as 0.5")] = None,
     host_memory_limit: Annotated[str | None, typer.Option(help="of host memory per device, for example 200GiB")] = None,

@@ -32,14 +32,14 @@ class HostStep:
 
 
 def host_step(num_elements: Any, dtype: str, optimizer: str, cluster: Cluster, on_disk: bool = False,
-              gradients_there: bool = False) -> HostStep:
+              gradients_there: bool = False, parameters_there: bool = False) -> HostStep:
     """The step of ``num_elements`` elements (arrays allowed) of a dtype or precision by a rank's host.
-    ``gradients_there``: they have come during backward. Raises ClusterError where the cluster's description has no rate
+    ``gradients_there``: they have come during backward; ``parameters_there``: these live on the host. Raises ClusterError where the cluster's description has no rate
     of what moves."""
     kept, how, elements = memory.precision(dtype), memory.recipe(optimizer), np.asarray(num_elements, dtype=float)
     host = cluster.host
     fetch = put = np.zeros_like(elements)
-    if not host.shared_memory:
+    if not host.shared_memory and not (gradients_there and parameters_there):
         parameter = ITEM_BYTES[kept.parameter]
         down = (0 if gradients_there else ITEM_BYTES[kept.gradient]) + (0 if kept.master else parameter)
         fetch = elements * down / known_rate(cluster, "from_device_bytes_per_s")
@@ -60,6 +60,15 @@ def gradients_s(num_bytes: Any, cluster: Cluster, adds: bool = False) -> Any:
     if cluster.host.shared_memory:
         return np.maximum(2 * moved / _memory_rate(cluster), host)
     return np.maximum(moved / known_rate(cluster, "from_device_bytes_per_s"), host)
+
+
+def fetch_s(num_bytes: Any, cluster: Cluster) -> Any:
+    """Seconds of moving parameters from the host's memory to the device. Raises ClusterError where the cluster's
+    description has no rate of it."""
+    moved = np.asarray(num_bytes, dtype=float)
+    if cluster.host.shared_memory:
+        return 2 * moved / _memory_rate(cluster)
+    return moved / known_rate(cluster, "to_device_bytes_per_s")
 
 
 def _memory_rate(cluster: Cluster) -> float:

@@ -33,7 +33,7 @@ from autoparallel.planning.by_hand import ByHand
 from autoparallel.plans import Hybrid, Plan
 from autoparallel.schedule.schedules import SCHEDULES, names_of, usual
 from autoparallel.schedule.step_config import BUCKET_BYTES, RECOMPUTE, REDUCE_DTYPES
-from autoparallel.schedule.tiers import ON_DEVICE, Offload, largest_tile
+from autoparallel.schedule.tiers import ON_DEVICE, PLACES, Offload, largest_tile, offload_of
 from autoparallel.search import SEARCHES, Progress
 from cost_models import Cluster, memory
 from cost_models.accuracy import usable_bytes
@@ -139,12 +139,10 @@ class Options:
         """The tier of optimizer states; of "auto" the first, the device."""
         if self.offload in (None, "none", "auto"):
             return ON_DEVICE
-        if self.offload == "parameters":
-            return Offload("host", parameters=True)
         limit = math.inf if self.host_memory_limit_bytes is None or self.offload != "disk" else \
             self.host_memory_limit_bytes
         states = memory.recipe(self.optimizer).num_states
-        return Offload(str(self.offload), self.offload_fraction or 1.0, largest_tile(limit, states))
+        return offload_of(str(self.offload), self.offload_fraction or 1.0, largest_tile(limit, states))
 
     def without_decided(self) -> Options:
         """The options for calls of another form than a plan's: without those that the plan decides."""
@@ -197,6 +195,8 @@ def compared_by_hand(options: Options, given: Any, devices: int) -> Options:
 def with_plan_by_hand(options: Options, by_hand: Any, num_devices: int, **given: Any) -> Options:
     """The options with a plan by hand for so many devices. Raises PlanError if it is none, or if something that it
     decides is ``given`` or among the options."""
+    if options.offload == "parameters":    # whose ZeRO stage the plan by hand says
+        options = replace(options, zero_stage=None)
     given |= {name: getattr(options, name) for name in DECIDED_BY_A_PLAN - _BESIDE_BY_HAND}
     if taken := sorted(name for name, value in given.items() if value):
         raise PlanError(f"by_hand decides {', '.join(taken)}: leave them out, or leave out by_hand and search")
@@ -291,7 +291,7 @@ _WANTED: Mapping[str, tuple[Any, ...] | _Wanted] = {
     "reduce_dtype": REDUCE_DTYPES,
     "bucket_bytes": _Wanted("bytes of a bucket as a number, 0 or more", _is_amount),
     "copies": _COUNT,
-    "offload": ("none", "host", "parameters", "disk", "auto"),
+    "offload": (*PLACES, "auto"),
     "offload_fraction": _Wanted("a share above 0, at most 1", lambda value: _is_number(value) and 0 < value <= 1),
     "host_memory_limit_bytes": _Wanted("bytes per device as a number, 0 or more", _is_amount),
     "disk_limit_bytes": _Wanted("bytes per device as a number, 0 or more", _is_amount),

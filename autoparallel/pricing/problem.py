@@ -226,7 +226,8 @@ class _Builder:
             return usages if usages.any() else None
 
         return Edge(use.source, use.target, self.costs.use_s(use, rows, columns),
-                    self.memo.once(("copies", key, copies, of_parameter), held))
+                    self.memo.once(("copies", key, copies, of_parameter, self.costs.parameters.fetches(use)),
+                                   held))
 
     def _buffer(self, buffer: Buffer) -> Edge:
         """A zero-cost edge with the bytes of a message buffer, by the layout of the value sent."""

@@ -178,10 +178,11 @@ def _split(pricer: SpacePricer, strategies: Sequence[Strategy], usages: np.ndarr
             state = training_state(elements, pricer.prices.kept(meta), pricer.prices.optimizer)
             away = float(pricer.costs.states.tier_bytes(s)[numbers[decision.index]])
             leaves = pricer.costs.gradients.leave(decision.index)
-            here = float(state.total) - away - (float(state.gradients) if leaves else 0.0)
+            parameters = 0.0 if pricer.costs.parameters.go else float(state.parameters)
+            here = parameters + float(state.optimizer) - away + (0.0 if leaves else float(state.gradients))
             scale = whole / here if whole and here else 0.0
             kept = 0.0 if leaves else float(state.gradients)
-            own = min(scale, 1.0) * float(state.parameters), min(scale, 1.0) * kept
+            own = min(scale, 1.0) * parameters, min(scale, 1.0) * kept
             found[decision.index, :3] = *own, max(0.0, whole - sum(own))
         else:
             kind = {"parameter": "parameters", "op": "activations", "shared_read": "activations"}.get(

@@ -12,6 +12,7 @@ from autoparallel.capture import TensorMeta
 from autoparallel.pricing.counts import ExecutionCounts
 from autoparallel.pricing.equivalence import Equivalence
 from autoparallel.pricing.host_gradients import HostGradients
+from autoparallel.pricing.host_parameters import Fetching, HostParameters
 from autoparallel.pricing.memo import Memo
 from autoparallel.pricing.op_costs import dtype_name, share_of_work
 from autoparallel.pricing.redistribution_costs import PricedStep
@@ -70,7 +71,8 @@ class StepCosts:
     def __init__(self, prices: Prices, counts: ExecutionCounts, exposed: Exposed = ALL_EXPOSED) -> None:
         self.prices, self.counts, self.space, self.exposed = prices, counts, prices.space, exposed
         self.kinds, self.memo = Equivalence(prices, counts), Memo()
-        self.states, self.gradients = StatePrices(prices, counts.hybrid.offload), HostGradients(prices, counts)
+        self.gradients, self.parameters = HostGradients(prices, counts), HostParameters(prices, counts)
+        self.states = StatePrices(prices, counts.hybrid.offload, self.parameters)
 
     # --- seconds of decisions ---------------------------------------------------------------------------------------
 
@@ -102,12 +104,22 @@ class StepCosts:
 
     def gradients_s(self, index: int) -> np.ndarray:
         """Seconds per step of moving a parameter's gradient to the host that backward does not hide, by strategy."""
-        def backward_s(op: int) -> float:
-            cost = self.of(op)
-            return float((cost.backward + cost.again).min())
-
-        share = self.memo.once("exposed gradients", lambda: self.gradients.exposed_share(backward_s))
+        share = self.memo.once("exposed gradients", lambda: self.gradients.exposed_share(
+            lambda op: self._least_compute_s(op)[1]))
         return share * self.gradients.moving_s(index)
+
+    def fetch_s(self, use: TensorUse) -> tuple[np.ndarray, np.ndarray]:
+        """Seconds per step of fetching a parameter from the host that compute does not hide (in forward, in backward),
+        by source strategy."""
+        shares: Fetching = self.memo.once("exposed fetches",
+                                          lambda: self.parameters.exposed_shares(self._least_compute_s))
+        forward, backward = self.parameters.moving_s(use)
+        return shares.forward * forward, shares.backward * backward
+
+    def _least_compute_s(self, op: int) -> tuple[float, float]:
+        """Seconds per step of an op (forward, backward with recompute), divided as evenly as can be."""
+        cost = self.of(op)
+        return float(cost.forward.min()), float((cost.backward + cost.again).min())
 
     def shared_bytes(self, index: int) -> np.ndarray:
         """Bytes of a parameter's gradient in the dtype in which pipeline ranks sum it, by strategy."""
@@ -204,9 +216,12 @@ class StepCosts:
             if skips is not None:
                 found = np.where(skips, self.prices.redistribution.use_s(use, once, summing), found)
             found = found + (self.sums_s(use) if sums else 0.0) + (sum(self.offload_copy_s(use)) if moves else 0.0)
+            if self.parameters.fetches(use):
+                found = found + sum(self.fetch_s(use))[:, None]
             return found[np.ix_(rows, columns)]
 
-        key = "use", self.use_key(use, rows, columns), counted, sums, summing, moves, skips is not None
+        key = "use", self.use_key(use, rows, columns), counted, sums, summing, moves, skips is not None, \
+            self.parameters.fetches(use)
         return self.memo.once(key, seconds)
 
     def sums_s(self, use: TensorUse) -> np.ndarray:
@@ -229,6 +244,8 @@ class StepCosts:
         """Bytes of the redistributed copy of a use, and of its gradient's accumulator where that is separate (it
         replaces the accumulator of the stored shard). By (source strategy, target strategy)."""
         copies = self.prices.redistribution.use_copies(use)
+        if self.parameters.fetches(use):
+            return np.where(copies > 0, copies, self.parameters.bytes_of(use)[:, None])
         if not self.counts.of_parameter[use.source] or self.counts.hybrid.zero_stage >= 2:
             return copies
         source, target = self.space.strategy_sets[use.source], self.space.strategy_sets[use.target]
@@ -237,9 +254,16 @@ class StepCosts:
         return np.where(copies > 0, copies + np.maximum(whole[None, :] - local_shard[:, None], 0.0), 0.0)
 
     def gathered_bytes(self, use: TensorUse, rows: np.ndarray, columns: np.ndarray) -> np.ndarray:
-        """Bytes of intermediate results of a parameter's gathers; by (row choice, column choice)."""
-        return self.memo.once(("shards", self.use_key(use, rows, columns)),
-                              lambda: self.prices.redistribution.use_gathered(use)[np.ix_(rows, columns)])
+        """Bytes of intermediate results of a parameter's gathers, and of the fetched shard that is gathered; by (row
+        choice, column choice)."""
+        def found() -> np.ndarray:
+            gathered = self.prices.redistribution.use_gathered(use)
+            if self.parameters.fetches(use):
+                copies = self.prices.redistribution.use_copies(use)
+                gathered = gathered + np.where(copies > 0, self.parameters.bytes_of(use)[:, None], 0.0)
+            return gathered[np.ix_(rows, columns)]
+
+        return self.memo.once(("shards", self.use_key(use, rows, columns), self.parameters.fetches(use)), found)
 
     def moves(self, strategies: Sequence[Strategy]) -> Sequence[Move]:
         """The redistributions of a plan, ordered by target. Uses without a redistribution are left out, unless they

@@ -10,6 +10,8 @@ import numpy as np
 from autoparallel.errors import PlanError, shown
 
 TIERS = ("device", "host", "disk")
+#: What the option ``offload`` may be.
+PLACES = ("none", "host", "parameters", "disk")
 #: Bytes of a state (as of the parameters) that are stepped at once, at most.
 TILE_BYTES = 2**26
 #: Tiles in host memory at once: one is read, one stepped, one written.
@@ -69,6 +71,13 @@ class Offload:
 
 #: States stay on the device.
 ON_DEVICE = Offload()
+
+
+def offload_of(place: str, fraction: float = 1.0, tile_bytes: int = TILE_BYTES) -> Offload:
+    """What one of `PLACES` means."""
+    if place == "none":
+        return ON_DEVICE
+    return Offload("host" if place == "parameters" else place, fraction, tile_bytes, place == "parameters")
 
 
 def padded(num_bytes: Any, unit: int = UNIT_BYTES) -> Any:

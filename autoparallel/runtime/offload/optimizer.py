@@ -77,7 +77,7 @@ class OffloadedOptimizer(torch.optim.Optimizer):
     def __init__(self, kind: Any, params: Any, options: Mapping[str, Any], offload: Offload,
                  limits: Limits, prefetch: bool = True, gradients: HostGradients | None = None) -> None:
         _check(kind, options)
-        self._sealed, self._broken = False, ""
+        self._sealed, self._broken, self._others = False, "", 0
         super().__init__(params, {})
         self._take_options(kind, options)
         self.offload, self._prefetch, self._gradients = offload, prefetch, gradients
@@ -125,14 +125,14 @@ class OffloadedOptimizer(torch.optim.Optimizer):
     def _check_limits(self, limits: Limits, count: int, num_bytes: int) -> None:
         on_disk = self.offload.states == "disk"
         host = count * (buffer_bytes(num_bytes, self.offload.tile_bytes) if on_disk else num_bytes)
-        if self._gradients is not None:
-            host += sum(_local(p).nbytes for p in self._parameters if p.requires_grad)
+        if also := self.offload.moves_gradients + self.offload.parameters:
+            host += also * sum(_local(p).nbytes for p in self._parameters if p.requires_grad)
         for name, needed, limit in (("host_memory_limit_bytes", host, limits.host_bytes),
                                     ("disk_limit_bytes", count * num_bytes if on_disk else 0, limits.disk_bytes)):
             if needed > limit:
                 tiles = on_disk and name.startswith("host")
                 what = "tiles of optimizer states" if tiles else \
-                    "optimizer states" if self._gradients is None else "optimizer states and gradients"
+                    ("optimizer states", "optimizer states and gradients", "parameters, gradients and optimizer states")[also]
                 raise InputError(f"{what} need {needed:,.0f} bytes on this rank, and {name} is {limit:,.0f}: give at "
                                  "least that, or plan with more devices, a smaller offload_fraction or another tier")
 
@@ -148,6 +148,7 @@ class OffloadedOptimizer(torch.optim.Optimizer):
                 loss = closure()
         self._check_whole()
         gradients = [_gradient(p) for p in self._parameters]
+        self._note_others(gradients)
         made: dict[int, dict[str, Any]] = {}
         try:
             for part in self._parts:
@@ -294,14 +295,20 @@ class OffloadedOptimizer(torch.optim.Optimizer):
 
     def memory(self) -> dict[str, int]:
         """Bytes of states by tier on this rank ("device", "host", "disk"), counted by storages and files; on the host
-        with the tiles of states on disk, or with the gradients that came there, as they were at most. On a machine without accelerators device and host are the same memory."""
+        with the tiles of states on disk, or with the gradients and parameters that are there, as they were at most. On
+        a machine without accelerators device and host are the same memory."""
         found = dict.fromkeys(("device", "host", "disk"), 0)
         for part in self._parts:
             for tier, num_bytes in part.store.tier_bytes().items():
                 found[tier] += num_bytes
-        if self._gradients is not None:
-            found["host"] += self._gradients.largest_bytes
+        found["host"] += max(self._others, 0 if self._gradients is None else self._gradients.largest_bytes)
         return found
+
+    def _note_others(self, gradients: Sequence[Tensor | None]) -> None:
+        """Bytes of gradients and parameters in host memory, if they are there."""
+        gradient = sum(g.nbytes for g in gradients if g is not None) if self.offload.moves_gradients else 0
+        parameters = sum(_local(p).nbytes for p in self._parameters) if self.offload.parameters else 0
+        self._others = max(self._others, gradient + parameters)
 
     def close(self) -> None:
         """Free states and their files; later steps raise InputError."""
