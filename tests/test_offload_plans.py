@@ -133,7 +133,8 @@ def test_limits_of_a_plan() -> None:
 
 def test_an_older_plan_file_has_its_states_on_the_device() -> None:
     data = json.loads(planned().to_json())
-    assert data["hybrid"].pop("offload") == {"states": "device", "fraction": 1.0, "tile_bytes": TILE_BYTES}
+    assert data["hybrid"].pop("offload") == {"states": "device", "fraction": 1.0, "tile_bytes": TILE_BYTES,
+                                             "parameters": False}
     assert Plan.from_json(json.dumps(data)).hybrid.offload == Offload()
 
 
@@ -194,3 +195,23 @@ def test_gradients_on_their_way_are_few() -> None:
     hidden = planned(mesh_shape=None, offload="host", by_hand=hand).prediction
     assert hidden.backward_communication_s == pytest.approx(
         planned(mesh_shape=None, by_hand=hand).prediction.backward_communication_s)
+
+
+def test_limits_of_host_and_disk_hold_within_the_search() -> None:
+    """The plan that is fastest without a limit keeps states whole on each rank; within one it cuts them."""
+    fast = replace(PLAIN, host=replace(PLAIN.host, memory_bandwidth_bytes_per_s=1e15, from_device_bytes_per_s=1e15,
+                                       to_device_bytes_per_s=1e15, disk_read_bytes_per_s=1e15,
+                                       disk_write_bytes_per_s=1e15))
+    for tier, named in (("host", "host_memory_limit_bytes"), ("disk", "disk_limit_bytes")):
+        def amount(plan: Plan, tier: str = tier) -> float:
+            return plan.prediction.host_bytes if tier == "host" else plan.prediction.disk_bytes
+
+        free = planned(fast, offload=tier)
+        least = planned(fast, offload=tier, zero_stage=3)
+        assert amount(least) < 0.5 * amount(free)
+        limit = (amount(least) + amount(free)) / 2
+        found = planned(fast, offload=tier, **{named: limit})
+        assert amount(found) <= limit < amount(free) and "within host and disk" in found.evidence.stop_reason
+        assert found.prediction.step_s >= free.prediction.step_s
+        with pytest.raises(InfeasibleError, match=named):
+            planned(fast, offload=tier, **{named: 0.9 * amount(least)})

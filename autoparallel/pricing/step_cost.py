@@ -172,6 +172,14 @@ class StepCosts:
         how = index in saved.inside_only, saved.products_only(index), self.gradients.leave(index)
         return self.memo.once(("bytes", id(s), kind, how), lambda: self._bytes_of(s, kind, *how))
 
+    def tier_bytes(self, index: int, tier: str) -> np.ndarray:
+        """Bytes of a parameter's states (and on the "host" of gradient and parameter) in a tier, by strategy."""
+        s = self.space.strategy_sets[index]
+        states = self.states.tier_bytes(s) * (self.counts.hybrid.offload.states == tier)
+        if tier != "host":
+            return states
+        return states + self.gradients.host_bytes(index) + self.parameters.host_bytes(s)
+
     def _bytes_of(self, s: StrategySet, kind: str, inside_only: bool, products_only: bool, leaves: bool) -> np.ndarray:
         if leaves:
             return self.states.device_bytes(s) - self.gradients.bytes_of(s)
