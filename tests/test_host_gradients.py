@@ -43,7 +43,7 @@ def test_gradients_states_and_parameters_are_those_of_device_memory(
     if norm is None and calls == 1:
         expected = train_reference(CASES[case], "adamw", num_steps=3, batch_size=8)
         everything = Trained(0, [], {}, expected.parameters | moved[0]["whole"], {})
-        assert moved[0]["losses"] == pytest.approx(expected.losses, rel=1e-5)
+        assert moved[0]["losses"][:3] == pytest.approx(expected.losses, rel=1e-5)
         assert_same_parameters(everything.parameters, expected, 1e-4)
 
 

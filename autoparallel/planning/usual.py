@@ -18,6 +18,7 @@ from autoparallel.planning.plan_by_hand import plan_by_hand
 from autoparallel.plans import Hybrid, Plan
 from autoparallel.plans.record import Alternative, Record
 from autoparallel.plans.reports.asked import alternative_of, with_comparison
+from autoparallel.schedule.tiers import ON_DEVICE, Offload
 from cost_models import Cluster
 
 EXPERTS = "routed_experts"
@@ -109,7 +110,7 @@ def usual_plans(split: Splits, cluster: Cluster, options: Options, seconds: floa
                 hybrid = hand.hybrid(batch_size(graph) if hand.needs_batch else 1)
                 if (hybrid, hand.mesh, hand.recompute) in hybrids or not _allowed(hybrid, options):
                     continue
-                if (least := least_bytes(hand, weights)) > limit:
+                if (least := least_bytes(hand, weights, options.tier)) > limit:
                     too_large[text] = least
                 elif clock.now() < ends or (seconds > 0 and not fits):
                     hybrids.add((hybrid, hand.mesh, hand.recompute))
@@ -131,15 +132,17 @@ def _figures(plan: Plan) -> tuple[object, ...]:
     return plan.mesh_shape, round(plan.prediction.step_s, 9), round(plan.prediction.peak_bytes)
 
 
-def least_bytes(hand: ByHand, weights: float) -> float:
-    """A lower bound of a device's bytes under a plan by hand: of weights (so many bytes in all) and their gradients.
+def least_bytes(hand: ByHand, weights: float, away: Offload = ON_DEVICE) -> float:
+    """A lower bound of a device's bytes under a plan by hand: of weights (so many bytes in all) and their gradients, as
+    far as they stay there.
 
     >>> least_bytes(ByHand(dp=2, tp=4, zero=3), 8e9)
     2000000000.0
     """
     data = hand.dp or 1
     of_stage = weights / (hand.tp * hand.pp * hand.ep)
-    return of_stage / (data if hand.zero == 3 else 1) + of_stage / (data if hand.zero >= 2 else 1)
+    parameters = 0.0 if away.parameters else of_stage / (data if hand.zero == 3 else 1)
+    return parameters + (0.0 if away.moves_gradients else of_stage / (data if hand.zero >= 2 else 1))
 
 
 def _allowed(hybrid: Hybrid, options: Options) -> bool:

@@ -22,7 +22,8 @@ def local(value: Any) -> Tensor:
 
 def trained(case_name: str, shape: tuple[int, ...], options: Options, tier: str, norm: float | None, calls: int
             ) -> dict[str, Any]:
-    """Three steps of AdamW, each on the gradients of so many calls of `step`, clipped to ``norm``."""
+    """Three steps of AdamW, each on the gradients of so many calls of `step`, clipped to ``norm``; then a call in eval
+    mode."""
     case = CASES[case_name]
     args, kwargs = case.inputs(8)
     parallel = autoparallel.compile(case.build(), mesh_of(*shape), example_inputs=args, example_kwargs=kwargs,
@@ -39,6 +40,9 @@ def trained(case_name: str, shape: tuple[int, ...], options: Options, tier: str,
         optimizer.zero_grad()
     states = {f"{number}.{name}": local(value) for number, entries in optimizer.state_dict()["state"].items()
               for name, value in entries.items()}
+    parallel.eval()
+    with torch.no_grad():
+        losses += [] if options.get("pipeline_stages") else [scalar(parallel(*args, **kwargs).loss)]
     on_host = parallel._state.host_gradients
     return {"losses": losses, "norms": norms, "gradients": left, "states": states,
             "parameters": [local(p) for p in parallel.parameters()], "whole": gathered(parallel.named_parameters()),
