@@ -15,9 +15,9 @@ if TYPE_CHECKING:
     from autoparallel.advice import Advice, advise
     from autoparallel.api import compile, plan
     from autoparallel.export import Exported, Imported, export_plan, import_plan
+    from autoparallel.fitting import Fitting, fit
     from autoparallel.launch.world import World, init
     from autoparallel.ops.bounded import Bounded, bound
-    from autoparallel.fitting import Fitting, fit
     from autoparallel.planning.inference import inference_call
     from autoparallel.plans import Plan
     from autoparallel.rules.custom import register_rule
@@ -60,9 +60,9 @@ _HOMES = {
     "register_rule": "autoparallel.rules.custom",
 }
 __all__ = ["Advice", "Bounded", "Cluster", "Exported", "Fitting", "GradScaler", "Imported", "JsonLines",
-           "ParallelModule", "Plan", "Sizing", "StepLog", "TensorBoard", "World", "__version__", "advise", "bound", "compile",
-           "export_plan", "fit", "import_plan", "inference_call", "init", "padded_to", "plan", "register_rule",
-           "serve_parameters", "size"]
+           "ParallelModule", "Plan", "Sizing", "StepLog", "TensorBoard", "World", "__version__", "advise", "bound",
+           "compile", "export_plan", "fit", "import_plan", "inference_call", "init", "padded_to", "plan",
+           "register_rule", "serve_parameters", "size"]
 
 
 def __getattr__(name: str) -> Any:

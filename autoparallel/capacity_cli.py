@@ -1,4 +1,5 @@
-"""Commands on how many devices a job takes: ``size``, ``fit`` and ``goodput``. Torch is imported when a model is planned."""
+"""Commands on how many devices a job takes: ``size``, ``fit`` and ``goodput``. Torch is imported when
+a model is planned."""
 
 from __future__ import annotations
 
@@ -96,7 +97,7 @@ def fit(
         said = one.refused if one.plan is None else f"a batch of {one.batch} fits"
         typer.echo(printable(f"offload {one.offload}: {said}"), err=True)
 
-    limits = {name: bytes_of(text) for name, text in (("memory_limit_bytes", memory_limit), (
+    limits: dict[str, Any] = {name: bytes_of(text) for name, text in (("memory_limit_bytes", memory_limit), (
         "host_memory_limit_bytes", host_memory_limit)) if text is not None}
     found = autoparallel.fit(
         lambda batch: load_model(model, batch, sequence_length, dtype), cluster, devices=devices, most=most,

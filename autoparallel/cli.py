@@ -105,7 +105,8 @@ def plan(
             stage_replicas=_sizes(stage_replicas, "the stages' ranks", ",", "1,3"),
             zero_stage=zero_stage, recompute=recompute, reduce_dtype=reduce_dtype,
             bucket_bytes=bucket_bytes, copies=copies, offload=offload, offload_fraction=offload_fraction,
-            host_memory_limit_bytes=bytes_of(host_memory_limit), disk_limit_bytes=bytes_of(disk_limit), progress=progress,
+            host_memory_limit_bytes=bytes_of(host_memory_limit), disk_limit_bytes=bytes_of(disk_limit),
+            progress=progress,
         )
         if output is not None:  # first: what follows may fail
             made.save(output)

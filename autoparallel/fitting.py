@@ -1,6 +1,7 @@
-"""`autoparallel.fit`: whether a model's training fits on so many devices, in which tier of memory, with how large a batch.
+"""`autoparallel.fit`: whether training fits on so many devices, in which tier of memory, with how large a batch.
 
-Each tier is planned by the joint search with the smallest batch, then with twice as much at a time until it does not fit.
+Each tier is planned by the joint search with the smallest batch, then with twice as much at a time until it does not
+fit.
 """
 
 from __future__ import annotations

@@ -34,8 +34,8 @@ class HostStep:
 def host_step(num_elements: Any, dtype: str, optimizer: str, cluster: Cluster, on_disk: bool = False,
               gradients_there: bool = False, parameters_there: bool = False) -> HostStep:
     """The step of ``num_elements`` elements (arrays allowed) of a dtype or precision by a rank's host.
-    ``gradients_there``: they have come during backward; ``parameters_there``: these live on the host. Raises ClusterError where the cluster's description has no rate
-    of what moves."""
+    ``gradients_there``: they have come during backward; ``parameters_there``: these live on the host. Raises
+    ClusterError where the cluster's description has no rate of what moves."""
     kept, how, elements = memory.precision(dtype), memory.recipe(optimizer), np.asarray(num_elements, dtype=float)
     host = cluster.host
     fetch = put = np.zeros_like(elements)

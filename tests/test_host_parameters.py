@@ -20,7 +20,7 @@ from autoparallel.plans import Plan
 from autoparallel.schedule.tiers import Offload
 from cost_models import Cluster
 from tests.support.models import CASES
-from tests.support.offloaded import ADAMW, Options, same, trained
+from tests.support.offloaded import ADAMW, Options, differing, trained
 from tests.support.ranks import mesh_of
 from tests.support.reference import Trained, assert_same_parameters, gathered, scalar, train_reference
 from tests.support.tiers import slow
@@ -44,12 +44,11 @@ def test_equal_to_parameters_on_the_device(ranks: Any, case: str, shape: tuple[i
     kept = pool.run(trained, case, shape, options, "none", norm, calls, timeout_s=200)
     moved = pool.run(trained, case, shape, options, "parameters", norm, calls, timeout_s=200)
     for before, after in zip(kept, moved, strict=True):
-        wrong = [name for name, value in before.items() if name not in ("bytes", "memory") and
-                 not same(after[name], value)]
-        assert wrong == []
+        assert differing(after, before) == []
         counted, predicted = after["memory"]
         assert counted["device"] == counted["disk"] == 0 and counted["host"] <= 1.05 * predicted + 8192
-    assert max(after["memory"][0]["host"] for after in moved) == pytest.approx(moved[0]["memory"][1], rel=0.05, abs=8192)
+    most, predicted = max(after["memory"][0]["host"] for after in moved), moved[0]["memory"][1]
+    assert most == pytest.approx(predicted, rel=0.05, abs=8192)
     if norm is None and calls == 1:
         expected = train_reference(CASES[case], "adamw", num_steps=3, batch_size=8)
         everything = Trained(0, [], {}, expected.parameters | moved[0]["whole"], {})
@@ -101,11 +100,13 @@ def planned(devices: int = 4, cluster: str = "a100-sxm", **options: Any) -> Plan
 
 @pytest.mark.parametrize("devices", [1, 4])
 def test_they_leave_the_device_in_a_plan(devices: int) -> None:
-    kept, moved = (planned(devices, mesh_shape=(devices,), zero_stage=3, offload=tier) for tier in ("none", "parameters"))
+    kept, moved = (planned(devices, mesh_shape=(devices,), zero_stage=3, offload=tier)
+                   for tier in ("none", "parameters"))
     assert moved.hybrid.offload == Offload("host", parameters=True) and moved.strategies == kept.strategies
     states = kept.prediction.state_bytes
     assert moved.prediction.state_bytes == 0 and moved.prediction.host_bytes == pytest.approx(states)
-    assert moved.known is not None and moved.known.memory is not None and "gathered parameters" in moved.known.memory.kinds
+    assert moved.known is not None and moved.known.memory is not None
+    assert "gathered parameters" in moved.known.memory.kinds
     assert "parameters, gradients and optimizer states in the memory of the host" in " ".join(moved.report().split())
     assert Plan.from_json(moved.to_json()).hybrid == moved.hybrid
 

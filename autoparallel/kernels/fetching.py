@@ -91,7 +91,8 @@ class Fetches:
 
 
 def fetch(value: torch.Tensor, where: str, device: str) -> torch.Tensor:
-    """A parameter on the host, as emitted programs have it before its first reader; `begin_fetches` and `end` run it."""
+    """A parameter on the host, as emitted programs have it before its first reader; `begin_fetches` and `end` run
+    it."""
     raise NotImplementedError("a fetch is a pair of begin_fetches and end")
 
 

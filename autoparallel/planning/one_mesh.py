@@ -116,9 +116,9 @@ def plan_in(space: StrategySpace, micro: MicroBatches, cluster: Cluster, options
                          pricer.choice_near(begin) if begin is not None else None)
     except InfeasibleError as error:
         raise _naming_pins(error, pricer, options) from None
-    hiding = pricer, problem
+    searched, table = pricer, problem
     if penalties is None and not _tiers_hold(pricer, problem, solution, options):
-        *hiding, solution = _within_tiers(pricer, problem, solution, options)
+        searched, table, solution = _within_tiers(pricer, problem, solution, options)
     laps.lap("search")
     if penalties is not None:  # the plan is priced without penalties
         if options.by_hand is not None and isinstance(penalties, Baseline):
@@ -130,7 +130,7 @@ def plan_in(space: StrategySpace, micro: MicroBatches, cluster: Cluster, options
         )
         return _plan_of(pricer, pricer.full(), solution, strategies, options, laps, stages, micro)
     if options.search != "local":  # which is of trial plans
-        solution = _faster_hiding(*hiding, solution, options, laps)
+        solution = _faster_hiding(searched, table, solution, options, laps)
     make = partial(_plan_of, pricer, problem, options=options, laps=laps, stages=stages, micro=micro)
     elsewhere = partial(_elsewhere, pricer, solution, micro, options, placed, stages)
     study = Study(pricer, problem, solution, lambda strategies, found: make(found, strategies), elsewhere)

@@ -107,7 +107,7 @@ class Options:
     progress: Progress | None = None
     by_hand: ByHand | None = field(default=None, metadata={"internal": True})  # of `plan` alone, and the next
     compare_by_hand: ByHand | str | None = field(default=None, metadata={"internal": True})  # a str is "usual"
-    tiers: Sequence[str] = field(default=("host", "parameters", "disk"), metadata={"internal": True})  # that "auto" may take
+    tiers: Sequence[str] = field(default=PLACES[1:], metadata={"internal": True})  # that "auto" may take
 
     @property
     def stages(self) -> int:

@@ -62,10 +62,10 @@ class _Ahead:
 @dataclass
 class _Parts:
     """Seconds of one step and bytes, on each of the ``ranks`` ranks of a stage. ``tier_bytes``: of optimizer states in
-    their tier, if that is not the device; ``host_bytes``: of activations, gradients and parameters there. ``once``: the seconds that do not
-    depend on the number of micro-batches, ``once_forward`` those of them in forward. ``again``: recompute.
-    ``by_class``: compute of ops by their class. ``outside``: by how much launches prolong ops outside of blocks. All of
-    these are in the others too, and so are ``ahead_forward`` and ``ahead_backward``."""
+    their tier, if that is not the device; ``host_bytes``: of activations, gradients and parameters there. ``once``: the
+    seconds that do not depend on the number of micro-batches, ``once_forward`` those of them in forward. ``again``:
+    recompute. ``by_class``: compute of ops by their class. ``outside``: by how much launches prolong ops outside
+    of blocks. All of these are in the others too, and so are ``ahead_forward`` and ``ahead_backward``."""
 
     forward: float = 0.0
     backward: float = 0.0
@@ -526,7 +526,7 @@ def _add_use(pricer: SpacePricer, strategies: Sequence[Strategy], move: Move, co
         stage.forward += count * float(there[ends])
         stage.backward += count * float(back[ends])
     if pricer.costs.parameters.fetches(use):
-        there, back = pricer.costs.fetch_s(use)
+        there, back = pricer.costs.tiers.fetch_s(use, pricer.costs.of)
         stage.forward_communication += count * float(there[ends[0]])
         stage.backward_communication += count * float(back[ends[0]])
     summing, (forward, again, backward) = counts.summing(use), counts.use_times(use, place, ends[1])

@@ -275,7 +275,7 @@ class _Builder:
             for decision in self.space.decisions:
                 if decision.kind != "parameter" or (use := first.get(index := decision.index)) is None:
                     continue
-                num_bytes = self.costs.tier_bytes(index, tier)[self.chosen[index]] * self.counts.held[index]
+                num_bytes = self.costs.tiers.bytes_in(index, tier)[self.chosen[index]] * self.counts.held[index]
                 shape = len(self.chosen[index]), len(self.chosen[use.target])
                 usages = np.broadcast_to((num_bytes * self.pricer.limit_bytes / limit)[:, None], shape)
                 at = begin + number * ranks + self.counts.stages_of[index][0] % ranks

@@ -11,12 +11,10 @@ import numpy as np
 from autoparallel.capture import TensorMeta
 from autoparallel.pricing.counts import ExecutionCounts
 from autoparallel.pricing.equivalence import Equivalence
-from autoparallel.pricing.host_gradients import HostGradients
-from autoparallel.pricing.host_parameters import Fetching, HostParameters
 from autoparallel.pricing.memo import Memo
 from autoparallel.pricing.op_costs import dtype_name, share_of_work
 from autoparallel.pricing.redistribution_costs import PricedStep
-from autoparallel.pricing.state_prices import StatePrices
+from autoparallel.pricing.tier_costs import TierCosts
 from autoparallel.pricing.unit_costs import Prices
 from autoparallel.strategies.space import Strategy, StrategySet, TensorUse
 from cost_models import collectives, compute
@@ -71,8 +69,8 @@ class StepCosts:
     def __init__(self, prices: Prices, counts: ExecutionCounts, exposed: Exposed = ALL_EXPOSED) -> None:
         self.prices, self.counts, self.space, self.exposed = prices, counts, prices.space, exposed
         self.kinds, self.memo = Equivalence(prices, counts), Memo()
-        self.gradients, self.parameters = HostGradients(prices, counts), HostParameters(prices, counts)
-        self.states = StatePrices(prices, counts.hybrid.offload, self.parameters)
+        self.tiers = TierCosts(prices, counts, self.memo)
+        self.gradients, self.parameters, self.states = self.tiers.gradients, self.tiers.parameters, self.tiers.states
 
     # --- seconds of decisions ---------------------------------------------------------------------------------------
 
@@ -99,27 +97,8 @@ class StepCosts:
         if kind == "parameter":
             some = self.counts.multiplicities[index]
             return cost._replace(summed=some * self.shared_s(index), update=some * self.states.update_s(s),
-                                 moved=self.gradients_s(index) if self.gradients.go else nothing)
+                                 moved=self.tiers.gradients_s(index, self.of) if self.gradients.go else nothing)
         return cost
-
-    def gradients_s(self, index: int) -> np.ndarray:
-        """Seconds per step of moving a parameter's gradient to the host that backward does not hide, by strategy."""
-        share = self.memo.once("exposed gradients", lambda: self.gradients.exposed_share(
-            lambda op: self._least_compute_s(op)[1]))
-        return share * self.gradients.moving_s(index)
-
-    def fetch_s(self, use: TensorUse) -> tuple[np.ndarray, np.ndarray]:
-        """Seconds per step of fetching a parameter from the host that compute does not hide (in forward, in backward),
-        by source strategy."""
-        shares: Fetching = self.memo.once("exposed fetches",
-                                          lambda: self.parameters.exposed_shares(self._least_compute_s))
-        forward, backward = self.parameters.moving_s(use)
-        return shares.forward * forward, shares.backward * backward
-
-    def _least_compute_s(self, op: int) -> tuple[float, float]:
-        """Seconds per step of an op (forward, backward with recompute), divided as evenly as can be."""
-        cost = self.of(op)
-        return float(cost.forward.min()), float((cost.backward + cost.again).min())
 
     def shared_bytes(self, index: int) -> np.ndarray:
         """Bytes of a parameter's gradient in the dtype in which pipeline ranks sum it, by strategy."""
@@ -172,14 +151,6 @@ class StepCosts:
         how = index in saved.inside_only, saved.products_only(index), self.gradients.leave(index)
         return self.memo.once(("bytes", id(s), kind, how), lambda: self._bytes_of(s, kind, *how))
 
-    def tier_bytes(self, index: int, tier: str) -> np.ndarray:
-        """Bytes of a parameter's states (and on the "host" of gradient and parameter) in a tier, by strategy."""
-        s = self.space.strategy_sets[index]
-        states = self.states.tier_bytes(s) * (self.counts.hybrid.offload.states == tier)
-        if tier != "host":
-            return states
-        return states + self.gradients.host_bytes(index) + self.parameters.host_bytes(s)
-
     def _bytes_of(self, s: StrategySet, kind: str, inside_only: bool, products_only: bool, leaves: bool) -> np.ndarray:
         if leaves:
             return self.states.device_bytes(s) - self.gradients.bytes_of(s)
@@ -225,7 +196,8 @@ class StepCosts:
                 found = np.where(skips, self.prices.redistribution.use_s(use, once, summing), found)
             found = found + (self.sums_s(use) if sums else 0.0) + (sum(self.offload_copy_s(use)) if moves else 0.0)
             if self.parameters.fetches(use):
-                found = found + sum(self.fetch_s(use))[:, None]
+                there, back = self.tiers.fetch_s(use, self.of)
+                found = found + (there + back)[:, None]
             return found[np.ix_(rows, columns)]
 
         key = "use", self.use_key(use, rows, columns), counted, sums, summing, moves, skips is not None, \

@@ -16,7 +16,6 @@ from autoparallel.kernels.fetching import host_memory
 from autoparallel.layout import Layout, from_torch, local_box, to_torch
 from autoparallel.runtime.agree import decide_once
 
-
 #: The mark of a parameter that lives in the memory of the host.
 _ON_HOST = "_lives_on_host"
 

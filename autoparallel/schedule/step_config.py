@@ -114,12 +114,13 @@ class Hybrid:
                             f"{self.micro_batches} are not: take a multiple of {self.pipeline_ranks}")
 
     def _check_fetches(self) -> None:
-        for wrong, given in ((self.zero_stage != 3, f"zero_stage={self.zero_stage}: take zero_stage=3, which frees what "
-                              "was read"),
-                             (self.stages > 1, f"{self.stages} pipeline stages: leave the pipeline out"),
-                             (self.copies > 1, f"copies={self.copies}: leave copies out")):
+        for wrong, given in (
+                (self.zero_stage != 3, f"zero_stage={self.zero_stage}: take zero_stage=3, which frees what was read"),
+                (self.stages > 1, f"{self.stages} pipeline stages: leave the pipeline out"),
+                (self.copies > 1, f"copies={self.copies}: leave copies out")):
             if wrong:
-                raise PlanError(f"offload='parameters' fetches each parameter for each use, and does not go with {given}")
+                raise PlanError("offload='parameters' fetches each parameter for each use, and does not go with "
+                                f"{given}")
 
     def _check_copies(self) -> None:
         if self.micro_batches % self.copies:

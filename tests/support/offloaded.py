@@ -58,3 +58,9 @@ def same(found: Any, expected: Any) -> bool:
     if isinstance(expected, dict):
         return found.keys() == expected.keys() and all(same(found[key], value) for key, value in expected.items())
     return bool(found == expected)
+
+
+def differing(found: Options, expected: Options) -> list[str]:
+    """The names of what two results of `trained` do not share to the bit."""
+    return [name for name, value in expected.items()
+            if name not in ("bytes", "memory") and not same(found[name], value)]

@@ -215,7 +215,8 @@ def _settings(plan: Plan) -> Iterator[str]:
         yield f"{how} on {some}{len(every)} blocks"
     if h.offload.is_away:
         some = "" if h.offload.fraction == 1 else f"{h.offload.fraction:.0%} of "
-        what = "parameters, gradients and " if h.offload.parameters else "gradients and " if h.offload.moves_gradients else ""
+        what = "parameters, " if h.offload.parameters else ""
+        what += "gradients and " if h.offload.moves_gradients else ""
         yield f"{what}{some}optimizer states {'in the memory of the host' if h.offload.states == 'host' else 'on disk'}"
     if h.reduce_dtype:
         yield f"gradients summed in {h.reduce_dtype}"

@@ -69,9 +69,10 @@ class OffloadedOptimizer(torch.optim.Optimizer):
     """Steps of ``kind``, an element-wise optimizer of torch, on this rank's shards, tile by tile on the host.
 
     ``offload``: the tier of its states, and its tiles. ``prefetch``: the next tile is fetched, and the one before
-    written, while a tile is stepped. ``gradients``: what moves them to the host, if they go. Parameter groups, schedulers, ``state_dict`` and
-    ``load_state_dict`` are those of ``kind``; numbers are too, to the bit, where it steps on the CPU with the same
-    kernel (``fused=True`` is taken if ``kind`` has it and the options name none). Raises InputError.
+    written, while a tile is stepped. ``gradients``: what moves them to the host, if they go. Parameter groups,
+    schedulers, ``state_dict`` and ``load_state_dict`` are those of ``kind``; numbers are too, to the bit, where it
+    steps on the CPU with the same kernel (``fused=True`` is taken if ``kind`` has it and the options name none).
+    Raises InputError.
     """
 
     def __init__(self, kind: Any, params: Any, options: Mapping[str, Any], offload: Offload,
@@ -132,7 +133,7 @@ class OffloadedOptimizer(torch.optim.Optimizer):
             if needed > limit:
                 tiles = on_disk and name.startswith("host")
                 what = "tiles of optimizer states" if tiles else \
-                    ("optimizer states", "optimizer states and gradients", "parameters, gradients and optimizer states")[also]
+                    f"{('', 'gradients and ', 'parameters, gradients and ')[also]}optimizer states"
                 raise InputError(f"{what} need {needed:,.0f} bytes on this rank, and {name} is {limit:,.0f}: give at "
                                  "least that, or plan with more devices, a smaller offload_fraction or another tier")
 
@@ -148,7 +149,7 @@ class OffloadedOptimizer(torch.optim.Optimizer):
                 loss = closure()
         self._check_whole()
         gradients = [_gradient(p) for p in self._parameters]
-        self._note_others(gradients)
+        self._others = max(self._others, _others_on_host(self.offload, self._parameters, gradients))
         made: dict[int, dict[str, Any]] = {}
         try:
             for part in self._parts:
@@ -304,12 +305,6 @@ class OffloadedOptimizer(torch.optim.Optimizer):
         found["host"] += max(self._others, 0 if self._gradients is None else self._gradients.largest_bytes)
         return found
 
-    def _note_others(self, gradients: Sequence[Tensor | None]) -> None:
-        """Bytes of gradients and parameters in host memory, if they are there."""
-        gradient = sum(g.nbytes for g in gradients if g is not None) if self.offload.moves_gradients else 0
-        parameters = sum(_local(p).nbytes for p in self._parameters) if self.offload.parameters else 0
-        self._others = max(self._others, gradient + parameters)
-
     def close(self) -> None:
         """Free states and their files; later steps raise InputError."""
         self._broken = "the optimizer was closed"
@@ -326,6 +321,12 @@ class OffloadedOptimizer(torch.optim.Optimizer):
         if self._broken:
             raise InputError(f"the optimizer's states are not whole ({self._broken}): load the last checkpoint with a "
                              "new optimizer, parallel.load(folder, parallel.optimizer(...))")
+
+
+def _others_on_host(offload: Offload, parameters: Sequence[Tensor], gradients: Sequence[Tensor | None]) -> int:
+    """Bytes of gradients and parameters in host memory, if they are there."""
+    gradient = sum(g.nbytes for g in gradients if g is not None) if offload.moves_gradients else 0
+    return gradient + (sum(_local(p).nbytes for p in parameters) if offload.parameters else 0)
 
 
 class _Work:
