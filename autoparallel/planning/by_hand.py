@@ -144,7 +144,7 @@ class ByHand:
     def mesh(self) -> tuple[tuple[int, ...], tuple[str, ...], tuple[str, ...]]:
         """Sizes, names and roles (`planning.baselines.ROLES`) of the axes of a stage's mesh, without axes of size 1."""
         shards = self.shards or 1
-        data = "shard" if self.zero and self.shards is None else "data"
+        data = "shard" if self.zero and self.shards is None and (self.dp or 1) > 1 else "data"
         tensor = "sequence" if self.sequence_parallel else "tensor"
         axes = [((self.dp or 1) // self.ep // shards, "dp", data), (shards, "shard", "shard"),
                 (self.ep, "ep", "expert shard" if self.zero else "expert"),
