@@ -18,6 +18,7 @@ from autoparallel.errors import PlanError
 from autoparallel.kernels import fetching, regather
 from autoparallel.plans import Plan
 from autoparallel.schedule.tiers import Offload
+from benchmarks.published_offload import ROWS
 from cost_models import Cluster
 from tests.support.models import CASES
 from tests.support.offloaded import ADAMW, Options, differing, trained
@@ -153,6 +154,18 @@ def test_by_hand_and_exported() -> None:
 def test_what_does_not_go_together_is_refused(options: Options, told: str) -> None:
     with pytest.raises(PlanError, match=told):
         planned(**options)
+
+
+@pytest.mark.slow
+def test_published_capacities() -> None:
+    """ZeRO-Offload's 10B with states and gradients on the host of one V100, ZeRO-3 Offload's 40B with parameters too;
+    neither without."""
+    rows = {row.name: row for row in ROWS}
+    for name, zero in (("ZeRO-Offload 10B", 2), ("ZeRO-3 Offload 40B", 3)):
+        row = rows[name]
+        fits, room = row.plan()[0].prediction, 34.3e9 - 1.5e9
+        there = replace(row, hand=f"dp=1,zero={zero},recompute=full,micro_batch=1").plan()[0].prediction
+        assert fits.peak_bytes < room < there.peak_bytes and fits.host_bytes > 0
 
 
 def saved_and_loaded(folder: Path) -> list[bool]:

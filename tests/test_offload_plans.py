@@ -115,6 +115,33 @@ def test_the_order_of_tiers(fits: dict[str, float], tier: str, fraction: float) 
             fastest_tier(Options(offload="auto", tiers=("host",)), CPU, make)
 
 
+@pytest.mark.parametrize(("seconds", "tier"), [
+    ({"none": 3.0, "host": 2.0, "host 0.5": 1.5, "host 0.25": 1.8, "parameters": 2.5}, Offload("host", 0.5)),
+    ({"none": 3.0, "host": 2.0, "parameters": 1.0}, Offload("host", parameters=True)),
+    ({"none": 3.0, "host": 2.99, "parameters": 9.0}, Offload()),
+    ({"none": 3.0, "disk": 1.0}, Offload()),
+    ({"parameters": 5.0, "disk": 1.0}, Offload("host", parameters=True)),
+])
+def test_tiers_are_compared_by_price(seconds: dict[str, float], tier: Offload) -> None:
+    """``seconds``: of the plans of those that fit; that of the device recomputes, as memory binds it. Disk is for what
+    fits nowhere else; what is faster by less than 1 % stays on the device."""
+    plan = planned(CPU)
+    binding = replace(plan, hybrid=replace(plan.hybrid, recompute="full"))
+
+    def make(options: Options) -> Plan:
+        name = f"{options.offload}" + (f" {options.offload_fraction}" if options.offload_fraction else "")
+        if name not in seconds:
+            raise InfeasibleError("too much")
+        zero = 3 if options.offload == "parameters" else plan.hybrid.zero_stage
+        return replace(binding, hybrid=replace(binding.hybrid, offload=options.tier, zero_stage=zero),
+                       prediction=replace(plan.prediction, forward_s=seconds[name]))
+
+    found = fastest_tier(Options(offload="auto"), CPU, make)
+    assert found.hybrid.offload == tier
+    if tier.is_away and "none" in seconds:
+        assert "times as fast as with states in device memory" in found.evidence.stop_reason
+
+
 def test_limits_of_a_plan() -> None:
     with pytest.raises(InfeasibleError, match="host_memory_limit_bytes is 10: take more devices"):
         planned(offload="host", host_memory_limit_bytes=10)

@@ -12,8 +12,8 @@ from autoparallel.strategies.space import StrategySpace, TensorUse
 
 
 def stored_sharded(space: StrategySpace) -> dict[int, np.ndarray]:
-    """The strategy numbers with the most sharded axes, by trainable parameter's decision. On axes of one rank a shard is
-    the whole, and its gather a copy in vain."""
+    """The strategy numbers with the most sharded axes, by trainable parameter's decision; none along axes of one rank,
+    where a shard is the whole, and its gather a copy in vain."""
     found, worth = {}, [1.0 if size > 1 else -0.1 for size in space.mesh_shape]
     for decision in space.decisions:
         s = space.strategy_sets[decision.index]
