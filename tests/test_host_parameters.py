@@ -15,7 +15,8 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 import autoparallel
 from autoparallel.errors import PlanError
-from autoparallel.kernels import fetching, regather
+from autoparallel.kernels import fetching, groups, regather
+from autoparallel.kernels.collectives import begin_all_gathers
 from autoparallel.plans import Plan
 from autoparallel.schedule.tiers import Offload
 from benchmarks.published_offload import ROWS
@@ -93,6 +94,20 @@ def test_few_parameters_are_on_the_device_at_a_time(ranks: Any, recompute: str) 
     assert most <= 1.3 * planned
 
 
+def gathered_alone() -> list[int]:
+    """Addresses of the memory of two tensors gathered in one bucket on one rank."""
+    (axis,) = groups.bind(mesh_of(1)).values()
+    made = begin_all_gathers([torch.ones(4), torch.ones(6)], axis, [(0, (4,)), (0, (6,))])()
+    return [x.untyped_storage().data_ptr() for x in made]
+
+
+@pytest.mark.ranks
+def test_a_bucket_gathered_on_one_rank_is_in_memory_of_its_own(ranks: Any) -> None:
+    """By which ZeRO-3 finds in backward what to gather again."""
+    (addresses,) = ranks(1).run(gathered_alone)
+    assert len(set(addresses)) == 2
+
+
 def planned(devices: int = 4, cluster: str = "a100-sxm", **options: Any) -> Plan:
     args, kwargs = CASES["llama"].inputs(8)
     machine = Cluster.load(cluster, num_devices=devices, software="none")
@@ -108,6 +123,8 @@ def test_they_leave_the_device_in_a_plan(devices: int) -> None:
     assert moved.prediction.state_bytes == 0 and moved.prediction.host_bytes == pytest.approx(states)
     assert moved.known is not None and moved.known.memory is not None
     assert "gathered parameters" in moved.known.memory.kinds
+    gathers = [how for step in moved.known.redistributions for how in step.how if "gather" in how]
+    assert bool(gathers) == (devices > 1)    # on one rank they would be copies in vain
     assert "parameters, gradients and optimizer states in the memory of the host" in " ".join(moved.report().split())
     assert Plan.from_json(moved.to_json()).hybrid == moved.hybrid
 

@@ -48,7 +48,7 @@ class _Tiers:
         if not _binds(here):
             return here
         self._try_tiers()
-        best = min(self.found, key=_step_s, default=here)
+        best = min(self.found, key=_least, default=here)
         if best is here or _step_s(best) >= (1 - LEAST_GAIN) * _step_s(here):
             return here
         return _because(best, f"{_step_s(here) / _step_s(best):.2f} times as fast as with states in device memory, "
@@ -59,7 +59,7 @@ class _Tiers:
         if not self.found and "disk" in self.tiers:
             self._add("disk")
         if self.found:
-            return _because(min(self.found, key=_step_s), "states in device memory do not fit")
+            return _because(min(self.found, key=_least), "states in device memory do not fit")
         error.args = (f"{error} ({'; '.join(self.why or [self.nothing])})",)
         raise error
 
@@ -112,6 +112,12 @@ def _binds(plan: Plan) -> bool:
 
 def _step_s(plan: Plan) -> float:
     return plan.prediction.step_s
+
+
+def _least(plan: Plan) -> tuple[float, bool, float]:
+    """The order of plans in tiers: by seconds, then by how much leaves the device."""
+    away = plan.hybrid.offload
+    return _step_s(plan), away.parameters, away.fraction
 
 
 def _because(plan: Plan, why: str) -> Plan:
