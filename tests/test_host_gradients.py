@@ -97,12 +97,20 @@ def refused() -> list[str]:
     limited = compiled("host", host_memory_limit_bytes=4000)
     with pytest.raises(InputError) as limit:
         limited.optimizer(torch.optim.AdamW)
-    return [str(graph.value), str(limit.value)]
+    parallel.step(torch.ones(8, 8))
+    for parameter in parallel.parameters():    # as if the parameters were on an accelerator
+        parameter.grad._local_tensor = parameter.grad._local_tensor.to("meta")
+    scaler, optimizer = torch.amp.GradScaler("cpu"), parallel.optimizer(torch.optim.AdamW)
+    scaler.scale(torch.ones(()))
+    with pytest.raises(InputError) as scaled:
+        scaler.unscale_(optimizer)
+    return [str(graph.value), str(limit.value), str(scaled.value)]
 
 
 @pytest.mark.ranks
 def test_what_is_refused(ranks: Any) -> None:
-    for graph, limit in ranks(2).run(refused):
+    for graph, limit, scaled in ranks(2).run(refused):
+        assert "gradient scaling is on the device" in scaled and "bfloat16" in scaled
         assert "backward(create_graph=True)" in graph and "offload='none'" in graph
         assert "gradients and optimizer states need" in limit
 

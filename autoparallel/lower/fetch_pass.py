@@ -32,7 +32,7 @@ def fetch_parameters(program: GraphModule, mesh_shape: Sequence[int], device: st
             first = min(node.users, key=place.__getitem__)
             with program.graph.inserting_before(first):
                 made = program.graph.call_function(fetch, (node, "host", device))
-            node.replace_all_uses_with(made, delete_user_cb=lambda user, own=made: user is not own)  # type: ignore[misc]
+            node.replace_all_uses_with(made, delete_user_cb=lambda user, own=made: user is not own)
             made.meta = {**node.meta, **_read_by(first if first.op == "call_function" else last)}
             meta, layout = node.meta["global_meta"], node.meta["layout"]
             elements = math.prod(largest_local_shape(meta.shape, layout, mesh_shape))

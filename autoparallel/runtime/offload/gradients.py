@@ -130,7 +130,7 @@ class HostGradients:
         pinned = self._stream is not None
         made = torch.empty(gradient.shape, dtype=gradient.dtype, pin_memory=pinned) if into is None else into
         if self._stream is None:
-            work = partial(made.copy_ if into is None else made.add_, gradient)
+            work: Callable[[], Any] = partial(made.copy_ if into is None else made.add_, gradient)
         else:
             landed = made if into is None else torch.empty(gradient.shape, dtype=gradient.dtype, pin_memory=True)
             work = partial(_added, self._begin(gradient, landed), landed, into)
@@ -162,7 +162,8 @@ class HostGradients:
         with stream:
             landed.copy_(gradient, non_blocking=True)
         gradient.record_stream(stream)
-        return stream.record_event().synchronize  # type: ignore[no-any-return]
+        event: Any = stream.record_event()
+        return event.synchronize
 
 
 class _Arrived:
