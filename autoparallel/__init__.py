@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from autoparallel.advice import Advice, advise
     from autoparallel.api import compile, plan
     from autoparallel.export import Exported, Imported, export_plan, import_plan
+    from autoparallel.fitting import Fitting, fit
     from autoparallel.launch.world import World, init
     from autoparallel.ops.bounded import Bounded, bound
     from autoparallel.planning.inference import inference_call
@@ -38,6 +39,8 @@ _HOMES = {
     "plan": "autoparallel.api",
     "export_plan": "autoparallel.export",
     "import_plan": "autoparallel.export",
+    "Fitting": "autoparallel.fitting",
+    "fit": "autoparallel.fitting",
     "Exported": "autoparallel.export",
     "Imported": "autoparallel.export",
     "inference_call": "autoparallel.planning.inference",
@@ -56,10 +59,10 @@ _HOMES = {
     "Cluster": "cost_models",
     "register_rule": "autoparallel.rules.custom",
 }
-__all__ = ["Advice", "Bounded", "Cluster", "Exported", "GradScaler", "Imported", "JsonLines", "ParallelModule", "Plan",
-           "Sizing", "StepLog", "TensorBoard", "World", "__version__", "advise", "bound", "compile",
-           "export_plan", "import_plan", "inference_call", "init", "padded_to", "plan", "register_rule",
-           "serve_parameters", "size"]
+__all__ = ["Advice", "Bounded", "Cluster", "Exported", "Fitting", "GradScaler", "Imported", "JsonLines",
+           "ParallelModule", "Plan", "Sizing", "StepLog", "TensorBoard", "World", "__version__", "advise", "bound",
+           "compile", "export_plan", "fit", "import_plan", "inference_call", "init", "padded_to", "plan",
+           "register_rule", "serve_parameters", "size"]
 
 
 def __getattr__(name: str) -> Any:

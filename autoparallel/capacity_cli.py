@@ -1,4 +1,5 @@
-"""Commands on how many devices a job takes: ``size`` and ``goodput``. Torch is imported when a model is planned."""
+"""Commands on how many devices a job takes: ``size``, ``fit`` and ``goodput``. Torch is imported when
+a model is planned."""
 
 from __future__ import annotations
 
@@ -8,6 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 if TYPE_CHECKING:
+    from autoparallel.fitting import Fit
     from autoparallel.sizing import Size
 
 #: Minutes between checkpoints, beside the best, in the table of ``goodput``.
@@ -16,7 +18,7 @@ INTERVALS_MIN = (5.0, 15.0, 60.0)
 
 def add_to(app: typer.Typer) -> None:
     """Add the commands."""
-    for command in (size, goodput):
+    for command in (size, fit, goodput):
         app.command()(command)
 
 
@@ -62,6 +64,47 @@ def size(
         software=software, time_limit_s=time_limit, told=tell, optimizer=optimizer)
     print_sizing(found, ReportConsole())
     raise typer.Exit(0 if found.best is not None else 1)
+
+
+def fit(
+    model: Annotated[str, typer.Argument(help="a Hugging Face config file (JSON), or module:function")],
+    cluster: Annotated[str, typer.Option(help="a cluster's name, or a TOML file")],
+    devices: Annotated[int | None, typer.Option(min=1, help="of the cluster; as its description says by "
+                                                "default")] = None,
+    sequence_length: Annotated[int, typer.Option(min=1, help="tokens per sequence")] = 2048,
+    most: Annotated[int, typer.Option(min=1, help="sequences of the largest batch to try")] = 4096,
+    offload: Annotated[str, typer.Option(help="tiers to try")] = "none,host,parameters,disk",
+    memory_limit: Annotated[str | None, typer.Option(help="of each device, for example 70GiB")] = None,
+    host_memory_limit: Annotated[str | None, typer.Option(help="of host memory per device, for example 200GiB")] = None,
+    software: Annotated[str | None, typer.Option(help="whose speed counts: torch-eager, megatron-core, ...")] = None,
+    dtype: Annotated[str, typer.Option(help="bfloat16, float16 or float32")] = "bfloat16",
+    optimizer: Annotated[str, typer.Option(help="whose state is counted: adamw, sgd, ...")] = "adamw",
+    time_limit: Annotated[float, typer.Option(help="seconds of the search for each batch")] = 10.0,
+) -> None:
+    """Say whether training fits on so many devices, with what on the host or disk, and how large a batch; exit code 1
+    if nothing fits.
+
+    autoparallel fit llama3-70b.json --cluster a100-sxm --devices 1
+    """
+    import autoparallel
+    from autoparallel.errors import printable
+    from autoparallel.fitting import print_fitting
+    from autoparallel.models import load_model
+    from autoparallel.plans.reports.text import ReportConsole
+    from autoparallel.plans.reports.units import bytes_of
+
+    def tell(one: Fit) -> None:
+        said = one.refused if one.plan is None else f"a batch of {one.batch} fits"
+        typer.echo(printable(f"offload {one.offload}: {said}"), err=True)
+
+    limits: dict[str, Any] = {name: bytes_of(text) for name, text in (("memory_limit_bytes", memory_limit), (
+        "host_memory_limit_bytes", host_memory_limit)) if text is not None}
+    found = autoparallel.fit(
+        lambda batch: load_model(model, batch, sequence_length, dtype), cluster, devices=devices, most=most,
+        tiers=[tier.strip() for tier in offload.split(",")], software=software, time_limit_s=time_limit, told=tell,
+        optimizer=optimizer, **limits)
+    print_fitting(found, ReportConsole())
+    raise typer.Exit(0 if found.fits else 1)
 
 
 def goodput(
@@ -117,4 +160,4 @@ def goodput(
     console.print(table)
 
 
-__all__ = ["add_to", "goodput", "size"]
+__all__ = ["add_to", "fit", "goodput", "size"]

@@ -14,6 +14,7 @@ import typer
 from autoparallel import capacity_cli, plan_cli
 from autoparallel.errors import AutoparallelError, InfeasibleError, InputError, printable
 from autoparallel.models import load_model
+from autoparallel.plans.reports.units import bytes_of
 from autoparallel.schedule.schedules import SCHEDULES
 
 if TYPE_CHECKING:
@@ -24,7 +25,6 @@ app = typer.Typer(help="The fastest correct way to run a PyTorch model on these 
                   pretty_exceptions_enable=False,
                   epilog="Exit codes: 0 done; 1 a job failed, or two plans differ; 2 a mistake in the call; 3 no plan "
                          "fits; 130 interrupted.")
-UNITS = {"": 1, "B": 1, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30, "TIB": 2**40, "KB": 10**3, "MB": 10**6, "GB": 10**9}
 
 
 @app.command()
@@ -59,8 +59,8 @@ def plan(
     bucket_bytes: Annotated[float | None, typer.Option(help="of gradients or parameters that are sent together, "
                                                        "at most (25 MiB)")] = None,
     copies: Annotated[int | None, typer.Option(help="micro-batches that run at a time (multi-copy)")] = None,
-    offload: Annotated[str | None, typer.Option(help="optimizer states on: none (the device), host, disk, auto")
-                       ] = None,
+    offload: Annotated[str | None, typer.Option(help="optimizer states on: none (the device), host (gradients too), "
+                                                  "parameters (these too), disk; auto: by price")] = None,
     offload_fraction: Annotated[float | None, typer.Option(help="the share of them that moves, as 0.5")] = None,
     host_memory_limit: Annotated[str | None, typer.Option(help="of host memory per device, for example 200GiB")] = None,
     disk_limit: Annotated[str | None, typer.Option(help="of disk per device, for example 1TB")] = None,
@@ -99,13 +99,14 @@ def plan(
     with plan_cli.Progress(time_limit, quiet) as progress:
         made = autoparallel.plan(
             network, machine, example_inputs=args, example_kwargs=kwargs, mesh_shape=shape, search=search,
-            memory_limit_bytes=_bytes(memory_limit), optimizer=optimizer, baseline=baseline, time_limit_s=time_limit,
+            memory_limit_bytes=bytes_of(memory_limit), optimizer=optimizer, baseline=baseline, time_limit_s=time_limit,
             joint=joint, by_hand=by_hand, compare_by_hand=compare_by_hand, pipeline_stages=pipeline_stages,
             micro_batches=micro_batches, schedule=schedule,
             stage_replicas=_sizes(stage_replicas, "the stages' ranks", ",", "1,3"),
             zero_stage=zero_stage, recompute=recompute, reduce_dtype=reduce_dtype,
             bucket_bytes=bucket_bytes, copies=copies, offload=offload, offload_fraction=offload_fraction,
-            host_memory_limit_bytes=_bytes(host_memory_limit), disk_limit_bytes=_bytes(disk_limit), progress=progress,
+            host_memory_limit_bytes=bytes_of(host_memory_limit), disk_limit_bytes=bytes_of(disk_limit),
+            progress=progress,
         )
         if output is not None:  # first: what follows may fail
             made.save(output)
@@ -277,7 +278,7 @@ def advise(
     network, args, kwargs = load_model(model, global_batch or 2 * devices, sequence_length, dtype)
     with plan_cli.Progress(time_limit) as progress:
         found = autoparallel.advise(network, machine, example_inputs=args, example_kwargs=kwargs, optimizer=optimizer,
-                                    memory_limit_bytes=_bytes(memory_limit), search_s=time_limit, uneven=uneven,
+                                    memory_limit_bytes=bytes_of(memory_limit), search_s=time_limit, uneven=uneven,
                                     progress=progress.says)
     print_advice(found, ReportConsole())
     if output is not None and found.best is not None and found.best.plan is not None:
@@ -461,17 +462,6 @@ def _product(shape: tuple[int, ...]) -> int:
     for n in shape:
         count *= n
     return count
-
-
-def _bytes(text: str | None) -> float | None:
-    if text is None:
-        return None
-    number = text.rstrip("BbIiKkMmGgTt ")
-    unit = text[len(number):].strip().upper()
-    try:
-        return float(number) * UNITS[unit]
-    except (ValueError, KeyError):
-        raise InputError(f"cannot read the memory limit {text!r}: write for example 70GiB") from None
 
 
 def main() -> None:

@@ -71,8 +71,8 @@ def compile(model: nn.Module, mesh: DeviceMesh | int, example: Call | None, inpu
             agree_on("autoparallel.compile", limit_s=peer_timeout_s)
         if disk_path is not None:
             made_equally("a disk_path", partial(check_folder, disk_path), lambda _: "")
-    if disk_path is None:
-        options = replace(options, tiers=("host",))
+    options = replace(options, tiers=("host", *(("parameters",) if backend == backends.EAGER else ()),
+                                      *(("disk",) if disk_path is not None else ())))
     if isinstance(mesh, int) and example is not None and plan is None:
         plan = _plan_on_devices(model, mesh, cluster, inputs.of_all(*example, mesh), options)
         options = options.without_decided()
@@ -82,17 +82,24 @@ def compile(model: nn.Module, mesh: DeviceMesh | int, example: Call | None, inpu
     hybrid = plan.hybrid if plan else options.hybrid(mesh.size(0) if options.stages > 1 else 1)
     position = groups.position_on(mesh, hybrid.pipeline_ranks)
     backends.check(runs_by, hybrid)
+    away = hybrid.offload    # of the first form, in which the others find parameters
 
     def compile_call(
         model: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any], placed: Mapping[str, Layout], plain: bool,
         numbers: Sequence[int],
     ) -> Compiled:
+        nonlocal away
         given = None if placed or plain else plan
         how = Hybrid(reduce_dtype=hybrid.reduce_dtype, bucket_bytes=hybrid.bucket_bytes) if plain else hybrid
+        within = replace(options, offload=None, offload_fraction=None) if placed else options
+        if placed or plain:
+            how = replace(how, offload=away, zero_stage=3 if away.parameters else how.zero_stage)
         micro = made_equally("a program",
                            lambda: split_batch(capture_for_any(model, args, kwargs, numbers), how.micro_batches),
                            lambda made: f"{made.whole.fingerprint} {how}", lines=lambda made: made.whole.described())
-        return _compile_call(micro, position, machine, options, how, given, placed, runs_by)
+        made = _compile_call(micro, position, machine, within, how, given, placed, runs_by)
+        away = away if placed else made.plan.hybrid.offload
+        return made
 
     parallel = ParallelModule(model, position, hybrid, compile_call, inputs, max_forms,
                               Limits.of(options.host_memory_limit_bytes, options.disk_limit_bytes, disk_path))

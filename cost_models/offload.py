@@ -31,25 +31,51 @@ class HostStep:
         return np.maximum(np.maximum(self.fetch_s, self.step_s), self.put_s)
 
 
-def host_step(num_elements: Any, dtype: str, optimizer: str, cluster: Cluster, on_disk: bool = False) -> HostStep:
-    """The step of ``num_elements`` elements (arrays allowed) of a dtype or precision by a rank's host. Raises
+def host_step(num_elements: Any, dtype: str, optimizer: str, cluster: Cluster, on_disk: bool = False,
+              gradients_there: bool = False, parameters_there: bool = False) -> HostStep:
+    """The step of ``num_elements`` elements (arrays allowed) of a dtype or precision by a rank's host.
+    ``gradients_there``: they have come during backward; ``parameters_there``: these live on the host. Raises
     ClusterError where the cluster's description has no rate of what moves."""
     kept, how, elements = memory.precision(dtype), memory.recipe(optimizer), np.asarray(num_elements, dtype=float)
     host = cluster.host
     fetch = put = np.zeros_like(elements)
-    if not host.shared_memory:
+    if not host.shared_memory and not (gradients_there and parameters_there):
         parameter = ITEM_BYTES[kept.parameter]
-        down = ITEM_BYTES[kept.gradient] + (0 if kept.master else parameter)
+        down = (0 if gradients_there else ITEM_BYTES[kept.gradient]) + (0 if kept.master else parameter)
         fetch = elements * down / known_rate(cluster, "from_device_bytes_per_s")
         put = elements * parameter / known_rate(cluster, "to_device_bytes_per_s")
-        rate = known_rate(cluster, "memory_bandwidth_bytes_per_s")
-    else:
-        rate = cluster.device.memory_bandwidth_bytes_per_s * cluster.device.memory_bandwidth_efficiency
+    rate = _memory_rate(cluster)
     if on_disk:
         states = how.num_states * ITEM_BYTES[kept.state] + (ITEM_BYTES[kept.master] if kept.master else 0)
         fetch = fetch + elements * states / known_rate(cluster, "disk_read_bytes_per_s")
         put = put + elements * states / known_rate(cluster, "disk_write_bytes_per_s")
     return HostStep(fetch, elements * memory.step_bytes(dtype, optimizer) / rate, put)
+
+
+def gradients_s(num_bytes: Any, cluster: Cluster, adds: bool = False) -> Any:
+    """Seconds of moving gradients to the host's memory; ``adds``: to others there, while the next ones come. Raises
+    ClusterError where the cluster's description has no rate of what moves."""
+    moved = np.asarray(num_bytes, dtype=float)
+    host = (3 if adds else 0) * moved / _memory_rate(cluster)    # the new, and the sum read and written
+    if cluster.host.shared_memory:
+        return np.maximum(2 * moved / _memory_rate(cluster), host)
+    return np.maximum(moved / known_rate(cluster, "from_device_bytes_per_s"), host)
+
+
+def fetch_s(num_bytes: Any, cluster: Cluster) -> Any:
+    """Seconds of moving parameters from the host's memory to the device. Raises ClusterError where the cluster's
+    description has no rate of it."""
+    moved = np.asarray(num_bytes, dtype=float)
+    if cluster.host.shared_memory:
+        return 2 * moved / _memory_rate(cluster)
+    return moved / known_rate(cluster, "to_device_bytes_per_s")
+
+
+def _memory_rate(cluster: Cluster) -> float:
+    """Bytes per second of the host's memory for one device."""
+    if cluster.host.shared_memory:
+        return cluster.device.memory_bandwidth_bytes_per_s * cluster.device.memory_bandwidth_efficiency
+    return known_rate(cluster, "memory_bandwidth_bytes_per_s")
 
 
 def known_rate(cluster: Cluster, name: str) -> float:

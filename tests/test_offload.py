@@ -92,6 +92,7 @@ def test_states_elsewhere_are_those_in_device_memory(ranks: Any, tmp_path: Path,
         everything = Trained(0, [], {}, expected.parameters | after[2], {})
         assert_same_parameters(everything.parameters, expected, 1e-4)
         states = sum(4 * value.numel() for name, value in before[1].items() if "exp_avg" in name)
+        states *= 1.5 if away == {"offload": "host"} else 1    # gradients are there too
         told = num_bytes[away["offload"]] / away.get("offload_fraction", 1.0)
         assert told == pytest.approx(states, rel=0.05, abs=2 * 4096)
         assert (num_bytes["device"] > 0) == ("offload_fraction" in away)

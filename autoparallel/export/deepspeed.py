@@ -46,12 +46,14 @@ def deepspeed(plan: Plan, degrees: Degrees) -> tuple[dict[str, str], Degrees]:
 
 
 def _offloaded(plan: Plan, degrees: Degrees) -> dict[str, Any]:
-    """Where the file says that optimizer states are: on the host with ZeRO, a part of them with ZeRO-3."""
+    """Where the file says that optimizer states, and parameters, are: on the host with ZeRO, a part of the states, and
+    parameters, with ZeRO-3."""
     away, zero = plan.hybrid.offload, degrees.hand.zero
     if away.states != "host" or not zero or (away.fraction < 1 and zero < 3):
         return {}
     return {"offload_optimizer": {"device": "cpu", "pin_memory": True,
-                                  **({"ratio": away.fraction} if away.fraction < 1 else {})}}
+                                  **({"ratio": away.fraction} if away.fraction < 1 else {})},
+            **({"offload_param": {"device": "cpu", "pin_memory": True}} if away.parameters else {})}
 
 
 def _check(plan: Plan, d: Degrees) -> None:

@@ -260,9 +260,11 @@ def sharded_by_context(hand: ByHand) -> list[Lost]:
 
 
 def states_lost(plan: Plan) -> Lost:
-    """Optimizer states that leave the device in the plan, and not in the export."""
+    """Training state that leaves the device in the plan, and not in the export."""
+    away = plan.hybrid.offload
+    also = "parameters, gradients and " if away.parameters else "gradients and " if away.moves_gradients else ""
     where = {"host": "in the host's memory", "disk": "on disk"}[plan.hybrid.offload.states]
-    return Lost(f"optimizer states {where}", "on the devices, in more of their memory")
+    return Lost(f"{also}optimizer states {where}", "on the devices, in more of their memory")
 
 
 __all__ = ["Degrees", "Lost", "as_data", "degrees_of", "ep_by_hand", "experts_beside_tensor", "head_size",

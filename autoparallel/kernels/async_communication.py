@@ -26,6 +26,7 @@ from autoparallel.kernels.collectives import (
     begin_reduce_scatters,
     slice_tensor,
 )
+from autoparallel.kernels.fetching import Fetches
 from autoparallel.kernels.groups import Axis
 from autoparallel.layout import INVARIANT, PARTIAL, Placement, dual
 from autoparallel.layout.redistribution import ACTIONS
@@ -200,7 +201,7 @@ class _Begin(torch.autograd.Function):
 class _End(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, pending: _Pending, *values: torch.Tensor) -> Values:
-        ctx.pending, ctx.shapes = pending, [x.shape for x in values]
+        ctx.pending, ctx.shapes = pending, [(x.shape, x.device) for x in values]
         ctx.set_materialize_grads(False)  # a value read only under no_grad has no gradient, rather than zeros
         assert pending.values is not None
         finish, pending.values = pending.values, None
@@ -211,9 +212,10 @@ class _End(torch.autograd.Function):
         if torch.is_grad_enabled():
             return None, *ctx.pending.sending.backward_at_once(gradients)
         ctx.pending.gradients = ctx.pending.send(gradients)
-        zeros = {g.dtype: g.new_zeros(()) for g in gradients if g is not None}  # placeholders, see `_Pending`
-        return None, *(None if g is None else zeros[g.dtype].expand(shape)
-                       for g, shape in zip(gradients, ctx.shapes, strict=True))
+        zeros = {(g.dtype, device): torch.zeros((), dtype=g.dtype, device=device)  # placeholders, see `_Pending`
+                 for g, (_, device) in zip(gradients, ctx.shapes, strict=True) if g is not None}
+        return None, *(None if g is None else zeros[g.dtype, device].expand(shape)
+                       for g, (shape, device) in zip(gradients, ctx.shapes, strict=True))
 
 
 @dataclass(frozen=True)
@@ -243,6 +245,11 @@ def begin_gathers(axis: str, steps: Sequence[tuple[str, str, Sizes]], *values: t
     (target,) = {Placement.parse(target) for target in targets}
     return _begin(Gathers(groups.current(axis), tuple(map(Placement.parse, sources)), target, sizes, sum_dtype),
                   *values)
+
+
+def begin_fetches(device: str, *values: torch.Tensor) -> Begun:
+    """Copies of parameters on the host to ``device``; their gradients go to the host."""
+    return _begin(Fetches(torch.device(device)), *values)
 
 
 def end(begun: Begun) -> Values:

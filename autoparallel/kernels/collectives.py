@@ -161,6 +161,8 @@ def _joined(shards: torch.Tensor, dim: int, sizes: Sizes) -> torch.Tensor:
     """[ranks, longest, ...], cut dim first -> the whole tensor, in memory of its own."""
     if any(size != shards.shape[1] for size in sizes):
         return torch.cat([shard[:size] for shard, size in zip(shards, sizes, strict=True)]).movedim(0, dim).contiguous()
+    if len(shards) == 1:  # which is contiguous as it is: a part of its bucket
+        return shards[0].movedim(0, dim).clone(memory_format=torch.contiguous_format)
     return shards.movedim((0, 1), (dim, dim + 1)).contiguous().flatten(dim, dim + 1)
 
 

@@ -18,6 +18,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 from autoparallel.kernels import async_communication, groups
 from autoparallel.kernels.collectives import Sizes, begin_all_gathers, redistribute
+from autoparallel.kernels.fetching import begin_copies
 from autoparallel.layout import Placement
 from autoparallel.schedule.backward_gathers import BackwardGathers, Gather, View
 
@@ -160,6 +161,23 @@ def begin_gathers(axis: str, steps: Sequence[tuple[str, str, Sizes]], *values: t
     gathered = _Gather(begin, kept, place, tuple(num_bytes))
     run.gathers.add(gathered)
     return replace(begun, again=gathered)
+
+
+def begin_fetches(device: str, *values: torch.Tensor, place: int, num_bytes: Sequence[float]
+                  ) -> async_communication.Begun:
+    """`async_communication.begin_fetches`, whose results (from `end`) are fetched again in backward, with prefetch;
+    ``place`` and ``num_bytes`` as of `begin_gathers`."""
+    run, kept = _run.get(), tuple(map(_kept, values))
+    begun = async_communication.begin_fetches(device, *values)
+    if run is None:
+        return begun
+
+    def begin(numbers: Sequence[int], sources: Sequence[torch.Tensor]) -> Callable[[], Sequence[torch.Tensor]]:
+        return begin_copies(sources, torch.device(device))
+
+    fetched = _Gather(begin, kept, place, tuple(num_bytes))
+    run.gathers.add(fetched)
+    return replace(begun, again=fetched)
 
 
 def end(begun: async_communication.Begun) -> tuple[torch.Tensor, ...]:

@@ -17,11 +17,12 @@ from collections.abc import Callable, Sequence
 from torch.fx import Graph, GraphModule
 from torch.fx import Node as FxNode
 
-from autoparallel.kernels.async_communication import begin_gathers, begin_reductions, end
+from autoparallel.kernels.async_communication import begin_fetches, begin_gathers, begin_reductions, end
 from autoparallel.kernels.collectives import (
     item,
     reduce_gradient,
 )
+from autoparallel.kernels.fetching import fetch
 from autoparallel.schedule.async_windows import TOP, AsyncWindows, Event, Pair, Read, kind_of, places
 from autoparallel.schedule.step_config import Hybrid
 
@@ -103,13 +104,20 @@ class _Writer:
         first, values = steps[0], [self.copy(step.all_input_nodes[0]) for step in steps]
         if first.target is reduce_gradient:
             made = self.graph.call_function(begin_reductions, (first.args[1], *values), dict(first.kwargs))
+        elif first.target is fetch:
+            made = self.graph.call_function(begin_fetches, (first.args[2], *values))
+            made.meta = self._ahead(pair)
         else:
             each = tuple((*step.args[2:], step.kwargs["source_sizes"]) for step in steps)
             sums = {key: value for step in steps for key, value in step.kwargs.items() if key == "sum_dtype"}
             made = self.graph.call_function(begin_gathers, (first.args[1], each, *values), sums)
-            made.meta = {"place": max(self.reads[n].place for n in pair.steps),
-                         "num_bytes": tuple(step.meta["num_bytes"] for step in steps)}
+            made.meta = self._ahead(pair)
         self.begun[pair] = made
+
+    def _ahead(self, pair: Pair) -> dict[str, object]:
+        """What backward needs to know to repeat a gather."""
+        return {"place": max(self.reads[n].place for n in pair.steps),
+                "num_bytes": tuple(self.steps[n].meta["num_bytes"] for n in pair.steps)}
 
     def _end(self, pair: Pair) -> None:
         ended = self.graph.call_function(end, (self.begun[pair],))

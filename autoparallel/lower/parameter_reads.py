@@ -34,8 +34,9 @@ def is_read(node: FxNode) -> bool:
 
 
 def gathers_parameter(node: FxNode) -> bool:
-    """Whether the node communicates in forward on the path from a parameter to a reader."""
-    return is_read(node) and node.meta["step"].forward in COLLECTIVES
+    """Whether the node communicates in forward on the path from a parameter to a reader, or fetches it from the
+    host."""
+    return is_read(node) and node.meta["step"].forward in (*COLLECTIVES, "fetch")
 
 
 def communicates(node: FxNode) -> bool:

@@ -18,7 +18,7 @@ from torch.fx import Node as FxNode
 
 from autoparallel.kernels.collectives import item
 from autoparallel.kernels.recomputed import Recomputed
-from autoparallel.kernels.regather import begin_gathers, end, gather, gather_parameter
+from autoparallel.kernels.regather import begin_fetches, begin_gathers, end, gather, gather_parameter
 from autoparallel.lower import overlap_pass
 
 
@@ -72,14 +72,18 @@ def _block(members: Sequence[FxNode], inputs: Sequence[FxNode], outputs: Sequenc
     return GraphModule({}, graph, class_name="Block")
 
 
+#: Prefetched reads of parameters, and the same with a repetition in backward.
+_REPEATED: dict[Any, Any] = {overlap_pass.begin_gathers: begin_gathers, overlap_pass.begin_fetches: begin_fetches}
+
+
 def gather_again(program: GraphModule, gathers: Callable[[Any], bool]) -> GraphModule:
     """Let backward repeat the steps for which ``gathers`` is true and the prefetched gathers (ZeRO-3). Changes and
     returns ``program``."""
     for node in program.graph.nodes:
-        if node.target is overlap_pass.begin_gathers:
-            node.target = begin_gathers
+        if node.target in _REPEATED:
+            node.target = _REPEATED[node.target]
             node.kwargs = {**node.kwargs, "place": node.meta["place"], "num_bytes": node.meta["num_bytes"]}
-        elif node.target is overlap_pass.end and node.args[0].target is begin_gathers:
+        elif node.target is overlap_pass.end and node.args[0].target in _REPEATED.values():
             node.target = end
         elif node.target is not item and gathers(node):
             node.target = gather_parameter if node.meta["reads"] else gather

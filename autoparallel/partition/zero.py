@@ -12,12 +12,14 @@ from autoparallel.strategies.space import StrategySpace, TensorUse
 
 
 def stored_sharded(space: StrategySpace) -> dict[int, np.ndarray]:
-    """The strategy numbers with the most sharded axes, by trainable parameter's decision."""
-    found = {}
+    """The strategy numbers with the most sharded axes, by trainable parameter's decision; none along axes of one rank,
+    where a shard is the whole, and its gather a copy in vain."""
+    found, worth = {}, [1.0 if size > 1 else -0.1 for size in space.mesh_shape]
     for decision in space.decisions:
         s = space.strategy_sets[decision.index]
         if decision.kind == "parameter" and s.output_metas[0].requires_grad:
-            sharded = np.array([sum(p.is_shard for p in s.output_layout(strategy)) for strategy in s.strategies])
+            sharded = np.array([sum(one for p, one in zip(s.output_layout(strategy), worth, strict=True) if p.is_shard)
+                                for strategy in s.strategies])
             found[decision.index] = np.flatnonzero(sharded == sharded.max())
     return found
 

@@ -25,6 +25,7 @@
     | copies            | micro-batches that run at a time (multi-copy)                 | 1                          |
     | recompute         | none, selective, full, offload; auto: of whole blocks, as few | none                       |
     |                   | as memory requires                                            |                            |
+    | offload           | host (states and gradients), parameters (these too), disk     | none                       |
     | sequence_parallel | norms and residuals are cut along the sequence over tp        | no                         |
 
 Ranks are laid out as Megatron does: tensor innermost, then context, expert, data, pipeline.
@@ -41,6 +42,7 @@ from autoparallel.errors import PlanError, shown
 from autoparallel.plans import Hybrid
 from autoparallel.schedule.schedules import SCHEDULES, usual
 from autoparallel.schedule.step_config import RECOMPUTE
+from autoparallel.schedule.tiers import PLACES, offload_of
 
 _COUNTS = ("dp", "tp", "pp", "cp", "ep", "shards", "virtual", "micro_batch", "copies")
 SPLITS = ("work", "blocks", "ends")
@@ -66,6 +68,7 @@ class ByHand:
     micro_batch: int | None = None
     copies: int = 1
     recompute: str = "none"
+    offload: str = "none"
     sequence_parallel: bool = False
 
     def __post_init__(self) -> None:
@@ -80,6 +83,8 @@ class ByHand:
                             "true or false")
         if self.recompute not in (*RECOMPUTE, AUTO):
             raise PlanError(f"by_hand: recompute is {shown(self.recompute)}; there are {[*RECOMPUTE, AUTO]}")
+        if self.offload not in PLACES:
+            raise PlanError(f"by_hand: offload is {shown(self.offload)}; there are {list(PLACES)}")
         if self.schedule not in (None, *SCHEDULES):
             raise PlanError(f"by_hand: schedule is {shown(self.schedule)}; there are {list(SCHEDULES)}")
         if self.split not in SPLITS:
@@ -139,7 +144,7 @@ class ByHand:
     def mesh(self) -> tuple[tuple[int, ...], tuple[str, ...], tuple[str, ...]]:
         """Sizes, names and roles (`planning.baselines.ROLES`) of the axes of a stage's mesh, without axes of size 1."""
         shards = self.shards or 1
-        data = "shard" if self.zero and self.shards is None else "data"
+        data = "shard" if self.zero and self.shards is None and (self.dp or 1) > 1 else "data"
         tensor = "sequence" if self.sequence_parallel else "tensor"
         axes = [((self.dp or 1) // self.ep // shards, "dp", data), (shards, "shard", "shard"),
                 (self.ep, "ep", "expert shard" if self.zero else "expert"),
@@ -162,7 +167,7 @@ class ByHand:
         schedule = self.schedule or usual(self.virtual)
         return Hybrid(batch // (ranks * each), self.pp * self.virtual if self.pp > 1 else 1, self.pp, schedule,
                       zero_stage=self.zero, recompute="none" if self.recompute == AUTO else self.recompute,
-                      copies=self.copies)
+                      copies=self.copies, offload=offload_of(self.offload))
 
     def __str__(self) -> str:
         said = [f"{f.name}={getattr(self, f.name)}" for f in fields(self)

@@ -1,4 +1,4 @@
-"""offload="auto": the first tier of optimizer states with which a plan fits, and as few of them as memory requires."""
+"""offload="auto": plans with training state in each tier, compared by price."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import replace
 
 from autoparallel import clock
-from autoparallel.errors import InfeasibleError, SearchError
+from autoparallel.errors import InfeasibleError, PlanError, SearchError
 from autoparallel.planning.options import Options
 from autoparallel.plans import Plan
 from cost_models import Cluster
@@ -15,56 +15,122 @@ from cost_models import Cluster
 FRACTIONS = (0.25, 0.5, 0.75)
 #: The least share of the time limit for a search beyond the first.
 LEAST_SHARE = 0.25
+#: The share of the memory limit from which on memory counts as what binds a plan with states on the device.
+BINDS = 0.9
+#: A tier is taken where it makes a step shorter by more than this share.
+LEAST_GAIN = 0.01
+
+Make = Callable[[Options], Plan]
 
 
-def first_that_fits(options: Options, cluster: Cluster, make: Callable[[Options], Plan]) -> Plan:
-    """The plan by ``make`` with states on the device; where none fits, on the host; then on disk, for clusters whose
-    description says how fast that is. Raises InfeasibleError (that of the device) if none fits."""
-    ends = clock.now() + options.time_limit_s
-
-    def within(tier: str, fraction: float | None = None) -> Plan:
-        left = max(LEAST_SHARE * options.time_limit_s, ends - clock.now())
-        return make(replace(options, offload=tier, offload_fraction=fraction, time_limit_s=left))
-
-    try:
-        return within("none")
-    except InfeasibleError as error:
-        tiers, others = [tier for tier in _tiers(cluster) if tier in options.tiers], list[str]()
-        for tier in tiers:
-            try:
-                found = within(tier)
-            except (InfeasibleError, SearchError) as other:
-                others.append(f"offload={tier!r}: {other}")
-                continue
-            if tier == "host":
-                found = _fewest(found, within)
-            reason = f"states in device memory do not fit; {found.evidence.stop_reason}"
-            return replace(found, evidence=replace(found.evidence, stop_reason=reason))
-        if not tiers:
-            others = [f"the description of {cluster.name} has no rates of its hosts for offload='host' or 'disk'"]
-        error.args = (f"{error} ({'; '.join(others)})",)
-        raise
+def fastest_tier(options: Options, cluster: Cluster, make: Make) -> Plan:
+    """The fastest of the plans by ``make`` with states on the device, on the host in part or whole, and with parameters
+    there; on disk only where none of these fits. Tiers are left out where memory does not bind, or where the cluster's
+    description does not say how fast they are. Raises InfeasibleError (that of the device) if none fits."""
+    return _Tiers(options, cluster, make).fastest()
 
 
-def _fewest(whole: Plan, within: Callable[[str, float], Plan]) -> Plan:
-    """The plan with the smallest of `FRACTIONS` that fits, by bisection; ``whole`` has all states on the host."""
-    best, low, high = whole, 0, len(FRACTIONS)
-    while low < high:
-        middle = (low + high) // 2
+class _Tiers:
+    """The plans of one call by tier. ``why``: of tiers without one, the reason."""
+
+    def __init__(self, options: Options, cluster: Cluster, make: Make) -> None:
+        self.options, self.make = options, make
+        self.ends = clock.now() + options.time_limit_s
+        self.tiers = [tier for tier in _known(cluster) if tier in options.tiers]
+        self.nothing = f"the description of {cluster.name} has no rates of its hosts for offload='host' or 'disk'"
+        self.found, self.why = list[Plan](), list[str]()
+
+    def fastest(self) -> Plan:
         try:
-            best, high = within("host", FRACTIONS[middle]), middle
-        except (InfeasibleError, SearchError):
-            low = middle + 1
-    return best
+            here = self._plan("none")
+        except InfeasibleError as error:
+            return self._elsewhere(error)
+        if not _binds(here):
+            return here
+        self._try_tiers()
+        best = min(self.found, key=_least, default=here)
+        if best is here or _step_s(best) >= (1 - LEAST_GAIN) * _step_s(here):
+            return here
+        return _because(best, f"{_step_s(here) / _step_s(best):.2f} times as fast as with states in device memory, "
+                        "which bind it")
+
+    def _elsewhere(self, error: InfeasibleError) -> Plan:
+        self._try_tiers()
+        if not self.found and "disk" in self.tiers:
+            self._add("disk")
+        if self.found:
+            return _because(min(self.found, key=_least), "states in device memory do not fit")
+        error.args = (f"{error} ({'; '.join(self.why or [self.nothing])})",)
+        raise error
+
+    def _try_tiers(self) -> None:
+        """On the host: all, then as few as memory requires; with parameters, where recompute or nothing else fits."""
+        if "host" in self.tiers and self._add("host"):
+            self._fewer()
+        binds = not self.found or any(plan.hybrid.recompute != "none" for plan in self.found)
+        if "parameters" in self.tiers and binds:
+            self._add("parameters")
+
+    def _add(self, tier: str, fraction: float | None = None) -> bool:
+        """Whether a plan was found."""
+        try:
+            self.found.append(self._plan(tier, fraction))
+        except (InfeasibleError, SearchError, PlanError) as error:
+            self.why.append(f"offload={tier!r}: {error}")
+            return False
+        return True
+
+    def _fewer(self) -> None:
+        """Plans with parts of the states on the host, by bisection of `FRACTIONS`."""
+        low, high = 0, len(FRACTIONS)
+        while low < high:
+            middle = (low + high) // 2
+            if self._add("host", FRACTIONS[middle]):
+                high = middle
+            else:
+                low = middle + 1
+
+    def _plan(self, tier: str, fraction: float | None = None) -> Plan:
+        """The plan with states in a tier. Raises InfeasibleError, also for one by hand that does not fit."""
+        left = max(LEAST_SHARE * self.options.time_limit_s, self.ends - clock.now())
+        within = replace(self.options, offload=tier, offload_fraction=fraction, time_limit_s=left)
+        if tier == "parameters" and within.by_hand is None:
+            within = replace(within, zero_stage=3 if within.zero_stage is None else within.zero_stage)
+        made = self.make(within)
+        limit = made.prediction.limit_bytes
+        if self.options.by_hand is not None and 0 < limit < made.prediction.peak_bytes:
+            raise InfeasibleError(f"the plan by hand needs {made.prediction.peak_bytes:.3g} bytes on a device, of "
+                                  f"{limit:.3g}")
+        return made
 
 
-def _tiers(cluster: Cluster) -> Iterator[str]:
+def _binds(plan: Plan) -> bool:
+    """Whether more device memory could make a plan faster: it recomputes, shards parameters, or fills memory."""
+    hybrid, p = plan.hybrid, plan.prediction
+    return hybrid.recompute != "none" or hybrid.zero_stage == 3 or 0 < BINDS * p.limit_bytes < p.peak_bytes
+
+
+def _step_s(plan: Plan) -> float:
+    return plan.prediction.step_s
+
+
+def _least(plan: Plan) -> tuple[float, bool, float]:
+    """The order of plans in tiers: by seconds, then by how much leaves the device."""
+    away = plan.hybrid.offload
+    return _step_s(plan), away.parameters, away.fraction
+
+
+def _because(plan: Plan, why: str) -> Plan:
+    return replace(plan, evidence=replace(plan.evidence, stop_reason=f"{why}; {plan.evidence.stop_reason}"))
+
+
+def _known(cluster: Cluster) -> Iterator[str]:
     host = cluster.host
     links = host.to_device_bytes_per_s and host.from_device_bytes_per_s and host.memory_bandwidth_bytes_per_s
     if host.shared_memory or links:
-        yield "host"
+        yield from ("host", "parameters")
         if host.disk_read_bytes_per_s and host.disk_write_bytes_per_s:
             yield "disk"
 
 
-__all__ = ["first_that_fits"]
+__all__ = ["fastest_tier"]

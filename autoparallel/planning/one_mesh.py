@@ -30,7 +30,7 @@ from autoparallel.planning.block_summary import block_layouts
 from autoparallel.planning.candidates import First
 from autoparallel.planning.departures import departures, told
 from autoparallel.planning.facts import facts_of
-from autoparallel.planning.offloading import first_that_fits
+from autoparallel.planning.offloading import fastest_tier
 from autoparallel.planning.options import Options
 from autoparallel.planning.recompute import fewest_recomputed
 from autoparallel.planning.study import TIME_LIMIT_S, Study
@@ -116,6 +116,9 @@ def plan_in(space: StrategySpace, micro: MicroBatches, cluster: Cluster, options
                          pricer.choice_near(begin) if begin is not None else None)
     except InfeasibleError as error:
         raise _naming_pins(error, pricer, options) from None
+    searched, table = pricer, problem
+    if penalties is None and not _tiers_hold(pricer, problem, solution, options):
+        searched, table, solution = _within_tiers(pricer, problem, solution, options)
     laps.lap("search")
     if penalties is not None:  # the plan is priced without penalties
         if options.by_hand is not None and isinstance(penalties, Baseline):
@@ -127,7 +130,7 @@ def plan_in(space: StrategySpace, micro: MicroBatches, cluster: Cluster, options
         )
         return _plan_of(pricer, pricer.full(), solution, strategies, options, laps, stages, micro)
     if options.search != "local":  # which is of trial plans
-        solution = _faster_hiding(pricer, problem, solution, options, laps)
+        solution = _faster_hiding(searched, table, solution, options, laps)
     make = partial(_plan_of, pricer, problem, options=options, laps=laps, stages=stages, micro=micro)
     elsewhere = partial(_elsewhere, pricer, solution, micro, options, placed, stages)
     study = Study(pricer, problem, solution, lambda strategies, found: make(found, strategies), elsewhere)
@@ -195,8 +198,8 @@ def plan_call(space: StrategySpace, micro: MicroBatches, cluster: Cluster, optio
 def _plan_call(space: StrategySpace, micro: MicroBatches, cluster: Cluster, options: Options,
                placed: Mapping[str, Layout], hybrid: Hybrid) -> Plan:
     if options.offload == "auto":
-        return first_that_fits(options, cluster, lambda chosen: _plan_call(space, micro, cluster, chosen, placed,
-                                                                          replace(hybrid, offload=chosen.tier)))
+        return fastest_tier(options, cluster, lambda chosen: _plan_call(
+            space, micro, cluster, chosen, placed, _in_tier(hybrid, chosen)))
     try:
         return plan_in(space, micro, cluster, options, placed, hybrid)
     except InfeasibleError as error:
@@ -214,6 +217,12 @@ def _plan_call(space: StrategySpace, micro: MicroBatches, cluster: Cluster, opti
         error.args = (f"{error} (No plan was found with recompute and ZeRO-3 either. With micro_batches, which "
                       "parallel.step runs, less memory is needed.)",)
         raise
+
+
+def _in_tier(hybrid: Hybrid, options: Options) -> Hybrid:
+    """The step configuration with training state in the options' tier. Raises PlanError where it does not go there."""
+    zero_stage = 3 if options.tier.parameters and options.zero_stage == 3 else hybrid.zero_stage
+    return replace(hybrid, offload=options.tier, zero_stage=zero_stage)
 
 
 def _plan_recomputing(space: StrategySpace, micro: MicroBatches, cluster: Cluster, options: Options,
@@ -310,12 +319,44 @@ def _record(pricer: SpacePricer, problem: Problem, strategies: Sequence[Strategy
     return replace(found, stages=stage_seconds(pricer, problem, strategies, sends))
 
 
+def _tier_limits(cluster: Cluster, options: Options) -> tuple[float, float, float]:
+    """Bytes for each device: of host memory and of disk, and the share of the host's memory that it has."""
+    share = cluster.host.memory_bytes / min(cluster.devices_per_host, cluster.num_devices) or math.inf
+    host = share if options.host_memory_limit_bytes is None else options.host_memory_limit_bytes
+    return host, math.inf if options.disk_limit_bytes is None else options.disk_limit_bytes, share
+
+
+def _tiers_hold(pricer: SpacePricer, problem: Problem, solution: Solution, options: Options) -> bool:
+    """Whether a solution keeps to the limits of host memory and disk."""
+    if not pricer.counts.hybrid.offload.is_away:
+        return True
+    prediction = predict(pricer, problem, pricer.strategies_of(solution.choice), solution.peak_bytes)
+    try:
+        _check_tiers(prediction, pricer.prices.cluster, pricer.counts.hybrid, options)
+    except InfeasibleError:
+        return False
+    return True
+
+
+def _within_tiers(pricer: SpacePricer, problem: Problem, solution: Solution, options: Options
+                  ) -> tuple[SpacePricer, Problem, Solution]:
+    """The search once more, with the limits of host memory and disk: (pricer, problem, solution); where no plan keeps
+    to them, as before."""
+    host, disk, _ = _tier_limits(pricer.prices.cluster, options)
+    limits = {tier: max(limit, 1.0) for tier, limit in (("host", host), ("disk", disk)) if limit < math.inf}
+    limited = pricer.within(limits)
+    try:
+        found = solve(both := limited.full(), options.search, options.time_limit_s, limited, options.progress)
+    except (InfeasibleError, SearchError):
+        return pricer, problem, solution    # and `_check_tiers` says what it lacks
+    device = evaluate(problem, found.choice).peak_bytes
+    return limited, both, replace(found, peak_bytes=device, stop_reason=f"{found.stop_reason}; within host and disk")
+
+
 def _check_tiers(prediction: Prediction, cluster: Cluster, hybrid: Hybrid, options: Options) -> None:
     """Raises InfeasibleError if what leaves a device exceeds its share of its host's memory, or a limit of the
     options."""
-    share = cluster.host.memory_bytes / min(cluster.devices_per_host, cluster.num_devices) or math.inf
-    host = share if options.host_memory_limit_bytes is None else options.host_memory_limit_bytes
-    disk = math.inf if options.disk_limit_bytes is None else options.disk_limit_bytes
+    host, disk, share = _tier_limits(cluster, options)
     what = f"offload={hybrid.offload.states!r}" if hybrid.offload.is_away else "recompute='offload'"
     if prediction.host_bytes > host:
         given = f"{cluster.name} has" if host == share else "host_memory_limit_bytes is"

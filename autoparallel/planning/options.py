@@ -33,7 +33,7 @@ from autoparallel.planning.by_hand import ByHand
 from autoparallel.plans import Hybrid, Plan
 from autoparallel.schedule.schedules import SCHEDULES, names_of, usual
 from autoparallel.schedule.step_config import BUCKET_BYTES, RECOMPUTE, REDUCE_DTYPES
-from autoparallel.schedule.tiers import ON_DEVICE, Offload, largest_tile
+from autoparallel.schedule.tiers import ON_DEVICE, PLACES, Offload, largest_tile, offload_of
 from autoparallel.search import SEARCHES, Progress
 from cost_models import Cluster, memory
 from cost_models.accuracy import usable_bytes
@@ -60,8 +60,9 @@ OPTIONS = f"""
     reduce_dtype: the dtype in which gradients are summed ("float32", "bfloat16", "float16"); None: the parameter's.
     bucket_bytes: of a bucket of parameter gathers and gradient reductions, at most; None: 25 MiB.
     copies: micro-batches that run at a time (multi-copy): one's activations are sent while another computes.
-    offload: the tier of optimizer states between steps: "none" (the device), "host" memory, "disk", or "auto": the
-        first of these with which a plan fits into the devices' memory. `ParallelModule.optimizer` steps them.
+    offload: the tier of optimizer states between steps: "none" (the device), "host" memory, where gradients go too,
+        "parameters": these as well (by ZeRO-3, copied to the device for each use), "disk", or "auto": the fastest of
+        the plans that fit into the devices' memory. `ParallelModule.optimizer` steps them.
     offload_fraction: the share of each parameter's elements whose states are there; None: all ("auto": of the host, as
         few quarters as memory requires).
     host_memory_limit_bytes: of host memory for what leaves each device, or for tiles of what is on disk; None: its
@@ -106,7 +107,7 @@ class Options:
     progress: Progress | None = None
     by_hand: ByHand | None = field(default=None, metadata={"internal": True})  # of `plan` alone, and the next
     compare_by_hand: ByHand | str | None = field(default=None, metadata={"internal": True})  # a str is "usual"
-    tiers: Sequence[str] = field(default=("host", "disk"), metadata={"internal": True})  # that "auto" may take
+    tiers: Sequence[str] = field(default=PLACES[1:], metadata={"internal": True})  # that "auto" may take
 
     @property
     def stages(self) -> int:
@@ -141,7 +142,7 @@ class Options:
         limit = math.inf if self.host_memory_limit_bytes is None or self.offload != "disk" else \
             self.host_memory_limit_bytes
         states = memory.recipe(self.optimizer).num_states
-        return Offload(str(self.offload), self.offload_fraction or 1.0, largest_tile(limit, states))
+        return offload_of(str(self.offload), self.offload_fraction or 1.0, largest_tile(limit, states))
 
     def without_decided(self) -> Options:
         """The options for calls of another form than a plan's: without those that the plan decides."""
@@ -194,6 +195,8 @@ def compared_by_hand(options: Options, given: Any, devices: int) -> Options:
 def with_plan_by_hand(options: Options, by_hand: Any, num_devices: int, **given: Any) -> Options:
     """The options with a plan by hand for so many devices. Raises PlanError if it is none, or if something that it
     decides is ``given`` or among the options."""
+    if options.offload == "parameters":    # whose ZeRO stage the plan by hand says
+        options = replace(options, zero_stage=None)
     given |= {name: getattr(options, name) for name in DECIDED_BY_A_PLAN - _BESIDE_BY_HAND}
     if taken := sorted(name for name, value in given.items() if value):
         raise PlanError(f"by_hand decides {', '.join(taken)}: leave them out, or leave out by_hand and search")
@@ -240,6 +243,8 @@ def options_of(given: Mapping[str, Any]) -> Options:
     if given.get("offload_fraction") is not None and given.get("offload") not in ("host", "disk"):
         raise PlanError(f"offload_fraction={given['offload_fraction']} is of offload='host' or 'disk', and offload is "
                         f"{shown(given.get('offload'))}: give one of these, or leave offload_fraction out")
+    if given.get("offload") == "parameters" and given.get("zero_stage") is None:
+        given["zero_stage"] = 3    # which alone fetches for each use
     return Options(**given)
 
 
@@ -286,7 +291,7 @@ _WANTED: Mapping[str, tuple[Any, ...] | _Wanted] = {
     "reduce_dtype": REDUCE_DTYPES,
     "bucket_bytes": _Wanted("bytes of a bucket as a number, 0 or more", _is_amount),
     "copies": _COUNT,
-    "offload": ("none", "host", "disk", "auto"),
+    "offload": (*PLACES, "auto"),
     "offload_fraction": _Wanted("a share above 0, at most 1", lambda value: _is_number(value) and 0 < value <= 1),
     "host_memory_limit_bytes": _Wanted("bytes per device as a number, 0 or more", _is_amount),
     "disk_limit_bytes": _Wanted("bytes per device as a number, 0 or more", _is_amount),

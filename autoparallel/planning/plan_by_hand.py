@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 from autoparallel import clock
 from autoparallel.capture.outputs import loss_output
@@ -26,7 +27,7 @@ def plan_by_hand(split: Splits, cluster: Cluster, options: Options, hand: ByHand
     graph = split.graph
     check_sequences(graph, hand)
     batch = batch_size(graph) if hand.needs_batch else 1
-    hybrid = replace(hand.hybrid(batch), **options.given)
+    hybrid = replace(hand.hybrid(batch), **_given(options, hand))
     if hybrid.micro_batches > 1 and loss_output(graph) is None:
         raise InputError(f"by_hand: {hybrid.micro_batches} micro-batches need a scalar loss: return the loss from the "
                          "model, alone, first in a tuple, or as `loss` of a structure; or leave out micro_batch")
@@ -49,6 +50,16 @@ def plan_by_hand(split: Splits, cluster: Cluster, options: Options, hand: ByHand
     elsewhere = replace(options, memory_limit_bytes=None, progress=None)
     return replace(made, study=StudyByHand(made, cluster,
                                            lambda other: plan_by_hand(split, other, elsewhere, hand)))
+
+
+def _given(options: Options, hand: ByHand) -> dict[str, Any]:
+    """What the options add to a plan by hand. Raises PlanError where both say where states live."""
+    if hand.offload == "none":
+        return options.given
+    if options.offload is not None:
+        raise PlanError(f"by_hand says offload={hand.offload}, and the options offload={options.offload!r}: leave one "
+                        "of the two out")
+    return {name: value for name, value in options.given.items() if name != "offload"}
 
 
 def _recomputing_enough(micro: MicroBatches, cluster: Cluster, options: Options, hand: ByHand, hybrid: Hybrid,

@@ -19,7 +19,7 @@ from autoparallel.partition import Splits
 from autoparallel.planning.by_hand import ByHand
 from autoparallel.planning.joint_plan import JointStudy, plan_jointly
 from autoparallel.planning.meshes import best_of, mesh_shapes
-from autoparallel.planning.offloading import first_that_fits
+from autoparallel.planning.offloading import fastest_tier
 from autoparallel.planning.options import Options
 from autoparallel.planning.plan_by_hand import plan_by_hand
 from autoparallel.planning.usual import UsualPlans, pricing_of, usual_plans
@@ -76,7 +76,7 @@ def _compared(graph: OpGraph, cluster: Cluster, mesh_shape: Sequence[int] | None
 def _planned(split: Splits, cluster: Cluster, mesh_shape: Sequence[int] | None, axis_names: Sequence[str] | None,
              joint: bool, options: Options) -> Plan:
     if options.offload == "auto":
-        return first_that_fits(options, cluster,
+        return fastest_tier(options, cluster,
                                lambda chosen: _planned(split, cluster, mesh_shape, axis_names, joint, chosen))
     if options.by_hand is not None:
         return plan_by_hand(split, cluster, options, options.by_hand)

@@ -158,18 +158,20 @@ def _figures(plan: Plan) -> tuple[object, ...]:
 
 
 def _state(graph: OpGraph, cluster: Cluster, options: Options) -> TrainingState:
-    """Bytes of all weights, and of the gradients and optimizer states of those that are trained (without states that
-    are not on the device)."""
+    """Bytes of all weights, and of the gradients and optimizer states of those that are trained (without what is not on
+    the device)."""
     found = TrainingState(0.0, 0.0, 0.0)
     for node in graph.of_kind("parameter"):
-        meta, own = node.outputs[0], TrainingState(float(node.outputs[0].num_bytes), 0.0, 0.0)
+        meta = node.outputs[0]
+        own = TrainingState(float(meta.num_bytes), 0.0, 0.0)
         if meta.requires_grad:
             kept = dtype_name(meta) if cluster.profile is None else cluster.profile.kept(dtype_name(meta))
             own = training_state(meta.num_elements, kept, options.optimizer)
-        states = 0.0 if options.tier.is_away else float(own.optimizer)
         found = TrainingState(found.parameters + float(own.parameters), found.gradients + float(own.gradients),
-                              found.optimizer + states)
-    return found
+                              found.optimizer + float(own.optimizer))
+    away = options.tier
+    return TrainingState(0.0 if away.parameters else found.parameters, 0.0 if away.moves_gradients else found.gradients,
+                         0.0 if away.is_away else found.optimizer)
 
 
 def state_bytes(hand: ByHand, state: TrainingState) -> float:

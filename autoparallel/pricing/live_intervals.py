@@ -109,6 +109,16 @@ class Liveness:
             return start + turning - before[1], start + turning - own[1] + 1
         return start + before[0], start + own[0] + (before == own)
 
+    def leaving_interval(self, parameter: int, last: int | None) -> tuple[int, int]:
+        """The live interval of a gradient on its way to the host: from its first reader's backward to that of decision
+        ``last`` (None: the end of backward)."""
+        turned = int(self._starts[parameter]) + 2 * self._num_decisions
+        return turned - self._first_reader[parameter], turned + 1 - (0 if last is None else last)
+
+    @cached_property
+    def _first_reader(self) -> Mapping[int, int]:
+        return {use.source: use.target for use in reversed(self.space.uses)}
+
     def buffer_interval(self, stage: int) -> tuple[int, int]:
         """The whole step, on the stage's rank."""
         return self._start(stage), self._start(stage) + 2 * self._num_decisions + 1

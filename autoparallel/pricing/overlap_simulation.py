@@ -508,5 +508,5 @@ class RankStep:
         if not self.reads.here[index]:
             return 0.0, 0.0, 0.0, 0.0
         cost = self.pricer.costs.of(index, self.stage)
-        forward, again, backward, _, update = (float(s[self.numbers[index]]) for s in cost)
+        forward, again, backward, *_, update = (float(s[self.numbers[index]]) for s in cost)
         return forward, again, backward, update

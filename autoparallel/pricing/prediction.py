@@ -62,10 +62,10 @@ class _Ahead:
 @dataclass
 class _Parts:
     """Seconds of one step and bytes, on each of the ``ranks`` ranks of a stage. ``tier_bytes``: of optimizer states in
-    their tier, if that is not the device; ``host_bytes``: of offloaded activations. ``once``: the seconds that do not
-    depend on the number of micro-batches, ``once_forward`` those of them in forward. ``again``: recompute.
-    ``by_class``: compute of ops by their class. ``outside``: by how much launches prolong ops outside of blocks. All of
-    these are in the others too, and so are ``ahead_forward`` and ``ahead_backward``."""
+    their tier, if that is not the device; ``host_bytes``: of activations, gradients and parameters there. ``once``: the
+    seconds that do not depend on the number of micro-batches, ``once_forward`` those of them in forward. ``again``:
+    recompute. ``by_class``: compute of ops by their class. ``outside``: by how much launches prolong ops outside
+    of blocks. All of these are in the others too, and so are ``ahead_forward`` and ``ahead_backward``."""
 
     forward: float = 0.0
     backward: float = 0.0
@@ -419,14 +419,16 @@ def _add_ahead(pricer: SpacePricer, index: int, number: int, times: tuple[int, i
 
 def _add_parameter(pricer: SpacePricer, index: int, number: int, count: int, stage: _Parts, found: Found) -> None:
     cost = pricer.costs.of(index)
-    updated, shared = float(cost.update[number]), float(cost.summed[number])
+    updated, shared, moved = float(cost.update[number]), float(cost.summed[number]), float(cost.moved[number])
     stage.optimizer += count * updated
     if shared:
         some = pricer.counts.multiplicities[index]
         _count_use(found, ("all_reduce", "pipeline", "backward", "gradients"), stage.ranks * count * some,
                    float(pricer.costs.shared_bytes(index)[number]), shared / some)
-    stage.backward_communication += count * shared
-    stage.once += count * (updated + shared)
+    stage.backward_communication += count * (shared + moved)
+    stage.once += count * (updated + shared + (0.0 if pricer.costs.gradients.leave(index) else moved))
+    stage.host_bytes += count * float(pricer.costs.gradients.host_bytes(index)[number]
+                                      + pricer.costs.parameters.host_bytes(pricer.space.strategy_sets[index])[number])
 
 
 def _add_inside(pricer: SpacePricer, inside: Inside, number: int, times: tuple[int, int], stage: _Parts,
@@ -523,6 +525,10 @@ def _add_use(pricer: SpacePricer, strategies: Sequence[Strategy], move: Move, co
         there, back = pricer.costs.offload_copy_s(use)
         stage.forward += count * float(there[ends])
         stage.backward += count * float(back[ends])
+    if pricer.costs.parameters.fetches(use):
+        there, back = pricer.costs.tiers.fetch_s(use, pricer.costs.of)
+        stage.forward_communication += count * float(there[ends[0]])
+        stage.backward_communication += count * float(back[ends[0]])
     summing, (forward, again, backward) = counts.summing(use), counts.use_times(use, place, ends[1])
     times = forward + again, backward
     for step, seconds, elements in move.path:

@@ -25,6 +25,8 @@ from autoparallel.strategies.space import Strategy, StrategySet, StrategySpace, 
 Allowed = Mapping[int, np.ndarray]
 #: Seconds per penalty: more than any step takes.
 FAULT_S = 1e3
+#: A device's memory limit, where there is none, beside limits of other tiers.
+MOST_BYTES = 1e15
 #: Largest share of all results' bytes that an op repeated as a side computation may produce.
 SIDE_SHARE = 1e-3
 
@@ -62,6 +64,15 @@ class SpacePricer:
         self.costs, self.live = StepCosts(prices, self.counts, exposed), Liveness(self.counts)
         self.allowed = {**_side_computations(self.space), **(allowed or {})}
         self.axis_names = self.space.axis_names
+        self.tier_limits: Mapping[str, float] = {}
+
+    def within(self, tier_limits: Mapping[str, float]) -> SpacePricer:
+        """A copy whose problems also keep the training state on the host and on disk to limits, in bytes for each
+        device; their peaks are of the tier with the largest share of its limit."""
+        other = copy(self)
+        other.tier_limits = tier_limits
+        other.limit_bytes = min(self.limit_bytes, MOST_BYTES)
+        return other
 
     @property
     def num_nodes(self) -> int:
@@ -156,6 +167,7 @@ class _Builder:
         single = [self._buffer(buffer) for buffer in self.counts.buffers]
         if self.counts.hybrid.prefetches:
             single += [edge for use in self.space.uses if self.counts.prefetches(use) for edge in self._gathered(use)]
+        single += self._gradients() + self._in_tiers()
         return Problem(self._nodes(), edges.followed_by(single), self.pricer.limit_bytes, "strategy space")
 
     def _picks(self) -> np.ndarray:
@@ -187,7 +199,8 @@ class _Builder:
         pick, cost = int(self.picks[index]), self.costs.of(index)
         costs = self.memo.once(("total", id(cost), pick), lambda: cost.total[numbers])
         inside = index in self.counts.saved.inside_only
-        usages = self.memo.once(("usage", id(s), pick, decision.kind, inside, copies),
+        leaves = self.costs.gradients.leave(index)
+        usages = self.memo.once(("usage", id(s), pick, decision.kind, inside, copies, leaves),
                                 lambda: self.costs.decision_bytes(index)[numbers] * copies)
         strategies = s.strategies if len(numbers) == len(s.strategies) else tuple(s.strategies[n] for n in numbers)
         return Node(decision.name, costs, usages, strategies=strategies)
@@ -224,7 +237,8 @@ class _Builder:
             return usages if usages.any() else None
 
         return Edge(use.source, use.target, self.costs.use_s(use, rows, columns),
-                    self.memo.once(("copies", key, copies, of_parameter), held))
+                    self.memo.once(("copies", key, copies, of_parameter, self.costs.parameters.fetches(use)),
+                                   held))
 
     def _buffer(self, buffer: Buffer) -> Edge:
         """A zero-cost edge with the bytes of a message buffer, by the layout of the value sent."""
@@ -239,6 +253,34 @@ class _Builder:
         usages = self.costs.gathered_bytes(use, self.chosen[use.source], self.chosen[use.target])
         if usages.any():
             yield Edge(use.source, use.target, np.zeros(usages.shape), usages, self.live.gathered_interval(use))
+
+
+    def _gradients(self) -> list[Edge]:
+        """Zero-cost edges with the bytes of gradients on their way to the host."""
+        found, first = [], {use.source: use for use in reversed(self.space.uses)}
+        for index, last in self.costs.gradients.last_in_flight().items() if self.costs.gradients.go else ():
+            use, interval = first[index], self.live.leaving_interval(index, last)
+            num_bytes = self.costs.gradients.bytes_of(self.space.strategy_sets[index])[self.chosen[index]]
+            shape = len(self.chosen[index]), len(self.chosen[use.target])
+            found.append(Edge(index, use.target, np.zeros(shape), np.broadcast_to(num_bytes[:, None], shape), interval))
+        return found
+
+
+    def _in_tiers(self) -> list[Edge]:
+        """Zero-cost edges with the bytes of parameters' states in limited tiers, as shares of the device's limit, at
+        times of their own after the step: one for each tier and pipeline rank."""
+        found, ranks = list[Edge](), len(self.counts.hybrid.groups)
+        begin, first = ranks * (2 * len(self.space) + 2), {use.source: use for use in reversed(self.space.uses)}
+        for number, (tier, limit) in enumerate(self.pricer.tier_limits.items()):
+            for decision in self.space.decisions:
+                if decision.kind != "parameter" or (use := first.get(index := decision.index)) is None:
+                    continue
+                num_bytes = self.costs.tiers.bytes_in(index, tier)[self.chosen[index]] * self.counts.held[index]
+                shape = len(self.chosen[index]), len(self.chosen[use.target])
+                usages = np.broadcast_to((num_bytes * self.pricer.limit_bytes / limit)[:, None], shape)
+                at = begin + number * ranks + self.counts.stages_of[index][0] % ranks
+                found.append(Edge(index, use.target, np.zeros(shape), usages, (at, at + 1)))
+        return found
 
 
 def _side_computations(space: StrategySpace) -> dict[int, np.ndarray]:

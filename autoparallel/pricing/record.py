@@ -211,9 +211,12 @@ def _split(pricer: SpacePricer, strategies: Sequence[Strategy], usages: np.ndarr
             elements = space.spaces(meta).local_elements[s.outputs[0][numbers[decision.index]]]
             state = training_state(elements, pricer.prices.kept(meta), pricer.prices.optimizer)
             away = float(pricer.costs.states.tier_bytes(s)[numbers[decision.index]])
-            here = float(state.total) - away
+            leaves = pricer.costs.gradients.leave(decision.index)
+            parameters = 0.0 if pricer.costs.parameters.go else float(state.parameters)
+            here = parameters + float(state.optimizer) - away + (0.0 if leaves else float(state.gradients))
             scale = whole / here if whole and here else 0.0
-            own = min(scale, 1.0) * float(state.parameters), min(scale, 1.0) * float(state.gradients)
+            kept = 0.0 if leaves else float(state.gradients)
+            own = min(scale, 1.0) * parameters, min(scale, 1.0) * kept
             found[decision.index, :3] = *own, max(0.0, whole - sum(own))
         else:
             kind = {"parameter": "parameters", "op": "activations", "shared_read": "activations"}.get(
@@ -229,6 +232,9 @@ def _split(pricer: SpacePricer, strategies: Sequence[Strategy], usages: np.ndarr
     rest = slice(first + uses, first + uses + len(counts.buffers))
     found[rest, column["communication buffers"]] = usages[rest]
     found[rest.stop :, column["gathered parameters"]] = usages[rest.stop :]
+    if leaving := sum(map(pricer.costs.gradients.leave, range(len(space)))):
+        found[-leaving:] = 0
+        found[-leaving:, column["gradients"]] = usages[-leaving:]
     return found
 
 

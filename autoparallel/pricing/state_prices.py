@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
+from autoparallel.pricing.host_parameters import HostParameters
 from autoparallel.pricing.unit_costs import Prices
 from autoparallel.schedule.tiers import Offload, buffer_bytes
 from autoparallel.strategies.space import StrategySet
@@ -13,12 +14,12 @@ from cost_models import memory, offload
 class StatePrices:
     """Prices of states in the tier of ``offload``, on the fullest rank; arrays by strategy of a parameter."""
 
-    def __init__(self, prices: Prices, away: Offload) -> None:
-        self.prices, self.away = prices, away
+    def __init__(self, prices: Prices, away: Offload, parameters: HostParameters) -> None:
+        self.prices, self.away, self.parameters = prices, away, parameters
 
     def device_bytes(self, s: StrategySet) -> np.ndarray:
-        """Bytes of parameter, gradient and the optimizer states that stay."""
-        return self.prices.parameter_bytes(s) - self.tier_bytes(s)
+        """Bytes of the parameter, unless it is on the host, of its gradient and the optimizer states that stay."""
+        return self.prices.parameter_bytes(s) - self.tier_bytes(s) - self.parameters.host_bytes(s)
 
     def tier_bytes(self, s: StrategySet) -> np.ndarray:
         """Bytes of optimizer states in the tier."""
@@ -32,7 +33,8 @@ class StatePrices:
             return whole_s
         moved, elements = self._moved(s), self.prices.elements(s)
         found = offload.host_step(moved, self.prices.kept(s.output_metas[0]), self.prices.optimizer,
-                                  self.prices.cluster, self.away.states == "disk")
+                                  self.prices.cluster, self.away.states == "disk", self.away.moves_gradients,
+                                  self.away.parameters)
         return whole_s * (1 - moved / np.maximum(elements, 1)) + found.total_s
 
     def _moved(self, s: StrategySet) -> np.ndarray:

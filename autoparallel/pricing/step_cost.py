@@ -14,7 +14,7 @@ from autoparallel.pricing.equivalence import Equivalence
 from autoparallel.pricing.memo import Memo
 from autoparallel.pricing.op_costs import dtype_name, share_of_work
 from autoparallel.pricing.redistribution_costs import PricedStep
-from autoparallel.pricing.state_prices import StatePrices
+from autoparallel.pricing.tier_costs import TierCosts
 from autoparallel.pricing.unit_costs import Prices
 from autoparallel.strategies.space import Strategy, StrategySet, TensorUse
 from cost_models import collectives, compute
@@ -24,18 +24,20 @@ class StepCost(NamedTuple):
     """Seconds of a decision in a step on one rank, by strategy; shape (strategies,) each.
 
     ``forward``: with moves of results to the host. ``again``: recompute. ``backward``: with moves from the host.
-    ``summed``: a parameter's gradients over the pipeline ranks that hold it. ``update``: by the optimizer.
+    ``summed``: a parameter's gradients over the pipeline ranks that hold it. ``moved``: them to the host, as far as
+    backward does not hide it. ``update``: by the optimizer.
     """
 
     forward: np.ndarray
     again: np.ndarray
     backward: np.ndarray
     summed: np.ndarray
+    moved: np.ndarray
     update: np.ndarray
 
     @property
     def total(self) -> np.ndarray:
-        return self.forward + self.again + self.backward + self.summed + self.update
+        return self.forward + self.again + self.backward + self.summed + self.moved + self.update
 
 
 class Exposed(NamedTuple):
@@ -67,7 +69,8 @@ class StepCosts:
     def __init__(self, prices: Prices, counts: ExecutionCounts, exposed: Exposed = ALL_EXPOSED) -> None:
         self.prices, self.counts, self.space, self.exposed = prices, counts, prices.space, exposed
         self.kinds, self.memo = Equivalence(prices, counts), Memo()
-        self.states = StatePrices(prices, counts.hybrid.offload)
+        self.tiers = TierCosts(prices, counts, self.memo)
+        self.gradients, self.parameters, self.states = self.tiers.gradients, self.tiers.parameters, self.tiers.states
 
     # --- seconds of decisions ---------------------------------------------------------------------------------------
 
@@ -76,13 +79,14 @@ class StepCosts:
         s, kind, counts = self.space.strategy_sets[index], self.space.decisions[index].kind, self.counts
         times, moves = counts.op_times(index, stage), counts.offloads(index)
         readers = int(self.kinds.readers[index]) if kind == "shared_read" else 0
-        key = id(s), kind, readers, self.prices.chains[index], times, moves, counts.ranks_with(index)
+        key = (id(s), kind, readers, self.prices.chains[index], times, moves, counts.ranks_with(index),
+               self.gradients.leave(index))
         return self.memo.once(("cost", *key), lambda: self._cost(index, times))
 
     def _cost(self, index: int, times: tuple[int, int]) -> StepCost:
         s, kind = self.space.strategy_sets[index], self.space.decisions[index].kind
         nothing = self._nothing(len(s.strategies))[0]
-        cost = StepCost(nothing, nothing, nothing, nothing, nothing)
+        cost = StepCost(nothing, nothing, nothing, nothing, nothing, nothing)
         if kind == "op":
             price, (there, back) = self.prices.op_of(index), self.offload_s(index)
             return cost._replace(forward=times[1] * price.forward_s + there,
@@ -92,7 +96,8 @@ class StepCosts:
             return cost._replace(backward=times[1] * self.shared_read_s(index))
         if kind == "parameter":
             some = self.counts.multiplicities[index]
-            return cost._replace(summed=some * self.shared_s(index), update=some * self.states.update_s(s))
+            return cost._replace(summed=some * self.shared_s(index), update=some * self.states.update_s(s),
+                                 moved=self.tiers.gradients_s(index, self.of) if self.gradients.go else nothing)
         return cost
 
     def shared_bytes(self, index: int) -> np.ndarray:
@@ -140,13 +145,15 @@ class StepCosts:
 
     def decision_bytes(self, index: int) -> np.ndarray:
         """Bytes of one copy of a decision's results (for a parameter its training state, but for what is on the host or
-        disk), by strategy."""
+        disk, or goes there), by strategy."""
         s, kind = self.space.strategy_sets[index], self.space.decisions[index].kind
         saved = self.counts.saved
-        how = index in saved.inside_only, saved.products_only(index)
+        how = index in saved.inside_only, saved.products_only(index), self.gradients.leave(index)
         return self.memo.once(("bytes", id(s), kind, how), lambda: self._bytes_of(s, kind, *how))
 
-    def _bytes_of(self, s: StrategySet, kind: str, inside_only: bool, products_only: bool) -> np.ndarray:
+    def _bytes_of(self, s: StrategySet, kind: str, inside_only: bool, products_only: bool, leaves: bool) -> np.ndarray:
+        if leaves:
+            return self.states.device_bytes(s) - self.gradients.bytes_of(s)
         if kind == "parameter":
             return self.states.device_bytes(s) + self._sums_bytes(s.output_metas[0], s.outputs[0])
         total = self.prices.exchanged_bytes(s)
@@ -188,9 +195,13 @@ class StepCosts:
             if skips is not None:
                 found = np.where(skips, self.prices.redistribution.use_s(use, once, summing), found)
             found = found + (self.sums_s(use) if sums else 0.0) + (sum(self.offload_copy_s(use)) if moves else 0.0)
+            if self.parameters.fetches(use):
+                there, back = self.tiers.fetch_s(use, self.of)
+                found = found + (there + back)[:, None]
             return found[np.ix_(rows, columns)]
 
-        key = "use", self.use_key(use, rows, columns), counted, sums, summing, moves, skips is not None
+        key = "use", self.use_key(use, rows, columns), counted, sums, summing, moves, skips is not None, \
+            self.parameters.fetches(use)
         return self.memo.once(key, seconds)
 
     def sums_s(self, use: TensorUse) -> np.ndarray:
@@ -213,6 +224,8 @@ class StepCosts:
         """Bytes of the redistributed copy of a use, and of its gradient's accumulator where that is separate (it
         replaces the accumulator of the stored shard). By (source strategy, target strategy)."""
         copies = self.prices.redistribution.use_copies(use)
+        if self.parameters.fetches(use):
+            return np.where(copies > 0, copies, self.parameters.bytes_of(use)[:, None])
         if not self.counts.of_parameter[use.source] or self.counts.hybrid.zero_stage >= 2:
             return copies
         source, target = self.space.strategy_sets[use.source], self.space.strategy_sets[use.target]
@@ -221,9 +234,16 @@ class StepCosts:
         return np.where(copies > 0, copies + np.maximum(whole[None, :] - local_shard[:, None], 0.0), 0.0)
 
     def gathered_bytes(self, use: TensorUse, rows: np.ndarray, columns: np.ndarray) -> np.ndarray:
-        """Bytes of intermediate results of a parameter's gathers; by (row choice, column choice)."""
-        return self.memo.once(("shards", self.use_key(use, rows, columns)),
-                              lambda: self.prices.redistribution.use_gathered(use)[np.ix_(rows, columns)])
+        """Bytes of intermediate results of a parameter's gathers, and of the fetched shard that is gathered; by (row
+        choice, column choice)."""
+        def found() -> np.ndarray:
+            gathered = self.prices.redistribution.use_gathered(use)
+            if self.parameters.fetches(use):
+                copies = self.prices.redistribution.use_copies(use)
+                gathered = gathered + np.where(copies > 0, self.parameters.bytes_of(use)[:, None], 0.0)
+            return gathered[np.ix_(rows, columns)]
+
+        return self.memo.once(("shards", self.use_key(use, rows, columns), self.parameters.fetches(use)), found)
 
     def moves(self, strategies: Sequence[Strategy]) -> Sequence[Move]:
         """The redistributions of a plan, ordered by target. Uses without a redistribution are left out, unless they

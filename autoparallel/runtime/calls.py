@@ -16,7 +16,7 @@ from torch.distributed.tensor import DTensor
 from autoparallel.capture import OpGraph, Ref
 from autoparallel.capture.passes import autocast
 from autoparallel.errors import InputError
-from autoparallel.kernels import groups, rng
+from autoparallel.kernels import fetching, groups, rng
 from autoparallel.kernels.numbers import use_numbers
 from autoparallel.layout import INVARIANT, Layout
 from autoparallel.runtime import initialise
@@ -72,6 +72,7 @@ class Calls:
     def _run(self, compiled: Compiled, leaves: Sequence[Any]) -> Sequence[Any]:
         """Forward of a form with one stage and one micro-batch; returns this rank's local outputs."""
         state, program, space = self._state, compiled.program, compiled.space
+        self._watch_gradients()
         with groups.use(state.axes), state.together.beside():
             local = initialise.local_shards(
                 [
@@ -86,6 +87,7 @@ class Calls:
             with rng.use_seed(rng.mix(state.seed, state.calls)), autocast.without_autocast():
                 outputs, updates, _ = compiled.forward(*local)
         state.calls += 1
+        self._settle()
         self._update(program.updates, updates)
         return cast(Sequence[Any], outputs)
 
@@ -95,17 +97,19 @@ class Calls:
         if torch.is_grad_enabled():
             with autocast.without_autocast(), groups.use(self._state.axes):
                 loss.backward()
+                self._settle()
         return loss.detach()
 
     def _in_micro_batches(self, compiled: Compiled, leaves: Sequence[Any]) -> torch.Tensor:
         """A step in micro-batches or pipeline stages."""
         state, key = self._state, compiled
+        self._watch_gradients()
         if key not in self._runners:
+            own = {name: ranks for name, ranks in compiled.shared.items() if name in compiled.parameter_layouts}
             self._runners[key] = StepRunner(
                 compiled.programs, compiled.micro.loss, compiled.plan.hybrid, state.axes, state.position.pipeline_group,
-                state.device, compiled.backend,
+                state.device, compiled.backend, state.host_gradients, own,
             )
-            own = {name: ranks for name, ranks in compiled.shared.items() if name in compiled.parameter_layouts}
             hybrid = compiled.plan.hybrid
             self._shared_gradients[key] = SharedGradients(self.module.get_parameter, own, state.shared_groups,
                                                           hybrid.sum_dtype, hybrid.bucket_bytes)
@@ -131,10 +135,20 @@ class Calls:
                 rng.mix(state.seed, state.calls),
             )
         state.calls += 1
+        self._settle()
         for module in self._runners[key].modules.values():
             self._update(module.program.updates, module.updates)
         self._share_written(compiled)
         return loss
+
+    def _settle(self) -> None:
+        """Parameters on the host are not read any more."""
+        if self._state.offload.parameters:
+            fetching.settle()
+
+    def _watch_gradients(self) -> None:
+        if (gradients := self._state.host_gradients) is not None:
+            gradients.watch(nn.Module.named_parameters(self.module, remove_duplicate=False))
 
     def _update(self, names: Sequence[str], values: Sequence[torch.Tensor]) -> None:
         with torch.no_grad():  # cloned first: a new value may alias another buffer's old one

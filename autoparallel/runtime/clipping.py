@@ -70,13 +70,14 @@ def _counts_here(gradient: Tensor, position: MeshPosition) -> bool:
 
 
 def _norms(gradients: Sequence[Tensor], norm_type: float, device: torch.device) -> Tensor:
-    """The norm of each tensor, in float64."""
+    """The norm of each tensor, in float64 on ``device``; of gradients in host memory taken there."""
     low = [g for g in gradients if g.dtype in _LOW and g.numel()]
     high = [g for g in gradients if g.dtype not in _LOW and g.numel()]
     found = [*(torch._foreach_norm(low, norm_type, dtype=torch.float32) if low else ()),
              *(torch._foreach_norm(high, norm_type) if high else ())]
-    return torch.stack([norm.double() for norm in found]) if found else torch.zeros(0, dtype=torch.float64,
-                                                                                   device=device)
+    places = dict.fromkeys(norm.device for norm in found)
+    stacked = [torch.stack([norm.double() for norm in found if norm.device == place]) for place in places]
+    return torch.cat([torch.zeros(0, dtype=torch.float64, device=device), *(part.to(device) for part in stacked)])
 
 
 def _reduce(total: Tensor, op: dist.ReduceOp.RedOpType, mesh: DeviceMesh) -> None:
@@ -90,12 +91,13 @@ def _reduce(total: Tensor, op: dist.ReduceOp.RedOpType, mesh: DeviceMesh) -> Non
 
 
 def _scale(gradients: Sequence[Tensor], factor: Tensor) -> None:
-    """Multiply in place. On a GPU without waiting for the factor."""
-    if factor.device.type != "cpu":
-        for dtype in {g.dtype for g in gradients}:
-            torch._foreach_mul_([g for g in gradients if g.dtype == dtype], factor.float())
-    elif gradients and (number := float(factor)) != 1.0:
-        torch._foreach_mul_(list(gradients), number)
+    """Multiply in place. On a GPU without waiting for the factor, but for gradients in host memory."""
+    here = [g for g in gradients if g.device.type == "cpu"]
+    there = [g for g in gradients if g.device.type != "cpu"]
+    for dtype in {g.dtype for g in there}:
+        torch._foreach_mul_([g for g in there if g.dtype == dtype], factor.float())
+    if here and (number := float(factor)) != 1.0:
+        torch._foreach_mul_(here, number)
 
 
 __all__ = ["check_arguments", "clip_gradients"]

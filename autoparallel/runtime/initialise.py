@@ -12,8 +12,12 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, distribute_tensor
 
 from autoparallel.errors import InputError
+from autoparallel.kernels.fetching import host_memory
 from autoparallel.layout import Layout, from_torch, local_box, to_torch
 from autoparallel.runtime.agree import decide_once
+
+#: The mark of a parameter that lives in the memory of the host.
+_ON_HOST = "_lives_on_host"
 
 
 def container(root: nn.Module, name: str) -> tuple[nn.Module, str]:
@@ -28,6 +32,16 @@ def as_dtensor(local: torch.Tensor, mesh: DeviceMesh, layout: Layout, shape: tup
         return DTensor.from_local(local, mesh, to_torch(layout), run_check=False)
     stride = torch.empty(shape, device="meta").stride()
     return DTensor.from_local(local, mesh, to_torch(layout), run_check=False, shape=torch.Size(shape), stride=stride)
+
+
+def on_host(value: DTensor) -> DTensor:
+    """The DTensor with its shard in the memory of the host; one on the meta device stays there."""
+    return value if value.is_meta else DTensor(host_memory(value._local_tensor), value._spec, requires_grad=False)
+
+
+def live_on_host(parameter: torch.Tensor) -> None:
+    """Mark a parameter whose values `set_value` shall put into the memory of the host."""
+    setattr(parameter, _ON_HOST, True)
 
 
 def taking_any_gradient(output: torch.Tensor) -> torch.Tensor:
@@ -110,6 +124,7 @@ def set_value(parallel: nn.Module, name: str, value: torch.Tensor, device: torch
         else:
             local = local_shard(value, mesh, layout)
         made = as_dtensor(local.to(device=device, dtype=old.dtype).contiguous().clone(), mesh, layout, tuple(old.shape))
+        made = on_host(made) if hasattr(old, _ON_HOST) else made
     if old.device.type != "meta":
         with torch.no_grad():
             old.copy_(made)

@@ -15,12 +15,14 @@ from autoparallel.layout import INVARIANT, Layout, local_shape, to_torch
 from autoparallel.runtime.dtensors import watch
 from autoparallel.runtime.form import Compiled
 from autoparallel.runtime.guards import Places, SharedAttributes
-from autoparallel.runtime.initialise import as_dtensor, container
+from autoparallel.runtime.initialise import as_dtensor, container, live_on_host, on_host
+from autoparallel.runtime.offload.gradients import HostGradients
 from autoparallel.runtime.optimizers import look_at_steps, offload_states
 from autoparallel.runtime.originals import Originals
 from autoparallel.runtime.shared import Ranks
 from autoparallel.runtime.state import State
 from autoparallel.runtime.whole_draws import draw_whole
+from autoparallel.schedule.tiers import BUCKETS_IN_FLIGHT
 
 
 def place(root: nn.Module, state: State, compiled: Compiled) -> None:
@@ -45,9 +47,11 @@ def place(root: nn.Module, state: State, compiled: Compiled) -> None:
         if id(parameter) not in placed:
             layout = layouts.get(name, everywhere)
             state.layouts[name] = layout
-            placed[id(parameter)] = nn.Parameter(
-                _shard_of(value, mesh, layout, state.device), parameter.requires_grad
-            )
+            shard = _shard_of(value, mesh, layout, state.device)
+            away = compiled.plan.hybrid.offload.parameters
+            placed[id(parameter)] = nn.Parameter(on_host(shard) if away else shard, parameter.requires_grad)
+            if away:
+                live_on_host(placed[id(parameter)])
             _take_hooks(parameter, placed[id(parameter)])
         owner._parameters[leaf] = placed[id(parameter)]  # type: ignore[assignment]
     for path, owner_module in model.named_modules():
@@ -64,6 +68,9 @@ def place(root: nn.Module, state: State, compiled: Compiled) -> None:
     state.offload = compiled.plan.hybrid.offload
     if state.offload.is_away:
         offload_states(state, (p for p in placed.values() if isinstance(p, nn.Parameter)), state.offload)
+    if state.offload.moves_gradients and not state.offload.parameters:
+        in_flight = BUCKETS_IN_FLIGHT * compiled.plan.hybrid.bucket_bytes
+        state.host_gradients = HostGradients(state.device, in_flight)
     state.attributes, state.places = SharedAttributes(state.parts), Places(root)
     state.originals = Originals(model, placed)
 

@@ -6,6 +6,7 @@ from autoparallel import backends
 from autoparallel.errors import PlanError
 from autoparallel.kernels.groups import MeshPosition
 from autoparallel.lower import check, emit, order_digest, sum_gradients_in
+from autoparallel.lower.fetch_pass import fetch_parameters
 from autoparallel.partition import MicroBatches, stages_of
 from autoparallel.plans import Plan
 from autoparallel.pricing import Prices
@@ -43,4 +44,6 @@ def _own(plan: Plan, space: StrategySpace, micro: MicroBatches, position: MeshPo
     for program in programs.values():
         check(program, space, position.coordinate)
         sum_gradients_in(program, plan.hybrid.sum_dtype)
+        if plan.hybrid.offload.parameters:
+            fetch_parameters(program.module, space.mesh_shape, position.mesh.device_type)
     return Compiled(plan, space, micro, stages, programs, backend, cluster)

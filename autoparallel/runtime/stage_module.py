@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import replace
 from functools import partial
@@ -35,6 +35,7 @@ from autoparallel.lower.parameter_reads import (
 from autoparallel.lower.recompute_pass import gather_again, with_recompute
 from autoparallel.lower.whole_norms import whole_norms
 from autoparallel.plans import Hybrid
+from autoparallel.runtime.offload.gradients import HostGradients
 from autoparallel.runtime.scaler import scaled
 
 
@@ -100,12 +101,17 @@ class StageModule(nn.Module):
     """One stage's program, run per micro-batch: `begin`, then forward and backward of each, then `finish`.
 
     ``leaves``, its parameters, are the values that micro-batches read, made once per step from the model's parameters;
-    gradients accumulate in them. ``loss``: number of the output that is the loss, on the last stage.
+    gradients accumulate in them; or, reduced after each micro-batch, in host memory, by ``gradients``. ``loss``: number
+    of the output that is the loss, on the last stage. ``shared``: parameters that other pipeline ranks have too.
     """
 
     def __init__(self, program: Program, loss: int | None, hybrid: Hybrid, axes: Mapping[str, Axis],
-                 backend: str = EAGER) -> None:
+                 backend: str = EAGER, gradients: HostGradients | None = None, shared: Collection[str] = ()) -> None:
         super().__init__()
+        self.gradients = gradients
+        names = (decision.path for decision in program.placeholders if decision.kind == "parameter")
+        self.names = [None if name in shared else name for name in names]
+        self.on_host: dict[int, torch.Tensor] = {}
         self.program, self.loss, self.axes = program, loss, axes
         self.each_micro_batch, self.copies = hybrid.zero_stage >= 2, hybrid.copies
         self.regathers = hybrid.zero_stage == 3 and (backend == EAGER or in_blocks(program.module))
@@ -131,6 +137,9 @@ class StageModule(nn.Module):
         ):  # reduced gradients accumulate in separate leaves, so that parameters' hooks run once, with the sum
             self.parameters_read = [(p, self._leaf(p)) for p in parameters]
             parameters = [leaf for _, leaf in self.parameters_read]
+            for number, leaf in enumerate(parameters) if self.gradients is not None else ():
+                if leaf.requires_grad and self.names[number] is not None:
+                    leaf.register_post_accumulate_grad_hook(partial(self._reduced, number))
         with groups.use(self.axes):
             self.values = self.reads(*parameters)
         self.inputs, self.seed, self.numbers = inputs, seed, call_numbers()
@@ -184,9 +193,32 @@ class StageModule(nn.Module):
             for numbers in self.reduced_at_once:
                 _reduce_leaves([(self.leaves[n], self.values[n]) for n in numbers])
 
+    def _reduced(self, number: int, leaf: torch.Tensor) -> None:
+        """The gradient of parameter ``number`` is reduced: add it to what is on the host."""
+        if self.gradients is not None and leaf.grad is not None:
+            self.on_host[number] = self.gradients.take(leaf.grad, self.on_host.get(number))
+            leaf.grad = None
+
+    def _take_from_host(self) -> None:
+        """Give the model's parameters the gradients that are on the host. Those with hooks of the user's, which want
+        one of the device, get it through backward."""
+        assert self.gradients is not None
+        self.gradients.wait()
+        self.gradients.note(sum(summed.nbytes for summed in self.on_host.values()))
+        while self.on_host:
+            number, summed = self.on_host.popitem()
+            (value, leaf), name = self.parameters_read[number], self.names[number]
+            assert name is not None
+            if self.gradients.has_hooks(name):
+                leaf.grad = summed.to(leaf.device)
+            else:
+                self.gradients.give(name, summed.to(value.dtype))
+
     def finish(self) -> None:
         """End a step: reduce the remaining gradients and accumulate them in the model's parameters."""
         _pass_on(zip(self.values, self.leaves, strict=True))
+        if self.on_host:
+            self._take_from_host()
         _pass_on(self.parameters_read)
         self.values, self.inputs, self.leaves, self.parameters_read = (), {}, nn.ParameterList(), []
 

@@ -21,6 +21,7 @@ from autoparallel.runtime.form import Compile, Forms
 from autoparallel.runtime.generation_caches import Caches
 from autoparallel.runtime.guards import Places, SharedAttributes
 from autoparallel.runtime.inputs import Inputs
+from autoparallel.runtime.offload.gradients import HostGradients
 from autoparallel.runtime.offload.optimizer import Limits
 from autoparallel.runtime.originals import Originals
 from autoparallel.runtime.scaler import make_torchs_right
@@ -62,6 +63,7 @@ class State:
         self.calls = 0
         self.nothing: nn.Parameter | None = None  # of an optimizer on a pipeline stage without parameters
         self.offload = ON_DEVICE  # of the first form's plan
+        self.host_gradients: HostGradients | None = None
         self.gathers = self.whole_outputs = False
         self.caches: Caches | None = None
         self.seed = initialise.shared_seed(torch.initial_seed())
@@ -85,6 +87,8 @@ class State:
         """Let go of the programs and of the process groups of this module's own."""
         self.forms, self.shared_groups = Forms(self.max_forms), {}
         self.together = Closed(type(self.model).__name__)
+        if self.host_gradients is not None:
+            self.host_gradients.close()
 
     def modes(self) -> tuple[bool, ...]:
         """Train (True) or eval mode of each module. One that was set on the original is its part's, too."""

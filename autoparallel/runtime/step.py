@@ -6,7 +6,7 @@ reduced once per step are reduced during the last micro-batch's backward.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import nullcontext
 from typing import Any
 
@@ -22,6 +22,7 @@ from autoparallel.lower.emit import Program
 from autoparallel.lower.overlap_pass import overlap
 from autoparallel.lower.whole_norms import whole_norms
 from autoparallel.plans import Hybrid
+from autoparallel.runtime.offload.gradients import HostGradients
 from autoparallel.runtime.stage_module import StageModule, _kept_less, _recomputed, compiled_by, in_blocks
 
 
@@ -65,13 +66,18 @@ def loss_of(output: int | None) -> int:
 
 
 class StepRunner:
-    """Runs steps of one compiled form in micro-batches or stages on this rank; ``programs`` by stage index."""
+    """Runs steps of one compiled form in micro-batches or stages on this rank; ``programs`` by stage index.
+
+    ``gradients``: moves them to the host, but for those of ``shared`` parameters, which pipeline ranks add up first.
+    """
 
     def __init__(self, programs: Mapping[int, Program], loss: int | None, hybrid: Hybrid, axes: Mapping[str, Axis],
-                 pipeline_group: dist.ProcessGroup | None, device: torch.device, backend: str) -> None:
+                 pipeline_group: dist.ProcessGroup | None, device: torch.device, backend: str,
+                 gradients: HostGradients | None = None, shared: Collection[str] = ()) -> None:
         number = loss_of(loss)
         self.modules = {
-            index: StageModule(program, number if index == hybrid.stages - 1 else None, hybrid, axes, backend)
+            index: StageModule(program, number if index == hybrid.stages - 1 else None, hybrid, axes, backend,
+                               gradients, shared)
             for index, program in programs.items()
         }
         self.micro_batches, self.pipeline = hybrid.micro_batches_of(0), None

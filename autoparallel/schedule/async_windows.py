@@ -64,7 +64,7 @@ class Event(NamedTuple):
 
 def kind_of(forward: str, backward: str, trainable: bool) -> str:
     """`Read.kind` of a step with these forward and backward actions."""
-    if forward == "all_gather":
+    if forward in ("all_gather", "fetch"):  # from other ranks, or from the host
         return "gather"
     return "reduction" if trainable and (forward, backward) == ("none", "all_reduce") else ""
 

@@ -45,7 +45,7 @@ class Hybrid:
     more precise than the parameter's (None: the parameter's). ``bucket_bytes``: the largest bucket of parameter gathers
     and gradient reductions (a single larger parameter is allowed). ``copies``: micro-batches that run at
     a time (multi-copy): one's activations are sent while another computes, for the activations of so many. ``offload``:
-    where the optimizer's states live.
+    where the optimizer's states live, and gradients and parameters.
     """
 
     micro_batches: int = 1
@@ -82,6 +82,8 @@ class Hybrid:
         if self.zero_stage == 3 and self.recompute == "offload":
             raise PlanError("zero_stage=3 gathers parameters again for backward, and recompute='offload' would move "
                             "them to the host: take zero_stage=2 or recompute='full'")
+        if self.offload.parameters:
+            self._check_fetches()
         if self.replicas:
             self._check_replicas()
         elif self.stages % self.pipeline_ranks:
@@ -110,6 +112,15 @@ class Hybrid:
         if how.in_rounds and self.micro_batches % rounds:
             raise PlanError(f"schedule {self.schedule!r} needs micro-batches in rounds of {self.pipeline_ranks}, and "
                             f"{self.micro_batches} are not: take a multiple of {self.pipeline_ranks}")
+
+    def _check_fetches(self) -> None:
+        for wrong, given in (
+                (self.zero_stage != 3, f"zero_stage={self.zero_stage}: take zero_stage=3, which frees what was read"),
+                (self.stages > 1, f"{self.stages} pipeline stages: leave the pipeline out"),
+                (self.copies > 1, f"copies={self.copies}: leave copies out")):
+            if wrong:
+                raise PlanError("offload='parameters' fetches each parameter for each use, and does not go with "
+                                f"{given}")
 
     def _check_copies(self) -> None:
         if self.micro_batches % self.copies:

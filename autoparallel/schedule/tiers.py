@@ -10,10 +10,14 @@ import numpy as np
 from autoparallel.errors import PlanError, shown
 
 TIERS = ("device", "host", "disk")
+#: What the option ``offload`` may be.
+PLACES = ("none", "host", "parameters", "disk")
 #: Bytes of a state (as of the parameters) that are stepped at once, at most.
 TILE_BYTES = 2**26
 #: Tiles in host memory at once: one is read, one stepped, one written.
 BUFFERS = 3
+#: Buckets of gradients on their way to the host at once, at most.
+BUCKETS_IN_FLIGHT = 2
 #: Alignment of files, as direct I/O asks for it, and of each parameter's states within them.
 BLOCK_BYTES, UNIT_BYTES = 4096, 64
 
@@ -21,13 +25,15 @@ BLOCK_BYTES, UNIT_BYTES = 4096, 64
 @dataclass(frozen=True)
 class Offload:
     """Where the optimizer's states live. ``fraction``: the share of each parameter's elements whose states are there;
-    the states of the others stay on the device (Twin-Flow). ``tile_bytes``: of the parameters that are stepped at once,
+    the states of the others stay on the device (Twin-Flow). ``parameters``: whether these are there too, and copied to
+    the device for each use. ``tile_bytes``: of the parameters that are stepped at once,
     a multiple of `BLOCK_BYTES`. Raises PlanError for values that cannot be.
     """
 
     states: str = "device"
     fraction: float = 1.0
     tile_bytes: int = TILE_BYTES
+    parameters: bool = False
 
     def __post_init__(self) -> None:
         if self.states not in TIERS:
@@ -38,10 +44,19 @@ class Offload:
                 or self.tile_bytes % BLOCK_BYTES:
             raise PlanError(f"tile_bytes is {shown(self.tile_bytes)}: give a multiple of {BLOCK_BYTES}")
 
+        if self.parameters and (self.states != "host" or self.fraction != 1):
+            raise PlanError(f"parameters on the host go with all optimizer states there, not with {self.fraction:g} of "
+                            f"them on the {self.states}: take offload='parameters' without offload_fraction")
+
     @property
     def is_away(self) -> bool:
         """Whether states leave the device."""
         return self.states != "device"
+
+    @property
+    def moves_gradients(self) -> bool:
+        """Whether gradients leave the device during backward: where all states are in the memory of the host."""
+        return self.states == "host" and self.fraction == 1.0
 
     def moved(self, elements: Any, item_bytes: float) -> Any:
         """The first elements of a shard whose states are in the tier, in whole units of `UNIT_BYTES`; arrays allowed.
@@ -56,6 +71,13 @@ class Offload:
 
 #: States stay on the device.
 ON_DEVICE = Offload()
+
+
+def offload_of(place: str, fraction: float = 1.0, tile_bytes: int = TILE_BYTES) -> Offload:
+    """What one of `PLACES` means."""
+    if place == "none":
+        return ON_DEVICE
+    return Offload("host" if place == "parameters" else place, fraction, tile_bytes, place == "parameters")
 
 
 def padded(num_bytes: Any, unit: int = UNIT_BYTES) -> Any:

@@ -13,7 +13,7 @@ ROOT = Path(__file__).parents[2]
 LEVELS = (
     ("cli",),
     ("plan_cli", "capacity_cli", "selftest"),
-    ("demo", "doctor", "calibration", "verification", "integrations", "advice", "sizing"),
+    ("demo", "doctor", "calibration", "verification", "integrations", "advice", "sizing", "fitting"),
     ("api", "export"),
     ("compiler",),
     ("planning",),

@@ -4,6 +4,10 @@ from __future__ import annotations
 
 import math
 
+from autoparallel.errors import InputError
+
+_UNITS = {"": 1, "B": 1, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30, "TIB": 2**40, "KB": 10**3, "MB": 10**6, "GB": 10**9,
+          "TB": 10**12}
 
 def duration_str(seconds: float) -> str:
     """
@@ -29,6 +33,18 @@ def seconds_str(seconds: float) -> str:
     scale, unit = next(((scale, unit) for scale, unit in ((1.0, "s"), (1e-3, "ms"), (1e-6, "us"))
                         if seconds >= scale), (1e-9, "ns"))
     return f"{_three(seconds / scale)} {unit}"
+
+
+def bytes_of(text: str | None) -> float | None:
+    """Bytes of text such as "70GiB" or "1TB"; None of None. Raises InputError."""
+    if text is None:
+        return None
+    number = text.rstrip("BbIiKkMmGgTt ")
+    unit = text[len(number):].strip().upper()
+    try:
+        return float(number) * _UNITS[unit]
+    except (ValueError, KeyError):
+        raise InputError(f"cannot read the memory limit {text!r}: write for example 70GiB") from None
 
 
 def bytes_str(count: float) -> str:

@@ -215,7 +215,9 @@ def _settings(plan: Plan) -> Iterator[str]:
         yield f"{how} on {some}{len(every)} blocks"
     if h.offload.is_away:
         some = "" if h.offload.fraction == 1 else f"{h.offload.fraction:.0%} of "
-        yield f"{some}optimizer states {'in the memory of the host' if h.offload.states == 'host' else 'on disk'}"
+        what = "parameters, " if h.offload.parameters else ""
+        what += "gradients and " if h.offload.moves_gradients else ""
+        yield f"{what}{some}optimizer states {'in the memory of the host' if h.offload.states == 'host' else 'on disk'}"
     if h.reduce_dtype:
         yield f"gradients summed in {h.reduce_dtype}"
 

@@ -15,6 +15,7 @@ from torch.distributed.tensor import DTensor
 
 from autoparallel.errors import InputError, shown
 from autoparallel.kernels.recomputed import host_copy
+from autoparallel.runtime.offload.gradients import HostGradients
 from autoparallel.runtime.offload.stores import Disk, Memory, Store
 from autoparallel.runtime.offload.tiles import Region, Tile, regions_of, tiles_of
 from autoparallel.runtime.shard_steps import ELEMENTWISE, steps_shards
@@ -68,18 +69,19 @@ class OffloadedOptimizer(torch.optim.Optimizer):
     """Steps of ``kind``, an element-wise optimizer of torch, on this rank's shards, tile by tile on the host.
 
     ``offload``: the tier of its states, and its tiles. ``prefetch``: the next tile is fetched, and the one before
-    written, while a tile is stepped. Parameter groups, schedulers, ``state_dict`` and
-    ``load_state_dict`` are those of ``kind``; numbers are too, to the bit, where it steps on the CPU with the same
-    kernel (``fused=True`` is taken if ``kind`` has it and the options name none). Raises InputError.
+    written, while a tile is stepped. ``gradients``: what moves them to the host, if they go. Parameter groups,
+    schedulers, ``state_dict`` and ``load_state_dict`` are those of ``kind``; numbers are too, to the bit, where it
+    steps on the CPU with the same kernel (``fused=True`` is taken if ``kind`` has it and the options name none).
+    Raises InputError.
     """
 
     def __init__(self, kind: Any, params: Any, options: Mapping[str, Any], offload: Offload,
-                 limits: Limits, prefetch: bool = True) -> None:
+                 limits: Limits, prefetch: bool = True, gradients: HostGradients | None = None) -> None:
         _check(kind, options)
-        self._sealed, self._broken = False, ""
+        self._sealed, self._broken, self._others = False, "", 0
         super().__init__(params, {})
         self._take_options(kind, options)
-        self.offload, self._prefetch = offload, prefetch
+        self.offload, self._prefetch, self._gradients = offload, prefetch, gradients
         self.kind: Any = kind
         self._parameters = [p for group in self.param_groups for p in group["params"]]
         self._group_of = [number for number, group in enumerate(self.param_groups) for _ in group["params"]]
@@ -124,10 +126,14 @@ class OffloadedOptimizer(torch.optim.Optimizer):
     def _check_limits(self, limits: Limits, count: int, num_bytes: int) -> None:
         on_disk = self.offload.states == "disk"
         host = count * (buffer_bytes(num_bytes, self.offload.tile_bytes) if on_disk else num_bytes)
+        if also := self.offload.moves_gradients + self.offload.parameters:
+            host += also * sum(_local(p).nbytes for p in self._parameters if p.requires_grad)
         for name, needed, limit in (("host_memory_limit_bytes", host, limits.host_bytes),
                                     ("disk_limit_bytes", count * num_bytes if on_disk else 0, limits.disk_bytes)):
             if needed > limit:
-                what = "tiles of optimizer states" if on_disk and name.startswith("host") else "optimizer states"
+                tiles = on_disk and name.startswith("host")
+                what = "tiles of optimizer states" if tiles else \
+                    f"{('', 'gradients and ', 'parameters, gradients and ')[also]}optimizer states"
                 raise InputError(f"{what} need {needed:,.0f} bytes on this rank, and {name} is {limit:,.0f}: give at "
                                  "least that, or plan with more devices, a smaller offload_fraction or another tier")
 
@@ -143,6 +149,7 @@ class OffloadedOptimizer(torch.optim.Optimizer):
                 loss = closure()
         self._check_whole()
         gradients = [_gradient(p) for p in self._parameters]
+        self._others = max(self._others, _others_on_host(self.offload, self._parameters, gradients))
         made: dict[int, dict[str, Any]] = {}
         try:
             for part in self._parts:
@@ -289,11 +296,13 @@ class OffloadedOptimizer(torch.optim.Optimizer):
 
     def memory(self) -> dict[str, int]:
         """Bytes of states by tier on this rank ("device", "host", "disk"), counted by storages and files; on the host
-        with the tiles of states on disk. On a machine without accelerators device and host are the same memory."""
+        with the tiles of states on disk, or with the gradients and parameters that are there, as they were at most. On
+        a machine without accelerators device and host are the same memory."""
         found = dict.fromkeys(("device", "host", "disk"), 0)
         for part in self._parts:
             for tier, num_bytes in part.store.tier_bytes().items():
                 found[tier] += num_bytes
+        found["host"] += max(self._others, 0 if self._gradients is None else self._gradients.largest_bytes)
         return found
 
     def close(self) -> None:
@@ -314,19 +323,25 @@ class OffloadedOptimizer(torch.optim.Optimizer):
                              "new optimizer, parallel.load(folder, parallel.optimizer(...))")
 
 
+def _others_on_host(offload: Offload, parameters: Sequence[Tensor], gradients: Sequence[Tensor | None]) -> int:
+    """Bytes of gradients and parameters in host memory, if they are there."""
+    gradient = sum(g.nbytes for g in gradients if g is not None) if offload.moves_gradients else 0
+    return gradient + (sum(_local(p).nbytes for p in parameters) if offload.parameters else 0)
+
+
 class _Work:
     """The parameter and gradient of a region where they are stepped: views of the shard, or copies on the host."""
 
     def __init__(self, region: Region, local: Tensor, gradient: Tensor | None, on_host: bool) -> None:
         self.region, self._local = region, local
         self._is_copy = not local.is_contiguous() or (on_host and local.device.type != "cpu")
-        self.parameter = self._taken(local)
+        self.parameter = self._taken(local, self._is_copy)
         if gradient is not None:
-            self.parameter.grad = self._taken(gradient)
+            self.parameter.grad = self._taken(gradient, on_host and gradient.device.type != "cpu")
 
-    def _taken(self, value: Tensor) -> Tensor:
+    def _taken(self, value: Tensor, copies: bool) -> Tensor:
         flat = value.detach().reshape(-1)[self.region.start : self.region.stop]
-        return host_copy(flat, wait=True) if self._is_copy else flat
+        return host_copy(flat, wait=True) if copies else flat
 
     def put(self) -> None:
         """Write a copied parameter back to the shard."""

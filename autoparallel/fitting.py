@@ -1,0 +1,162 @@
+"""`autoparallel.fit`: whether training fits on so many devices, in which tier of memory, with how large a batch.
+
+Each tier is planned by the joint search with the smallest batch, then with twice as much at a time until it does not
+fit.
+"""
+
+from __future__ import annotations
+
+import io
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from rich.table import Table
+from torch import nn
+
+from autoparallel.api import plan
+from autoparallel.errors import AutoparallelError, PlanError, shown
+from autoparallel.plans import Plan
+from autoparallel.plans.reports.text import ReportConsole
+from autoparallel.plans.reports.units import bytes_str, count_str, seconds_str
+from autoparallel.schedule.tiers import PLACES
+from cost_models import Cluster
+
+_WORDS = {"none": "all on the device", "host": "gradients and optimizer states on the host",
+          "parameters": "parameters, gradients and optimizer states on the host", "disk": "optimizer states on disk"}
+_TRIPLE = "(model, example inputs, example keyword inputs)"
+
+
+@dataclass(frozen=True)
+class Fit:
+    """What fits with training state in one tier (``offload``): ``plan`` of the largest batch of ``batch`` samples, all
+    of them at a time, or in micro-batches where the smallest fits so only; None: nothing does, and ``refused`` says
+    why."""
+
+    offload: str
+    plan: Plan | None = None
+    batch: int = 0
+    refused: str = ""
+
+
+@dataclass(frozen=True)
+class Fitting:
+    """What was planned, by tier, on ``cluster``."""
+
+    cluster: Cluster
+    tiers: tuple[Fit, ...]
+
+    @property
+    def fits(self) -> tuple[Fit, ...]:
+        """Those with a plan, in the order in which more leaves the device."""
+        return tuple(one for one in self.tiers if one.plan is not None)
+
+    def report(self, width: int = 110) -> str:
+        """The answer and a table of the tiers, as text of ``width`` columns."""
+        console = ReportConsole(file=io.StringIO(), width=width, force_terminal=False)
+        print_fitting(self, console)
+        return console.file.getvalue()  # type: ignore[attr-defined]
+
+
+def fit(
+    model: Callable[[int], tuple[nn.Module, Sequence[Any], Mapping[str, Any]]],
+    cluster: Cluster | str | Path,
+    *,
+    devices: int | None = None,
+    smallest: int | None = None,
+    most: int = 4096,
+    tiers: Sequence[str] = PLACES,
+    software: str | None = None,
+    time_limit_s: float = 10.0,
+    told: Callable[[Fit], None] = lambda fit: None,
+    **options: Any,
+) -> Fitting:
+    """Whether a model's training fits on a cluster, in which tier of memory, and with how many samples at a time.
+
+    model: from a global batch, a number of samples, (model, example inputs, example keyword inputs) with such a batch.
+    cluster: a cluster, the name of a known one, or a TOML file.
+    devices: of a cluster given by name; None: as many as its description says.
+    smallest: samples of the smallest batch; None: one for each device. most: of the largest that is tried.
+    tiers: of ``offload``, as `autoparallel.plan` takes it, which are tried; each has an entry in the result.
+    software: whose speed and memory count, by a name of `cost_models.profile.SOFTWARE`.
+    time_limit_s: of the search for each batch.
+    told: called with each tier when it is known.
+    options: of `autoparallel.plan`.
+
+    Raises PlanError for arguments that cannot be.
+    """
+    _check(model, tiers, devices, smallest, most, told)
+    machine = cluster if isinstance(cluster, Cluster) else Cluster.load(cluster, num_devices=devices, software=software)
+    found = []
+    for tier in tiers:
+        one = _largest(model, machine, tier, smallest or machine.num_devices, most,
+                       {**options, "time_limit_s": time_limit_s})
+        found.append(one)
+        told(one)
+    return Fitting(machine, tuple(found))
+
+
+def _largest(model: Callable[[int], Any], cluster: Cluster, tier: str, batch: int, most: int,
+             options: Mapping[str, Any]) -> Fit:
+    """The largest batch of a tier, from the smallest by doubling."""
+    def planned(batch: int, **more: Any) -> Plan:
+        made = model(batch)
+        if not isinstance(made, tuple) or len(made) != 3:
+            raise PlanError(f"the model for a batch of {batch} is {shown(made)}: return {_TRIPLE}")
+        network, args, kwargs = made
+        return plan(network, cluster, example_inputs=args, example_kwargs=kwargs, joint=True,
+                    **{**options, "offload": tier, **more})
+
+    try:
+        best = Fit(tier, planned(batch), batch)
+    except PlanError:
+        raise
+    except AutoparallelError as error:
+        needed = getattr(error, "needed_bytes", None)
+        return Fit(tier, refused=f"needs {bytes_str(needed)} a device" if needed else
+                   str(error).split(". ", maxsplit=1)[0])
+    while 2 * best.batch <= most:
+        try:
+            best = Fit(tier, planned(2 * best.batch, **{"micro_batches": 1, **options}), 2 * best.batch)
+        except AutoparallelError:
+            break
+    return best
+
+
+def _check(model: Any, tiers: Any, devices: Any, smallest: Any, most: Any, told: Any) -> None:
+    if not callable(model) or isinstance(model, type | nn.Module):
+        raise PlanError(f"model is {shown(model)}: give a function of a global batch, which returns {_TRIPLE}")
+    if isinstance(tiers, str) or not isinstance(tiers, Sequence) or not tiers or set(tiers) - set(PLACES):
+        raise PlanError(f"tiers is {shown(tiers)}: give some of {list(PLACES)}")
+    for name, value in (("devices", devices), ("smallest", smallest), ("most", most)):
+        if (value is None and name != "most") or (isinstance(value, int) and not isinstance(value, bool) and value > 0):
+            continue
+        raise PlanError(f"{name} is {shown(value)}: give a whole number, 1 or more")
+    if not callable(told):
+        raise PlanError(f"told is {shown(told)}: give a function")
+
+
+def print_fitting(found: Fitting, console: ReportConsole) -> None:
+    """Print the answer in one sentence, then a row for each tier."""
+    where, first = f"{found.cluster.num_devices} devices of {found.cluster.name}", next(iter(found.fits), None)
+    if first is None:
+        console.print(f"It does not fit on {where}, in any tier that was tried.")
+    else:
+        most = max(found.fits, key=lambda one: one.batch)
+        console.print(f"It fits on {where} with {_WORDS[first.offload]}; the largest batch of {most.batch} with "
+                      f"{_WORDS[most.offload]}.")
+    table = Table("offload", "batch", "step", "per second", "device", "host", "disk", "plan", box=None, pad_edge=False)
+    for one in found.tiers:
+        if one.plan is None:
+            table.add_row(one.offload, "-", "-", "-", "-", "-", "-", one.refused)
+            continue
+        p, record = one.plan.prediction, one.plan.known
+        count = record.workload.count if record is not None else 0
+        table.add_row(one.offload, str(one.batch), seconds_str(p.step_s), count_str(count / p.step_s) if count else "-",
+                      *(bytes_str(size) if size else "-" for size in (p.peak_bytes, p.host_bytes, p.disk_bytes)),
+                      one.plan.summary().split("\n", 1)[0].rstrip("."))
+    console.print(table)
+
+
+__all__ = ["Fit", "Fitting", "fit", "print_fitting"]

@@ -1,0 +1,87 @@
+"""Seconds and bytes of gradients that go to the memory of the host: on their way, and there."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+
+import numpy as np
+
+from autoparallel.pricing.counts import ExecutionCounts
+from autoparallel.pricing.unit_costs import Prices
+from autoparallel.schedule.tiers import BUCKETS_IN_FLIGHT
+from autoparallel.strategies.space import StrategySet
+from cost_models import memory, offload
+
+
+class HostGradients:
+    """Gradients of parameters that go to the host during backward (`Offload.moves_gradients`), on the fullest rank;
+    arrays by strategy of a parameter."""
+
+    def __init__(self, prices: Prices, counts: ExecutionCounts) -> None:
+        self.prices, self.counts, self.space = prices, counts, prices.space
+        self.go = prices.training and counts.hybrid.offload.moves_gradients
+
+    def leave(self, index: int) -> bool:
+        """Whether a parameter's gradient leaves the device within backward. Those that several micro-batches add up
+        before they are reduced (ZeRO 0 and 1), and those of several pipeline ranks, leave at its end."""
+        hybrid = self.counts.hybrid
+        return (self.go and (hybrid.is_plain or hybrid.zero_stage >= 2) and self._trains(index)
+                and len(self.counts.stages_of[index]) == 1 and len(self.counts.ranks_with(index)) < 2)
+
+    def _trains(self, index: int) -> bool:
+        decision, s = self.space.decisions[index], self.space.strategy_sets[index]
+        return decision.kind == "parameter" and s.output_metas[0].requires_grad
+
+    def bytes_of(self, s: StrategySet) -> np.ndarray:
+        """Bytes of a parameter's gradient."""
+        kept = self.prices.kept(s.output_metas[0])
+        return np.asarray(memory.training_state(self.prices.elements(s), kept, self.prices.optimizer).gradients)
+
+    def host_bytes(self, index: int) -> np.ndarray:
+        """Bytes on the host; of the sum over micro-batches, where that is more precise."""
+        s = self.space.strategy_sets[index]
+        if not (self.go and self._trains(index)):
+            return np.zeros(len(s.strategies))
+        apart = self.counts.accumulator_bytes(s.output_metas[0]) if self.leave(index) else 0
+        return np.maximum(self.bytes_of(s), apart * self.prices.elements(s))
+
+    def moving_s(self, index: int) -> np.ndarray:
+        """Seconds per step of moving a parameter's gradient, as if nothing else went on."""
+        s = self.space.strategy_sets[index]
+        if not (self.go and self._trains(index)):
+            return np.zeros(len(s.strategies))
+        times = self.counts.count(index) if self.leave(index) else 1
+        each = offload.gradients_s(self.bytes_of(s), self.prices.cluster, adds=times > 1)
+        return times * self.counts.multiplicities[index] * each
+
+    def exposed_share(self, backward_s: Callable[[int], float]) -> float:
+        """The share of `moving_s` that exceeds backward, if both are divided evenly over all devices; ``backward_s``:
+        seconds of an op's backward so."""
+        if not self.go:
+            return 0.0
+        indices = range(len(self.space))
+        moving = sum(float(self.moving_s(index).min()) for index in indices if self._trains(index))
+        beside = sum(backward_s(index) for index in indices if self.space.decisions[index].kind == "op")
+        return max(0.0, 1 - beside / moving) if moving else 0.0
+
+    def last_in_flight(self) -> Mapping[int, int | None]:
+        """By parameter whose gradient leaves, the reader at whose backward it is gone for good: more than
+        `BUCKETS_IN_FLIGHT` buckets, divided evenly over the devices, have been made since. None: only at the end."""
+        read_at: dict[int, int] = {}
+        for use in self.space.uses:
+            if self.leave(use.source):
+                read_at[use.source] = min(use.target, read_at.get(use.source, use.target))
+        order = sorted(read_at, key=read_at.__getitem__, reverse=True)
+        sizes = [float(self.bytes_of(self.space.strategy_sets[index]).min()) for index in order]
+        most, gone, pending = BUCKETS_IN_FLIGHT * self.counts.hybrid.bucket_bytes, 0, 0.0
+        found: dict[int, int | None] = dict.fromkeys(order)
+        for number, index in enumerate(order):
+            pending += sizes[number]
+            while pending > most and gone < number:
+                found[order[gone]] = read_at[index]
+                pending -= sizes[gone]
+                gone += 1
+        return found
+
+
+__all__ = ["HostGradients"]

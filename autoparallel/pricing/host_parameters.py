@@ -1,0 +1,66 @@
+"""Seconds and bytes of parameters that live in the memory of the host and are fetched to the device for each use."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import NamedTuple
+
+import numpy as np
+
+from autoparallel.pricing.counts import ExecutionCounts
+from autoparallel.pricing.unit_costs import Prices
+from autoparallel.strategies.space import StrategySet, TensorUse
+from cost_models import memory, offload
+
+
+class Fetching(NamedTuple):
+    """Of the fetches in forward and of those that backward repeats."""
+
+    forward: float
+    backward: float
+
+
+class HostParameters:
+    """Parameters on the host (`Offload.parameters`), on the fullest rank; arrays by strategy of a parameter."""
+
+    def __init__(self, prices: Prices, counts: ExecutionCounts) -> None:
+        self.prices, self.counts, self.space = prices, counts, prices.space
+        self.go = counts.hybrid.offload.parameters
+
+    def fetches(self, use: TensorUse) -> bool:
+        """Whether a use reads a parameter where it is stored."""
+        return self.go and self.space.decisions[use.source].kind == "parameter"
+
+    def host_bytes(self, s: StrategySet) -> np.ndarray:
+        """Bytes of a parameter on the host."""
+        if not self.go:
+            return np.zeros(len(s.strategies))
+        (meta,), elements = s.output_metas, self.prices.elements(s)
+        if not (meta.requires_grad and self.prices.training):
+            return elements * meta.dtype.itemsize
+        return np.asarray(memory.training_state(elements, self.prices.kept(meta), self.prices.optimizer).parameters)
+
+    def bytes_of(self, use: TensorUse) -> np.ndarray:
+        """Bytes of the stored shard that a use fetches."""
+        return self.prices.local_bytes(use.meta, self.space.strategy_sets[use.source].outputs[use.output])
+
+    def moving_s(self, use: TensorUse) -> tuple[np.ndarray, np.ndarray]:
+        """Seconds per step of the fetches (of forward, of backward), as if nothing else went on."""
+        forward, again, _ = self.counts.use_times(use)
+        each = np.asarray(offload.fetch_s(self.bytes_of(use), self.prices.cluster))
+        return forward * each, again * each
+
+    def exposed_shares(self, compute_s: Callable[[int], tuple[float, float]]) -> Fetching:
+        """The shares of `moving_s` that exceed the compute beside which they run, if all is divided evenly over the
+        devices; ``compute_s``: seconds of an op (forward, backward with recompute) so."""
+        moving = [self.moving_s(use) for use in self.space.uses if self.fetches(use)]
+        ops = [compute_s(decision.index) for decision in self.space.decisions if decision.kind == "op"]
+        found = []
+        for direction in (0, 1):
+            fetch_s = sum(float(each[direction].min()) for each in moving)
+            beside_s = sum(each[direction] for each in ops)
+            found.append(max(0.0, 1 - beside_s / fetch_s) if fetch_s else 0.0)
+        return Fetching(*found)
+
+
+__all__ = ["Fetching", "HostParameters"]

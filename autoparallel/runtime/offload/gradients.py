@@ -1,0 +1,202 @@
+"""Gradients in the memory of the host: each leaves the device when backward has reduced it.
+
+A parameter's ``.grad`` is a DTensor as ever, whose shard is in host memory. It is copied while backward goes on: by a
+thread, or on an accelerator by a stream of its own into pinned memory. When backward ends, all copies have ended.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections import deque
+from collections.abc import Callable, Iterable
+from concurrent.futures import Future, ThreadPoolExecutor
+from functools import partial
+from typing import Any, cast
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+from autoparallel.errors import InputError
+
+#: A DTensor's mark: its shard is in host memory.
+_MARK = "_shard_on_host"
+
+
+class HostGradients:
+    """Moves gradients of one module's shards to the memory of the host, at most ``in_flight_bytes`` of them (or one)
+    at a time; whoever makes more waits. ``largest_bytes``: of gradients there at the end of a backward, at most so far.
+    """
+
+    def __init__(self, device: torch.device, in_flight_bytes: float) -> None:
+        self.device, self.in_flight_bytes, self.largest_bytes = device, in_flight_bytes, 0
+        self._stream = None if device.type == "cpu" else torch.Stream(device)
+        self._pool: ThreadPoolExecutor | None = None
+        self._moving: deque[tuple[Future[None], int]] = deque()
+        self._moving_bytes = 0
+        self._parameters: dict[str, nn.Parameter] = {}
+        self._before: dict[str, Tensor] = {}  # by parameter, the gradient to which this backward's is added
+        self._task = -1
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> HostGradients:
+        """Of a copied module, whose parameters are watched when it runs."""
+        return HostGradients(self.device, self.in_flight_bytes)
+
+    # --- gradients of parameters ------------------------------------------------------------------------------------
+
+    def watch(self, parameters: Iterable[tuple[str, nn.Parameter]]) -> None:
+        """Take the gradients of these parameters from now on, under all their names."""
+        self._settle()
+        self._parameters = dict(parameters)
+        for name, parameter in self._parameters.items():
+            hooks = (getattr(parameter, "_post_accumulate_grad_hooks", None) or {}).values()
+            if parameter.requires_grad and not any(isinstance(hook, _Arrived) for hook in hooks):
+                arrived = _Arrived(weakref.ref(self), name)
+                parameter.register_hook(arrived.comes)
+                parameter.register_post_accumulate_grad_hook(arrived)
+
+    def has_hooks(self, name: str) -> bool:
+        """Whether others have hooks on a parameter, which want its gradient on the device."""
+        parameter = self._parameters[name]
+        hooks = [parameter._backward_hooks, getattr(parameter, "_post_accumulate_grad_hooks", None)]
+        return sum(len(some or ()) for some in hooks) > 2
+
+    def give(self, name: str, shard: Tensor) -> None:
+        """Add a gradient in host memory to that of a parameter."""
+        parameter = self._parameters[name]
+        known: Any = parameter.grad
+        if known is not None and not hasattr(known, _MARK):
+            self.take(known._local_tensor, shard)
+            known = None
+        elif known is not None:
+            known._local_tensor.add_(shard)
+        if known is None:
+            assert isinstance(parameter, DTensor)
+            parameter.grad = _on_host(DTensor(parameter._local_tensor, parameter._spec, requires_grad=False), shard)
+        self._settle()
+
+    def _comes(self, name: str) -> None:
+        """Before autograd adds a gradient: put one that is in host memory aside."""
+        if self._task != (task := torch._C._current_graph_task_id()):
+            self._task = task
+            torch.autograd.Variable._execution_engine.queue_callback(self._settle)
+        parameter = self._parameters[name]
+        if hasattr(parameter.grad, _MARK):
+            self._before[name], parameter.grad = parameter.grad, None  # type: ignore[assignment]
+
+    def _arrived(self, name: str) -> None:
+        parameter = self._parameters[name]
+        if (gradient := cast(Any, parameter.grad)) is None:    # of ops that gave none
+            return
+        if torch.is_grad_enabled():
+            raise InputError("backward(create_graph=True) makes gradients that can be differentiated, and those of "
+                             "this plan go to the memory of the host\n  Compile with offload='none', or with an "
+                             "offload_fraction below 1, which leaves gradients on the device.")
+        if gradient.placements != (wanted := cast(DTensor, parameter).placements):
+            gradient = gradient.redistribute(placements=wanted)
+        before: Any = self._before.pop(name, None)
+        if before is None:
+            parameter.grad = _on_host(gradient, self.take(gradient._local_tensor))
+        else:
+            self.take(gradient._local_tensor, before._local_tensor)
+            torch.autograd.graph.increment_version(before)
+            parameter.grad = before
+
+    def _settle(self) -> None:
+        """Wait for all copies; parameters that had a gradient and got none have it again."""
+        self.wait()
+        for name, gradient in self._before.items():
+            if self._parameters[name].grad is None:
+                self._parameters[name].grad = gradient
+        self._before.clear()
+        there = {id(p): p.grad._local_tensor.nbytes for p in self._parameters.values()
+                 if isinstance(p.grad, DTensor) and hasattr(p.grad, _MARK)}
+        self.note(sum(there.values()))
+
+    def note(self, num_bytes: int) -> None:
+        """So many bytes of gradients are on the host now."""
+        self.largest_bytes = max(self.largest_bytes, num_bytes)
+
+    # --- copies -----------------------------------------------------------------------------------------------------
+
+    @torch.no_grad()
+    def take(self, gradient: Tensor, into: Tensor | None = None) -> Tensor:
+        """The tensor in host memory that will have a copy of ``gradient``, or ``into`` (there), to which it will be
+        added; read it after `wait`."""
+        while self._moving and self._moving_bytes + gradient.nbytes > self.in_flight_bytes:
+            self._wait_for_one()
+        if self._pool is None:
+            self._pool = ThreadPoolExecutor(1, "autoparallel-gradients")
+        pinned = self._stream is not None
+        made = torch.empty(gradient.shape, dtype=gradient.dtype, pin_memory=pinned) if into is None else into
+        if self._stream is None:
+            work: Callable[[], Any] = partial(made.copy_ if into is None else made.add_, gradient)
+        else:
+            landed = made if into is None else torch.empty(gradient.shape, dtype=gradient.dtype, pin_memory=True)
+            work = partial(_added, self._begin(gradient, landed), landed, into)
+        self._moving.append((self._pool.submit(_call, work), gradient.nbytes))
+        self._moving_bytes += gradient.nbytes
+        return made
+
+    def wait(self) -> None:
+        """Wait for all copies. Raises their errors."""
+        while self._moving:
+            self._wait_for_one()
+
+    def close(self) -> None:
+        """Wait, and end the thread."""
+        self.wait()
+        if self._pool is not None:
+            self._pool.shutdown()
+            self._pool = None
+
+    def _wait_for_one(self) -> None:
+        moved, num_bytes = self._moving.popleft()
+        self._moving_bytes -= num_bytes
+        moved.result()
+
+    def _begin(self, gradient: Tensor, landed: Tensor) -> Callable[[], Any]:
+        """Begin a copy on the stream; returns what waits for it."""
+        stream: Any = self._stream
+        stream.wait_stream(torch.accelerator.current_stream(self.device))
+        with stream:
+            landed.copy_(gradient, non_blocking=True)
+        gradient.record_stream(stream)
+        event: Any = stream.record_event()
+        return event.synchronize
+
+
+class _Arrived:
+    """The hooks of one parameter."""
+
+    def __init__(self, owner: weakref.ref[HostGradients], name: str) -> None:
+        self.owner, self.name = owner, name
+
+    def comes(self, _: Tensor) -> None:
+        if (owner := self.owner()) is not None:
+            owner._comes(self.name)
+
+    def __call__(self, _: Tensor) -> None:
+        if (owner := self.owner()) is not None:
+            owner._arrived(self.name)
+
+
+def _on_host(gradient: Any, shard: Tensor) -> Any:
+    """The DTensor with another shard: it stays one of the device for autograd, which wants its parameter's."""
+    gradient._local_tensor = shard
+    setattr(gradient, _MARK, True)
+    return gradient
+
+
+def _call(work: Callable[[], Any]) -> None:
+    with torch.no_grad():
+        work()
+
+
+def _added(wait: Callable[[], Any], landed: Tensor, into: Tensor | None) -> None:
+    wait()
+    if into is not None:
+        into.add_(landed)
+
+
+__all__ = ["HostGradients"]

@@ -1,0 +1,66 @@
+"""Runs of AdamW whose states, gradients or parameters are on the host or disk, and whether two are equal to the bit."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+import autoparallel
+from tests.support.models import CASES
+from tests.support.ranks import mesh_of
+from tests.support.reference import ADAMW_EPS, gathered, scalar
+
+ADAMW = {"lr": 1e-3, "eps": ADAMW_EPS, "fused": True}
+Options = dict[str, Any]
+
+
+def local(value: Any) -> Tensor:
+    return torch.as_tensor(value.to_local() if hasattr(value, "to_local") else value).detach().clone()
+
+
+def trained(case_name: str, shape: tuple[int, ...], options: Options, tier: str, norm: float | None, calls: int
+            ) -> dict[str, Any]:
+    """Three steps of AdamW, each on the gradients of so many calls of `step`, clipped to ``norm``; then a call in eval
+    mode."""
+    case = CASES[case_name]
+    args, kwargs = case.inputs(8)
+    parallel = autoparallel.compile(case.build(), mesh_of(*shape), example_inputs=args, example_kwargs=kwargs,
+                                    **options, offload=tier)
+    optimizer: Any = parallel.optimizer(torch.optim.AdamW, **ADAMW)
+    losses, norms, left = [], [], []
+    for _ in range(3):
+        for _ in range(calls):
+            losses.append(scalar(parallel.step(*args, **kwargs)))
+        if norm is not None:
+            norms.append(float(parallel.clip_grad_norm_(norm)))
+        left.append([None if p.grad is None else local(p.grad) for p in parallel.parameters()])
+        optimizer.step()
+        optimizer.zero_grad()
+    states = {f"{number}.{name}": local(value) for number, entries in optimizer.state_dict()["state"].items()
+              for name, value in entries.items()}
+    parallel.eval()
+    with torch.no_grad():
+        losses += [] if options.get("pipeline_stages") else [scalar(parallel(*args, **kwargs).loss)]
+    on_host = parallel._state.host_gradients
+    return {"losses": losses, "norms": norms, "gradients": left, "states": states,
+            "parameters": [local(p) for p in parallel.parameters()], "whole": gathered(parallel.named_parameters()),
+            "memory": (optimizer.memory() if tier != "none" else {}, parallel.plan.prediction.host_bytes),
+            "bytes": 0 if on_host is None else on_host.largest_bytes}
+
+
+def same(found: Any, expected: Any) -> bool:
+    if isinstance(expected, Tensor):
+        return torch.equal(found, expected)
+    if isinstance(expected, list):
+        return len(found) == len(expected) and all(map(same, found, expected))
+    if isinstance(expected, dict):
+        return found.keys() == expected.keys() and all(same(found[key], value) for key, value in expected.items())
+    return bool(found == expected)
+
+
+def differing(found: Options, expected: Options) -> list[str]:
+    """The names of what two results of `trained` do not share to the bit."""
+    return [name for name, value in expected.items()
+            if name not in ("bytes", "memory") and not same(found[name], value)]
