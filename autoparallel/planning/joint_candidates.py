@@ -16,6 +16,7 @@ from autoparallel.planning.candidate_bounds import CandidateBounds
 from autoparallel.planning.candidates import Candidate, CandidateSpace, Combination, Fixed
 from autoparallel.planning.estimate_order import EstimateOrder
 from autoparallel.planning.reduced_model import ReducedModel, reduced_model
+from autoparallel.planning.step_bounds import StepBounds
 from autoparallel.pricing import ExecutionCounts, Prices, SpacePricer, equal_stages_s
 from autoparallel.pricing.overlap_simulation import least_exposed
 from autoparallel.pricing.prediction import estimate
@@ -70,6 +71,7 @@ class JointSearch:
         batch = batch_size(graph)
         self.space = CandidateSpace(cluster, fixed, self.reduced_model.num_blocks, batch)
         self.bounds = CandidateBounds(self.reduced_model, cluster, optimizer, limit_bytes, batch)
+        self.step_bounds = StepBounds(self.reduced_model, cluster, self.bounds, self._prices_of_device)
         #: By number of micro-batches; a divisor of the batch each.
         self._split: dict[int, MicroBatches] = {}
         #: By micro-batches, pipeline ranks and stage mesh, which candidates with other schedules share.
@@ -87,12 +89,17 @@ class JointSearch:
             self._prices[key] = Prices(space, self.cluster, self.optimizer, stages=ranks)
         return self._prices[key]
 
+    def _prices_of_device(self, micro_batches: int, ranks: int, shape: tuple[int, ...]) -> Prices:
+        """The same, of the device alone."""
+        return self._prices_of(micro_batches, ranks, shape).of_device()
+
     def estimate(self, candidate: Candidate, best_s: float = math.inf) -> Candidate:
         """The candidate with its estimate; above `WORTH` times ``best_s`` with a lower bound only (`first` is None)."""
         h, limit = candidate.hybrid, candidate.room * self.limit
         prices = self._prices_of(h.micro_batches, h.pipeline_ranks, candidate.mesh_shape)
         counts, held = self.reduced_model.counts(prices.space), self.reduced_model.held(prices.space, h)
-        pricer = SpacePricer(prices, limit, counts=ExecutionCounts(prices.space, h, multiplicities=counts, held=held))
+        pricer = SpacePricer(prices, limit, counts=ExecutionCounts(prices.space, h, multiplicities=counts, held=held,
+                                                                   recomputing=prices.recomputing))
         problem = pricer.full()
         if least_live_bytes(problem, len(prices.space)) > limit:
             return replace(candidate, estimate_s=math.inf)
@@ -138,11 +145,22 @@ class JointSearch:
         best_s = min((c.estimate_s for c in self.known.values()), default=math.inf)
         tried |= self.known
         may_fit = [c for c in tried.values() if self.bounds.least_bytes(c) <= self.limit]
-        left = sum(c.key not in self.known and bool(self.bounds.floor(c) < best_s) for c in may_fit)
+        bound_s = self._least_bound_s(may_fit, best_s, deadline)
+        left = sum(c.key not in self.known and bool(self.step_bounds.estimate_s(c) < best_s) for c in may_fit)
         estimated = [c for c in self.known.values() if not c.is_bound]
-        bound_s = min((self.bounds.floor(_keeping_all(c)) for c in may_fit), default=math.inf)
         return Survey(tuple(sorted(estimated, key=lambda c: c.estimate_s)), len(tried) - left - len(estimated), left,
                       bound_s, min(map(self.bounds.least_bytes, tried.values()), default=math.inf))
+
+    def _least_bound_s(self, candidates: Sequence[Candidate], best_s: float, deadline: float) -> float:
+        """The least bound of all, each as high as it can be made until ``deadline``."""
+        bounds = [self.step_bounds.step_s(c) for c in candidates]
+        while bounds and min(bounds) < best_s and clock.now() < deadline:
+            least = candidates[bounds.index(min(bounds))]
+            if not self.step_bounds.tighten(least):
+                break
+            bounds = [self.step_bounds.step_s(c) if bound < best_s else bound
+                      for c, bound in zip(candidates, bounds, strict=True)]
+        return min(bounds, default=math.inf)
 
     def _best_outside(self, seen: set[object]) -> Candidate | None:
         """One of the three best candidates that fit whose key is not in ``seen``, or None."""
@@ -155,20 +173,16 @@ class JointSearch:
         promising first, while their expected seconds are below ``patience`` times the best."""
         best = min((c.estimate_s for c in self.known.values()), default=math.inf)
         new = [c for c in candidates if c.key not in self.known and self.bounds.least_bytes(c) <= self.limit]
-        order = EstimateOrder(new, self.bounds.floor, self.bounds.oddity, self.bounds.least_bytes)
+        order = EstimateOrder(new, self.step_bounds.estimate_s, self.bounds.oddity, self.bounds.least_bytes,
+                              self.step_bounds.tighten)
         for estimated in self.known.values():
             order.learn(estimated)
-        while most > 0 and clock.now() < deadline and (candidate := order.next(best, patience)) is not None:
+        while most > 0 and (candidate := order.next(best, patience, deadline)) is not None:
             most -= 1
             made = self.known[candidate.key] = self.estimate(candidate, best)
             self.tell(sum(not one.is_bound for one in self.known.values()))
             order.learn(made)
             best = min(best, made.estimate_s)
-
-
-def _keeping_all(candidate: Candidate) -> Candidate:
-    """The candidate without recompute, for a bound: a plan may recompute some blocks only."""
-    return replace(candidate, hybrid=replace(candidate.hybrid, recompute="none"))
 
 
 def least_live_bytes(problem: Problem, micro_batch: int) -> float:

@@ -7,6 +7,7 @@ to price a model hardly grows with its depth.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from copy import copy
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -71,6 +72,16 @@ class Prices:
         #: By strategy set and chain, of which equal blocks share theirs.
         self._ops: dict[tuple[int, InChain | None], OpPrice] = {}
         self._apart: dict[tuple[object, ...], tuple[OpPrice, OpPrice]] = {}
+
+    def of_device(self) -> Prices:
+        """A copy with the seconds of the device alone, as if the host launched everything ahead."""
+        if self.cluster.profile is None:
+            return self
+        made = copy(self)
+        made.costs = ProfileCosts(self.space.spaces, self.cluster, self.cluster.profile, self.training, self.spread,
+                                  "device")
+        made._ops = {}
+        return made
 
     @property
     def recomputing(self) -> Recomputing:
