@@ -76,6 +76,7 @@ class JointSearch:
         self._split: dict[int, MicroBatches] = {}
         #: By micro-batches, pipeline ranks and stage mesh, which candidates with other schedules share.
         self._prices: dict[object, Prices] = {}
+        self._of_device: dict[object, Prices] = {}
 
     def _micro(self, count: int) -> MicroBatches:
         if count not in self._split:
@@ -91,7 +92,10 @@ class JointSearch:
 
     def _prices_of_device(self, micro_batches: int, ranks: int, shape: tuple[int, ...]) -> Prices:
         """The same, of the device alone."""
-        return self._prices_of(micro_batches, ranks, shape).of_device()
+        key = (micro_batches, ranks, shape)
+        if key not in self._of_device:
+            self._of_device[key] = self._prices_of(*key).of_device()
+        return self._of_device[key]
 
     def estimate(self, candidate: Candidate, best_s: float = math.inf) -> Candidate:
         """The candidate with its estimate; above `WORTH` times ``best_s`` with a lower bound only (`first` is None)."""

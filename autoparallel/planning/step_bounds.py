@@ -62,17 +62,14 @@ class StepBounds:
         #: Seconds of all micro-batches of the whole model on one rank, by kind: a few hundred floats.
         self._work_s: dict[Kind, float] = {}
 
-    def is_tight(self, candidate: Candidate) -> bool:
-        """Whether the combination's decision graph has been bounded."""
-        return Kind.of(candidate) in self._work_s
-
     def tighten(self, candidate: Candidate) -> bool:
-        """Bound the combination's decision graph; returns whether that is new. Takes about 0.1 s."""
+        """Bound the combination's decision graph; returns whether that is new. Takes about 0.1 s. Of a combination with
+        ZeRO-3 the same without, which is no more, is bounded first."""
         kind = Kind.of(candidate)
-        if kind in self._work_s:
-            return False
-        self._work_s[kind] = self._least_work_s(kind)
-        return True
+        wanted = next((one for one in (kind._replace(per_use=False), kind) if one not in self._work_s), None)
+        if wanted is not None:
+            self._work_s[wanted] = self._least_work_s(wanted)
+        return wanted is not None
 
     def step_s(self, candidate: Candidate) -> float:
         """Seconds that no plan of the combination is below, though it may recompute as few blocks as memory allows."""
@@ -84,7 +81,9 @@ class StepBounds:
         return self._step_s(candidate, self._known_work_s(candidate), self.even.again_s(candidate))
 
     def _known_work_s(self, candidate: Candidate) -> float:
-        return max(self.even.work_s(candidate), self._work_s.get(Kind.of(candidate), 0.0))
+        kind = Kind.of(candidate)
+        known = (self._work_s.get(one, 0.0) for one in (kind, kind._replace(per_use=False)))
+        return max(self.even.work_s(candidate), *known)
 
     def _step_s(self, candidate: Candidate, work_s: float, again_s: float) -> float:
         """Seconds of a step: the work of a rank, the bubble of what is divided evenly, and what no op takes."""
@@ -132,7 +131,7 @@ def with_free_ends(problem: Problem, multiplicities: list[int], inside: list[boo
         of = sources[edge]
         if of not in place:
             place[of] = len(problem.nodes) + len(made)
-            node = problem.nodes[of]
+            node = problem.nodes[of : of + 1][0]
             made.append(Node(f"{node.name}:copy", np.where(node.costs < FORBIDDEN, 0.0, FORBIDDEN),
                              np.zeros(len(node.costs)), (0, 0), node.strategies))
         sources[edge] = place[of]
