@@ -145,7 +145,9 @@ class _TrialPlans:
     """Trial plans of the whole model, in order of expected seconds. Estimates of ``sure`` combinations are seconds of
     whole plans.
 
-    ``floor``: seconds that no plan of a candidate is below. Expected seconds are the estimate times the ratio of trial plan to estimate seen with the same kind of pipeline
+    ``floor``: seconds that no plan of a candidate is below.
+
+    Expected seconds are the estimate times the ratio of trial plan to estimate seen with the same kind of pipeline
     (stages are never quite equal, the less so the more there are). For a kind not tried yet it is the smallest ratio
     seen with other pipelines, at first `PIPELINE_EXCESS`; for candidates estimated with less memory it is 1. A
     candidate that fits as a reduced-depth model but not in full (a stage has more than its share) is estimated again

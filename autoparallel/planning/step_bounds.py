@@ -6,7 +6,7 @@ device alone, hidden communication takes what it slows compute by. Its optimum, 
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -93,9 +93,10 @@ class StepBounds:
 
     def _least_work_s(self, kind: Kind) -> float:
         prices = self.prices_of(kind.micro_batches, kind.pipeline_ranks, kind.mesh_shape)
-        counts = ExecutionCounts(prices.space, kind.hybrid, multiplicities=self.reduced_model.counts(prices.space))
+        inside, stands_for = self.reduced_model.inside(prices.space), self.reduced_model.counts(prices.space)
+        counts = ExecutionCounts(prices.space, kind.hybrid, multiplicities=stands_for)
         pricer = SpacePricer(prices, counts=counts, exposed=self._least_exposed(kind, prices))
-        problem = with_free_ends(pricer.without_memory(), counts.multiplicities, self.reduced_model.inside(prices.space))
+        problem = with_free_ends(pricer.without_memory(), stands_for, inside)
         eliminator = Eliminator.of(problem)
         if elimination_cells(eliminator, problem) <= MOST_CELLS:
             return eliminator.solve(problem.costs)[0]
@@ -113,7 +114,7 @@ class StepBounds:
         return Exposed(of_parameters, of_parameters, left * beside if kind.copies > 1 else beside)
 
 
-def with_free_ends(problem: Problem, multiplicities: list[int], inside: list[bool]) -> Problem:
+def with_free_ends(problem: Problem, multiplicities: Sequence[int], inside: Sequence[bool]) -> Problem:
     """The problem in which a block that stands for several need not lie as its neighbours do, so that the optimum is no
     more than that of the model, whose blocks may differ from one another.
 
