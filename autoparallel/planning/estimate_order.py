@@ -23,7 +23,7 @@ class EstimateOrder:
     The ratio (communication, uneven division) is similar for similar candidates. Each factor of two in ranks, axes or
     micro-batches, and each other difference, is one step; log(ratio) changes by at most `SPREAD` per step. Before any
     estimate, unusual candidates (`CandidateBounds.oddity`) are expected to be expensive. ``tighten`` makes the bounds
-    (``floor``) of a candidate, and of others like it, higher if they are not yet, and says whether it did.
+    (``floor``) of a candidate, and of others on the same mesh, higher if they are not yet, and says whether it did.
     """
 
     def __init__(self, candidates: Sequence[Candidate], floor: Callable[[Candidate], float],
@@ -34,6 +34,8 @@ class EstimateOrder:
         self.floors = np.array([floor(c) for c in self.candidates])
         self.coordinates = np.array([_coordinates(c) for c in self.candidates])
         self.excess = SPREAD * np.array([oddity(c) for c in self.candidates])
+        meshes = dict[object, int]()
+        self.meshes = np.array([meshes.setdefault(mesh_of(c), len(meshes)) for c in self.candidates])
         self.open = np.ones(len(self.candidates), bool)
 
     def next(self, best_s: float, patience: float, deadline: float = math.inf) -> Candidate | None:
@@ -47,7 +49,7 @@ class EstimateOrder:
             if not self.tighten(candidate):
                 self.open[number] = False
                 return candidate
-            for other in np.flatnonzero(self.open & (self.floors < best_s)):
+            for other in np.flatnonzero(self.open & (self.floors < best_s) & (self.meshes == self.meshes[number])):
                 self.floors[other] = self.floor(self.candidates[other])
         return None
 
@@ -60,6 +62,11 @@ class EstimateOrder:
         excess = math.log(min(candidate.estimate_s / self.floor(candidate), UNFIT)) - SPREAD * steps
         equivalent = (candidate.estimate_s < math.inf) | (self.bytes >= self.least_bytes(candidate))
         self.excess = np.where(equivalent, np.maximum(self.excess, excess), self.excess)
+
+
+def mesh_of(candidate: Candidate) -> tuple[int, tuple[int, ...]]:
+    """The pipeline's ranks and the mesh of a stage."""
+    return candidate.hybrid.pipeline_ranks, candidate.mesh_shape
 
 
 def _coordinates(candidate: Candidate) -> tuple[float, ...]:

@@ -14,7 +14,7 @@ from autoparallel.capture import OpGraph
 from autoparallel.partition.microbatch import MicroBatches, batch_size, split_batch
 from autoparallel.planning.candidate_bounds import CandidateBounds
 from autoparallel.planning.candidates import Candidate, CandidateSpace, Combination, Fixed
-from autoparallel.planning.estimate_order import EstimateOrder
+from autoparallel.planning.estimate_order import EstimateOrder, mesh_of
 from autoparallel.planning.reduced_model import ReducedModel, reduced_model
 from autoparallel.planning.step_bounds import StepBounds
 from autoparallel.pricing import ExecutionCounts, Prices, SpacePricer, equal_stages_s
@@ -58,20 +58,22 @@ class Survey:
 class JointSearch:
     """Estimates the candidates for one program on one cluster.
 
-    ``known``: the candidates estimated so far, by combination; ``tell`` is called with their number after each.
+    ``known``: the candidates estimated so far, by combination; ``known_s``: seconds of the best plan of the whole model
+    that is known, beyond which no candidate is of use; ``tell`` is called with their number after each.
     ``space`` enumerates candidates, ``bounds`` has their lower bounds.
     """
 
     def __init__(self, graph: OpGraph, cluster: Cluster, fixed: Fixed, optimizer: str, limit_bytes: float,
-                 tell: Callable[[int], None] = lambda count: None) -> None:
-        self.tell = tell
+                 tell: Callable[[int], None] = lambda count: None, known_s: float = math.inf) -> None:
+        self.tell, self.known_s = tell, known_s
         self.known: dict[Combination, Candidate] = {}
         self.cluster, self.optimizer, self.limit = cluster, optimizer, limit_bytes
         self.reduced_model: ReducedModel = reduced_model(graph)
         batch = batch_size(graph)
         self.space = CandidateSpace(cluster, fixed, self.reduced_model.num_blocks, batch)
         self.bounds = CandidateBounds(self.reduced_model, cluster, optimizer, limit_bytes, batch)
-        self.step_bounds = StepBounds(self.reduced_model, cluster, self.bounds, self._prices_of_device)
+        self.step_bounds = StepBounds(self.reduced_model, cluster, self.bounds, self._prices_of_device,
+                                      self.space.micro_batches)
         #: By number of micro-batches; a divisor of the batch each.
         self._split: dict[int, MicroBatches] = {}
         #: By micro-batches, pipeline ranks and stage mesh, which candidates with other schedules share.
@@ -90,11 +92,11 @@ class JointSearch:
             self._prices[key] = Prices(space, self.cluster, self.optimizer, stages=ranks)
         return self._prices[key]
 
-    def _prices_of_device(self, micro_batches: int, ranks: int, shape: tuple[int, ...]) -> Prices:
-        """The same, of the device alone."""
-        key = (micro_batches, ranks, shape)
+    def _prices_of_device(self, micro_batches: int, ranks: int, shape: tuple[int, ...], cached: bool) -> Prices:
+        """The same, of the device alone; ``cached``: as if all element-wise traffic stayed in its cache."""
+        key = (micro_batches, ranks, shape, cached)
         if key not in self._of_device:
-            self._of_device[key] = self._prices_of(*key).of_device()
+            self._of_device[key] = self._prices_of(micro_batches, ranks, shape).of_device(cached)
         return self._of_device[key]
 
     def estimate(self, candidate: Candidate, best_s: float = math.inf) -> Candidate:
@@ -146,7 +148,7 @@ class JointSearch:
                 second = {c.key: c for c in self.space.around(best)}
                 self._estimate_all(list(second.values()), deadline, patience)
                 tried.update(second)
-        best_s = min((c.estimate_s for c in self.known.values()), default=math.inf)
+        best_s = self.best_s
         tried |= self.known
         may_fit = [c for c in tried.values() if self.bounds.least_bytes(c) <= self.limit]
         bound_s = self._least_bound_s(may_fit, best_s, deadline)
@@ -160,11 +162,16 @@ class JointSearch:
         bounds = [self.step_bounds.step_s(c) for c in candidates]
         while bounds and min(bounds) < best_s and clock.now() < deadline:
             least = candidates[bounds.index(min(bounds))]
-            if not self.step_bounds.tighten(least):
+            if not self.step_bounds.tighten(least, best_s):
                 break
-            bounds = [self.step_bounds.step_s(c) if bound < best_s else bound
+            bounds = [self.step_bounds.step_s(c) if mesh_of(c) == mesh_of(least) else bound
                       for c, bound in zip(candidates, bounds, strict=True)]
         return min(bounds, default=math.inf)
+
+    @property
+    def best_s(self) -> float:
+        """Seconds of the best estimate, or of the best plan that is known."""
+        return min((self.known_s, *(c.estimate_s for c in self.known.values())))
 
     def _best_outside(self, seen: set[object]) -> Candidate | None:
         """One of the three best candidates that fit whose key is not in ``seen``, or None."""
@@ -175,10 +182,10 @@ class JointSearch:
                       ) -> None:
         """Estimate at most ``most`` of those that may fit and whose bound is below the best estimate, the most
         promising first, while their expected seconds are below ``patience`` times the best."""
-        best = min((c.estimate_s for c in self.known.values()), default=math.inf)
+        best = self.best_s
         new = [c for c in candidates if c.key not in self.known and self.bounds.least_bytes(c) <= self.limit]
         order = EstimateOrder(new, self.step_bounds.estimate_s, self.bounds.oddity, self.bounds.least_bytes,
-                              self.step_bounds.tighten)
+                              lambda candidate: self.step_bounds.tighten(candidate, best))
         for estimated in self.known.values():
             order.learn(estimated)
         while most > 0 and (candidate := order.next(best, patience, deadline)) is not None:

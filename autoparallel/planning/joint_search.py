@@ -86,7 +86,8 @@ def search_jointly(
             progress(phase, trials.best_s, bound_s)
 
     search = JointSearch(graph, cluster, fixed, optimizer, limit_bytes,
-                         lambda count: tell(f"{count} combination{'s' * (count != 1)} estimated"))
+                         lambda count: tell(f"{count} combination{'s' * (count != 1)} estimated"),
+                         min((c.estimate_s for c in starts), default=math.inf))
     trials = _TrialPlans(in_full, search.estimate, tell, search.step_bounds.step_s)
     trials.left += starts
     trials.sure |= {c.key for c in starts}
@@ -97,6 +98,7 @@ def search_jointly(
         trials.add(survey.candidates)
         trials.run(started + (share_of_trials - spare) * time_limit_s)
         search.known.update({c.key: c for c in trials.updated()})
+        search.known_s = min(search.known_s, trials.best_s)
     if recompute_less is not None:
         trials.recompute_less(recompute_less, started + FEWER_RECOMPUTED * time_limit_s)
     trials.search_on(started + time_limit_s)

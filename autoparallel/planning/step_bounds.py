@@ -6,6 +6,7 @@ device alone, hidden communication takes what it slows compute by. Its optimum, 
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
@@ -52,24 +53,54 @@ class Kind(NamedTuple):
 class StepBounds:
     """Lower bounds of the steps of all plans of a combination, and of those that recompute every block.
 
-    ``prices_of(micro_batches, pipeline_ranks, mesh_shape)``: unit costs on the reduced-depth model, of the device
-    alone. Before `tighten`, bounds are those of ops divided evenly (`CandidateBounds`).
+    ``prices_of(micro_batches, pipeline_ranks, mesh_shape, cached)``: unit costs on the reduced-depth model, of the
+    device alone (``cached``: as if all element-wise traffic stayed in its cache). ``micro_batches(pipeline_ranks)``:
+    numbers of micro-batches that are tried. Before `tighten`, bounds are those of ops divided evenly.
     """
 
     def __init__(self, reduced_model: ReducedModel, cluster: Cluster, even: CandidateBounds,
-                 prices_of: Callable[[int, int, tuple[int, ...]], Prices]) -> None:
-        self.reduced_model, self.cluster, self.even, self.prices_of = reduced_model, cluster, even, prices_of
-        #: Seconds of all micro-batches of the whole model on one rank, by kind: a few hundred floats.
+                 prices_of: Callable[[int, int, tuple[int, ...], bool], Prices],
+                 micro_batches: Callable[[int], Sequence[int]]) -> None:
+        self.reduced_model, self.cluster, self.even = reduced_model, cluster, even
+        self.prices_of, self.micro_batches = prices_of, micro_batches
+        #: Seconds of all micro-batches of the whole model on one rank, by kind: a few hundred floats; and those that
+        #: more micro-batches cannot be below either.
         self._work_s: dict[Kind, float] = {}
+        self._more_s: dict[Kind, float] = {}
+        #: By numbers of micro-batches, pipeline ranks and copies.
+        self._divisors: dict[tuple[int, int, int], list[int]] = {}
 
-    def tighten(self, candidate: Candidate) -> bool:
-        """Bound the combination's decision graph; returns whether that is new. Takes about 0.1 s. Of a combination with
-        ZeRO-3 the same without, which is no more, is bounded first."""
+    def tighten(self, candidate: Candidate, best_s: float = FORBIDDEN) -> bool:
+        """Bound the combination's decision graph, or one that is no more, unless that is done; returns whether it is
+        new. Takes about 0.1 s.
+
+        Without ZeRO-3 a step takes no longer, and with fewer micro-batches that divide these, none takes longer but for
+        what stays in the cache: where such a step is above ``best_s``, it is bounded without that too.
+        """
         kind = Kind.of(candidate)
-        wanted = next((one for one in (kind._replace(per_use=False), kind) if one not in self._work_s), None)
-        if wanted is not None:
-            self._work_s[wanted] = self._least_work_s(wanted)
-        return wanted is not None
+        for per_use in sorted({False, kind.per_use}):
+            for count in self._fewer(kind):
+                one = kind._replace(micro_batches=count, per_use=per_use)
+                if one not in self._work_s:
+                    self._bound(one, best_s)
+                    return True
+        return False
+
+    def _fewer(self, kind: Kind) -> list[int]:
+        """Numbers of micro-batches that divide the kind's, and that itself, ascending."""
+        key = kind.micro_batches, kind.pipeline_ranks, kind.copies
+        if key not in self._divisors:
+            counts = {*self.micro_batches(kind.pipeline_ranks), kind.micro_batches}
+            self._divisors[key] = sorted(m for m in counts if kind.micro_batches % m == 0 and m % kind.copies == 0)
+        return self._divisors[key]
+
+    def _bound(self, kind: Kind, best_s: float) -> None:
+        problem, prices = self._problem(kind, cached=False)
+        self._work_s[kind] = _least_s(problem)
+        if prices.cluster.profile is None:
+            self._more_s[kind] = self._work_s[kind]
+        elif self._work_s[kind] / kind.pipeline_ranks >= best_s:
+            self._more_s[kind] = _least_s(self._problem(kind, cached=True)[0])
 
     def step_s(self, candidate: Candidate) -> float:
         """Seconds that no plan of the combination is below, though it may recompute as few blocks as memory allows."""
@@ -82,7 +113,10 @@ class StepBounds:
 
     def _known_work_s(self, candidate: Candidate) -> float:
         kind = Kind.of(candidate)
-        known = (self._work_s.get(one, 0.0) for one in (kind, kind._replace(per_use=False)))
+        kinds = [kind._replace(per_use=per_use) for per_use in sorted({False, kind.per_use})]
+        known = [self._work_s.get(one, 0.0) for one in kinds]
+        known += [self._more_s.get(one._replace(micro_batches=count), 0.0)
+                  for one, count in itertools.product(kinds, self._fewer(kind))]
         return max(self.even.work_s(candidate), *known)
 
     def _step_s(self, candidate: Candidate, work_s: float, again_s: float) -> float:
@@ -91,16 +125,12 @@ class StepBounds:
         once_s = (work_s - even_s) / h.pipeline_ranks
         return equal_stages_s(h, even_s + again_s) + once_s + fixed_s(self.cluster, h)
 
-    def _least_work_s(self, kind: Kind) -> float:
-        prices = self.prices_of(kind.micro_batches, kind.pipeline_ranks, kind.mesh_shape)
+    def _problem(self, kind: Kind, cached: bool) -> tuple[Problem, Prices]:
+        prices = self.prices_of(kind.micro_batches, kind.pipeline_ranks, kind.mesh_shape, cached)
         inside, stands_for = self.reduced_model.inside(prices.space), self.reduced_model.counts(prices.space)
         counts = ExecutionCounts(prices.space, kind.hybrid, multiplicities=stands_for)
         pricer = SpacePricer(prices, counts=counts, exposed=self._least_exposed(kind, prices))
-        problem = with_free_ends(pricer.without_memory(), stands_for, inside)
-        eliminator = Eliminator.of(problem)
-        if elimination_cells(eliminator, problem) <= MOST_CELLS:
-            return eliminator.solve(problem.costs)[0]
-        return bound_without_limit(problem)
+        return with_free_ends(pricer.without_memory(), stands_for, inside), prices
 
     def _least_exposed(self, kind: Kind, prices: Prices) -> Exposed:
         """The shares of communication that count even where all of it overlaps with compute: by what it slows compute.
@@ -112,6 +142,14 @@ class StepBounds:
         of_parameters = 1.0 if kind.per_use and kind.pipeline_ranks > 1 else left
         beside = 1.0 if profile is None else 1 - profile.hide_tensor
         return Exposed(of_parameters, of_parameters, left * beside if kind.copies > 1 else beside)
+
+
+def _least_s(problem: Problem) -> float:
+    """The optimum of a problem without a memory limit, or a bound of it where that takes long."""
+    eliminator = Eliminator.of(problem)
+    if elimination_cells(eliminator, problem) <= MOST_CELLS:
+        return eliminator.solve(problem.costs)[0]
+    return bound_without_limit(problem)
 
 
 def with_free_ends(problem: Problem, multiplicities: Sequence[int], inside: Sequence[bool]) -> Problem:
