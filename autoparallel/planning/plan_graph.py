@@ -114,7 +114,8 @@ def _plan_jointly(split: Splits, cluster: Cluster, mesh_shape: Sequence[int] | N
 
     The joint search plans few combinations in full, and may have had too little time. The usual plans are priced in
     `USUAL_SHARE` of the time limit, as many as it is enough for; then a plain step is planned in `PLAIN_SHARE` of it,
-    if one of them fits; both in at most `MOST_BEFORE_S`. The joint search begins with the fastest usual plans that fit."""
+    if one of them fits; both in at most `MOST_BEFORE_S`. The joint search begins with the fastest usual plans that
+    fit."""
     started = clock.now()
     ends = started + options.time_limit_s
     usual = UsualPlans({}, {}, options.limit_bytes(cluster))

@@ -26,18 +26,18 @@ EXPERTS = "routed_experts"
 def recipes(devices: int, host_devices: int, experts: bool = False) -> Iterator[str]:
     """DDP, ZeRO-1 and FSDP (also in micro-batches, with recompute, with both); on one host also tensor parallelism and
     a pipeline of two stages; on several hosts tensor parallelism inside a host, with FSDP, with ZeRO-1, and with
-    pipelines over hosts (with less recompute, or a smaller bubble); with experts also expert parallelism inside a host,
-    alone and with pipelines.
+    pipelines over hosts (with less recompute, or a smaller bubble); with experts first expert parallelism inside a
+    host, and later with pipelines.
 
     >>> list(recipes(8, 8))[:4]
     ['dp=8', 'dp=8,zero=1', 'dp=8,zero=3', 'dp=8,zero=1,micro_batch=1']
     """
-    yield from (f"dp={devices}{more}" for more in ("", ",zero=1", ",zero=3", ",zero=1,micro_batch=1",
-                                                   ",zero=3,micro_batch=1", ",zero=3,micro_batch=1,recompute=selective",
-                                                   ",zero=3,recompute=auto", ",zero=3,micro_batch=1,recompute=auto"))
     inner = min(devices, host_devices)
     if experts and inner > 1:
         yield from (f"dp={devices},ep={inner},zero=1{more}" for more in ("", ",recompute=selective"))
+    yield from (f"dp={devices}{more}" for more in ("", ",zero=1", ",zero=3", ",zero=1,micro_batch=1",
+                                                   ",zero=3,micro_batch=1", ",zero=3,micro_batch=1,recompute=selective",
+                                                   ",zero=3,recompute=auto", ",zero=3,micro_batch=1,recompute=auto"))
     if 1 < devices <= host_devices:
         yield f"tp={devices},sequence_parallel,recompute=auto"
         yield from ["pp=2,micro_batch=1,zero=1,recompute=auto"] if devices % 2 == 0 else []
