@@ -136,6 +136,17 @@ def test_bounds_lie_below_estimates() -> None:
         assert 0 < search.bounds.least_bytes(candidate) <= peak
 
 
+def test_bounds_of_plans_that_name_their_recomputed_blocks() -> None:
+    """Usual plans by hand do; they are bounded as if they named none that memory does not force."""
+    cluster, graph = Cluster.load("h100-sxm", num_devices=8), graph_of("llama")
+    for limit in (float("inf"), 2e6):
+        bounds = JointSearch(graph, cluster, Fixed(), "adamw", limit).step_bounds
+        whole = Candidate(Hybrid(recompute="full"), (8,))
+        some = dataclasses.replace(whole, hybrid=Hybrid(recompute="full", recompute_blocks=("model.layers.0",)))
+        keeping = Candidate(Hybrid(), (8,))
+        assert bounds.step_s(keeping) <= bounds.step_s(some) == bounds.estimate_s(some) <= bounds.estimate_s(whole)
+
+
 def test_estimates_count_overlap() -> None:
     """An estimate on a slow network is the step that the plan in full is predicted to take."""
     machine = Cluster.load("a100-sxm", num_devices=4)

@@ -73,7 +73,7 @@ class CandidateBounds:
         if not again_s or h.replicas:
             return 0.0
         devices, ranks = math.prod(candidate.mesh_shape), h.pipeline_ranks
-        keeping, again = self._kept(replace(h, recompute="none")), self._kept(h)
+        keeping, again = self._kept(replace(h, recompute="none", recompute_blocks=None)), self._kept(h)
         per_share = devices * h.micro_batches
         held = np.array([min(in_flight(h, stage) for stage in h.stages_of(rank)) for rank in range(ranks)], float)
         most, least = (kept["micro_batch", True] / per_share * held for kept in (keeping, again))

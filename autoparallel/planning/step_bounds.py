@@ -108,7 +108,10 @@ class StepBounds:
         return self._step_s(candidate, work_s, self.even.forced_again_s(candidate, work_s))
 
     def estimate_s(self, candidate: Candidate) -> float:
-        """Seconds that no plan of the combination is below if all blocks are recomputed as it says."""
+        """Seconds that no plan of the combination is below if all blocks are recomputed as it says (where it names
+        blocks, as many as memory forces)."""
+        if candidate.hybrid.recompute_blocks is not None:
+            return self.step_s(candidate)
         return self._step_s(candidate, self._known_work_s(candidate), self.even.again_s(candidate))
 
     def _known_work_s(self, candidate: Candidate) -> float:
