@@ -125,8 +125,9 @@ def test_bounds_lie_below_estimates() -> None:
     survey = search.run(time.monotonic() + 60)
     estimated = [c for c in survey.candidates if c.estimate_s < float("inf")]
     assert len({c.mesh_shape for c in estimated}) > 2 and len({c.hybrid for c in estimated}) > 2
-    assert all(search.bounds.floor(c) <= c.estimate_s for c in estimated)
-    assert 0 < survey.bound_s <= min(search.bounds.floor(c) for c in estimated)
+    bounds = search.step_bounds
+    assert all(bounds.step_s(c) <= bounds.estimate_s(c) <= c.estimate_s for c in estimated)
+    assert 0 < survey.bound_s <= min(bounds.step_s(c) for c in estimated)
     for candidate in estimated[::7]:
         h = candidate.hybrid
         prices = search._prices_of(h.micro_batches, h.pipeline_ranks, candidate.mesh_shape)
@@ -137,6 +138,17 @@ def test_bounds_lie_below_estimates() -> None:
         problem = SpacePricer(prices, counts=counts).full()
         peak = evaluate(problem, solve(problem, "exact").choice).peak_bytes
         assert 0 < search.bounds.least_bytes(candidate) <= peak
+
+
+def test_bounds_of_plans_that_name_their_recomputed_blocks() -> None:
+    """Usual plans by hand do; they are bounded as if they named none that memory does not force."""
+    cluster, graph = Cluster.load("h100-sxm", num_devices=8), graph_of("llama")
+    for limit in (float("inf"), 2e6):
+        bounds = JointSearch(graph, cluster, Fixed(), "adamw", limit).step_bounds
+        whole = Candidate(Hybrid(recompute="full"), (8,))
+        some = dataclasses.replace(whole, hybrid=Hybrid(recompute="full", recompute_blocks=("model.layers.0",)))
+        keeping = Candidate(Hybrid(), (8,))
+        assert bounds.step_s(keeping) <= bounds.step_s(some) == bounds.estimate_s(some) <= bounds.estimate_s(whole)
 
 
 def test_estimates_count_overlap() -> None:
@@ -180,11 +192,39 @@ def test_trial_plans_are_ordered_by_the_ratios_of_their_kind() -> None:
     trial_plans.add([alone, two, four, six])
     trial_plans.run(math.inf)
     assert order == [six, alone, two] and trial_plans.best_s == pytest.approx(1.0)
-    assert list(trial_plans.in_order()) == [two, alone, six]
     lost = _TrialPlans(in_full, lambda candidate, best_s: candidate)
     lost.add([dataclasses.replace(two, estimate_s=math.inf, first=None)])
     lost.run(-math.inf)
-    assert len(list(lost.in_order())) == 1 and lost.best is None
+    order.clear()
+    lost.search_on(-math.inf)
+    assert [c.hybrid for c in order] == [two.hybrid] and lost.best is None
+
+
+def test_all_that_may_be_the_best_are_searched_in_full() -> None:
+    """Those within two percent, with a trial plan or without, but for those whose bound is above the best plan; after
+    the deadline none."""
+    some = plan_of("mlp", Cluster.load("h100-sxm", num_devices=2), mesh_shape=(2,))
+    order: list[int] = []
+
+    def in_full(candidate: Candidate, seconds: float, search: str = "auto") -> autoparallel.Plan:
+        order.append(candidate.hybrid.micro_batches)
+        more = (1.0 if search == "local" else 0.99) - some.prediction.step_s
+        return dataclasses.replace(some, prediction=dataclasses.replace(some.prediction, waiting_s=more))
+
+    def trials() -> _TrialPlans:
+        made = _TrialPlans(in_full, lambda candidate, best_s: candidate,
+                           floor=lambda candidate: 0.995 if candidate.hybrid.micro_batches == 4 else 0.5)
+        made.add([Candidate(Hybrid(count), (2,), estimate_s, lambda space: [])
+                  for count, estimate_s in ((1, 0.99), (2, 0.995), (4, 0.997), (8, 1.2))])
+        made.run(math.inf)
+        order.clear()
+        return made
+
+    found = trials()
+    found.search_on(math.inf)
+    assert order == [1, 2] and found.best_s == pytest.approx(0.99)
+    trials().search_on(-math.inf)
+    assert not order
 
 
 def test_plans_that_are_known_are_expected_to_take_their_seconds() -> None:
@@ -232,7 +272,8 @@ def test_the_best_trial_plans_are_tried_with_fewer_recomputed_blocks() -> None:
 
     trial_plans.recompute_less(less, math.inf)
     assert asked == [2] and trial_plans.best_s == pytest.approx(0.9)
-    assert next(iter(trial_plans.in_order())).hybrid.micro_batches == 2
+    trial_plans.search_on(math.inf)
+    assert trial_plans.planned == 3
 
 
 def test_candidates_above_their_estimated_memory_are_estimated_with_less() -> None:

@@ -35,7 +35,7 @@ from typing import Any
 import numpy as np
 
 from autoparallel.layout.placement import INVARIANT, PARTIAL, REPLICATE, Layout, Placement, shard
-from autoparallel.layout.shapes import Shape, largest_local_shape, layout_fits
+from autoparallel.layout.shapes import Shape, can_cut
 
 #: (forward, backward) action by the kinds of source and target.
 ACTIONS: dict[tuple[str, str], tuple[str, str]] = {
@@ -96,6 +96,9 @@ Steps = tuple[int, Placement, Placement, np.ndarray, np.ndarray]
 #: (axis, source placement, target placement, largest local bytes before, after) -> seconds. Unless it is said to be
 #: ``by_dim``, it tells dims of shards apart by whether they are dim 0 only.
 StepCost = Callable[[int, Placement, Placement, np.ndarray, np.ndarray], np.ndarray]
+#: Steps by what they depend on: number of dims, mesh and legal layouts, of which models have a few dozen.
+_STEPS: dict[tuple[int, tuple[int, ...], bytes], tuple[list[Steps], list[Steps]]] = {}
+MOST_STEPS = 512
 
 
 @dataclass(frozen=True)
@@ -124,37 +127,55 @@ class LayoutSpace:
         return np.array([base ** (axes - 1 - a) for a in range(axes)], dtype=np.int64)
 
     @cached_property
+    def codes(self) -> np.ndarray:
+        """The code of each layout on each axis; (layouts, axes)."""
+        return (np.arange(len(self.layouts))[:, None] // self.radices) % len(self.placements)
+
+    @cached_property
     def legal(self) -> np.ndarray:
-        return np.array([
-            layout_fits(self.shape, layout, self.mesh_shape)
-            and (self.requires_grad or REPLICATE not in layout)
-            for layout in self.layouts
-        ])
+        """By layout number, whether every rank has a part (`layout_fits`), and without a gradient none is R."""
+        found = np.full(len(self.layouts), True) if self.requires_grad else ~(self.codes == 1).any(axis=1)
+        some = list(itertools.product((False, True), repeat=len(self.mesh_shape)))
+        weights = 2 ** np.arange(len(self.mesh_shape))[::-1]
+        for dim, size in enumerate(self.shape):
+            cuts = [tuple(itertools.compress(self.mesh_shape, axes)) for axes in some]
+            fits = np.array([not cut or can_cut(size, cut) for cut in cuts])
+            found &= fits[(self.codes == 3 + dim) @ weights]
+        return found
 
     @cached_property
     def local_elements(self) -> np.ndarray:
         """Elements on the fullest rank, by layout number."""
-        return np.array([
-            np.prod(largest_local_shape(self.shape, layout, self.mesh_shape), dtype=np.float64)
-            for layout in self.layouts
-        ])
+        local = np.tile(np.array(self.shape, np.int64), (len(self.layouts), 1))
+        for axis, ranks in enumerate(self.mesh_shape):
+            for dim in range(len(self.shape)):
+                cut = self.codes[:, axis] == 3 + dim
+                local[cut, dim] = -(-local[cut, dim] // ranks)
+        return local.prod(axis=1, dtype=np.float64)
 
-    @cached_property
-    def merged_steps(self) -> list[Steps]:
-        """`single_steps`, with those merged whose placements differ only in dims above 0."""
-        merged = defaultdict[tuple[Any, ...], list[Steps]](list)
-        for steps in self.single_steps:
-            axis, *placements = steps[:3]
-            merged[axis, *((p.kind, p.is_shard and p.dim > 0) for p in placements)].append(steps)
-        return [(*some[0][:3], np.concatenate([steps[3] for steps in some]),
-                 np.concatenate([steps[4] for steps in some])) for some in merged.values()]
-
-    @cached_property
+    @property
     def single_steps(self) -> list[Steps]:
         """All steps on one axis between legal layouts, by axis and placements."""
-        base, found = len(self.placements), []
-        numbers = np.arange(len(self.layouts))
-        codes = (numbers[:, None] // self.radices) % base
+        return self._steps[0]
+
+    @property
+    def merged_steps(self) -> list[Steps]:
+        """`single_steps`, with those merged whose placements differ only in dims above 0."""
+        return self._steps[1]
+
+    @cached_property
+    def _steps(self) -> tuple[list[Steps], list[Steps]]:
+        key = len(self.shape), self.mesh_shape, self.legal.tobytes()
+        if key not in _STEPS:
+            while len(_STEPS) >= MOST_STEPS:
+                _STEPS.pop(next(iter(_STEPS)))
+            single = self._single_steps()
+            _STEPS[key] = single, _merged(single)
+        return _STEPS[key]
+
+    def _single_steps(self) -> list[Steps]:
+        base, found = len(self.placements), list[Steps]()
+        numbers, codes = np.arange(len(self.layouts)), self.codes
         for axis in range(len(self.mesh_shape)):
             inner = codes[:, axis + 1 :]
             for source, target in itertools.permutations(range(base), 2):
@@ -176,6 +197,15 @@ class LayoutSpace:
 
     def index(self, layout: Layout) -> int:
         return int(sum(self.code(p) * int(r) for p, r in zip(layout, self.radices, strict=True)))
+
+
+def _merged(single_steps: Sequence[Steps]) -> list[Steps]:
+    merged = defaultdict[tuple[Any, ...], list[Steps]](list)
+    for steps in single_steps:
+        axis, *placements = steps[:3]
+        merged[axis, *((p.kind, p.is_shard and p.dim > 0) for p in placements)].append(steps)
+    return [(*some[0][:3], np.concatenate([steps[3] for steps in some]),
+             np.concatenate([steps[4] for steps in some])) for some in merged.values()]
 
 
 class RedistributionTable:
@@ -229,8 +259,7 @@ class RedistributionTable:
     @cached_property
     def moves(self) -> np.ndarray:
         """Whether a path makes a copy, by (source, target): false for equal layouts and for changes of meaning only."""
-        numbers = np.arange(len(self.space.layouts))
-        codes = (numbers[:, None] // self.space.radices) % len(self.space.placements)
+        codes = self.space.codes
         held = np.where(codes == 1, 0, codes)  # R and I hold the same
         return ~(held[:, None, :] == held[None, :, :]).all(axis=2)
 

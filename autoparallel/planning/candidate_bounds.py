@@ -5,17 +5,23 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Mapping
+from dataclasses import replace
 from functools import cached_property
+
+import numpy as np
 
 from autoparallel.planning.candidates import Candidate
 from autoparallel.planning.reduced_model import ReducedModel
 from autoparallel.plans import Hybrid
-from autoparallel.pricing import ExecutionCounts, Prices, SpacePricer, equal_stages_s
-from autoparallel.pricing.prediction import fixed_s
+from autoparallel.pricing import ExecutionCounts, Prices, SpacePricer
+from autoparallel.pricing.unit_costs import OpPrice
 from autoparallel.schedule.in_flight import in_flight
 from autoparallel.schedule.tiers import Offload
 from autoparallel.strategies.space import StrategySpace
 from cost_models import Cluster
+
+#: Halvings of the seconds of a pipeline's slowest rank.
+BISECTIONS = 40
 
 
 class CandidateBounds:
@@ -27,8 +33,9 @@ class CandidateBounds:
         self.limit, self.batch = limit_bytes, batch
         #: By recompute mode, of which there are four, and tier of states.
         self._live: dict[tuple[str, Offload], Mapping[tuple[str, bool], float]] = {}
-        #: By number of shards, of which candidates have a few dozen.
+        #: By number of shards, of which candidates have a few dozen; the next also by recompute mode.
         self._least: dict[int, tuple[float, float]] = {}
+        self._again: dict[tuple[str, int], float] = {}
 
     def least_bytes(self, candidate: Candidate) -> float:
         """A lower bound of peak bytes: state and tensors live between forward and backward, divided evenly over all
@@ -44,14 +51,48 @@ class CandidateBounds:
         ) / h.micro_batches
         return (always + micro_batches) / math.prod(candidate.mesh_shape)
 
-    def floor(self, candidate: Candidate) -> float:
-        """A lower bound of the estimate, in seconds: each op of the batch divided evenly over the devices of its stage,
-        without communication and launched ahead of time; and the time of a step that no op takes."""
+    def work_s(self, candidate: Candidate) -> float:
+        """A lower bound of the seconds of all micro-batches of the whole model on one rank: each op divided evenly over
+        the devices of a stage, without communication, recompute and the host's launches."""
+        micro_batches = candidate.hybrid.micro_batches
+        return micro_batches * sum(self._least_compute(micro_batches * math.prod(candidate.mesh_shape)))
+
+    def again_s(self, candidate: Candidate) -> float:
+        """As `work_s`, of the recompute of all blocks."""
         h = candidate.hybrid
-        forward, backward = self._least_compute(h.micro_batches * math.prod(candidate.mesh_shape))
-        again = 2.0 if h.recompute == "full" else 1.0
-        ops_s = equal_stages_s(h, h.micro_batches * (again * forward + backward))
-        return ops_s + fixed_s(self.cluster, h)
+        return h.micro_batches * self._least_again(h, h.micro_batches * math.prod(candidate.mesh_shape))
+
+    def forced_again_s(self, candidate: Candidate, work_s: float) -> float:
+        """A lower bound of the seconds of recompute, on one rank for all, that memory forces on any plan of the
+        combination; without it the ``work_s`` seconds would be shared evenly by the ranks of the pipeline.
+
+        Of n shares of the model a rank holds state, and tensors saved by the shares k <= n that it does not recompute.
+        The ranks are given as many shares as they can do in equal time, the least in which all are done.
+        """
+        h, again_s = candidate.hybrid, self.again_s(candidate)
+        if not again_s or h.replicas:
+            return 0.0
+        devices, ranks = math.prod(candidate.mesh_shape), h.pipeline_ranks
+        keeping, again = self._kept(replace(h, recompute="none", recompute_blocks=None)), self._kept(h)
+        per_share = devices * h.micro_batches
+        held = np.array([min(in_flight(h, stage) for stage in h.stages_of(rank)) for rank in range(ranks)], float)
+        most, least = (kept["micro_batch", True] / per_share * held for kept in (keeping, again))
+        state, limit = keeping["state", True] / devices, self.limit
+        if ranks == 1:
+            limit -= keeping["state", False] / devices + again["micro_batch", False] / per_share
+        each = np.maximum(most - least, 1.0)    # bytes that recompute saves of a share
+
+        def shares(seconds: float) -> float:
+            forced = (seconds + again_s * limit / each) / (work_s + again_s * (state + most) / each)
+            return float(np.minimum(np.minimum(seconds / work_s, forced), limit / (state + least)).sum())
+
+        low, high = work_s / ranks, (work_s + again_s)
+        if shares(low) >= 1.0 or shares(high) < 1.0:    # nothing is forced; or no plan fits, which is not for here
+            return 0.0
+        for _ in range(BISECTIONS):
+            middle = (low + high) / 2
+            low, high = (low, middle) if shares(middle) >= 1.0 else (middle, high)
+        return max(0.0, ranks * low - work_s)
 
     def oddity(self, candidate: Candidate) -> float:
         """How unusual a candidate is, in factors of two: an inner axis that is not a host, fewer samples per
@@ -89,16 +130,36 @@ class CandidateBounds:
     def _least_compute(self, shards: int) -> tuple[float, float]:
         """Seconds (forward, backward) of the program's ops, each divided evenly into ``shards``."""
         if shards not in self._least:
-            space, found, prices = self._whole, [0.0, 0.0], self._whole_prices(shards)
-            for decision in space.decisions:
-                if decision.kind == "op":
-                    count = self.reduced_model.stands_for.get(decision.name, 1)
-                    apart = prices.host_and_device(decision.index)
-                    price = prices.op_of(decision.index) if apart is None else apart[1]  # of the device alone
-                    found[0] += count * float(price.forward_s.min())
-                    found[1] += count * float(price.backward_s.min())
+            found = [0.0, 0.0]
+            for count, price in self._least_prices(shards).values():
+                found[0] += count * float(price.forward_s.min())
+                found[1] += count * float(price.backward_s.min())
             self._least[shards] = (found[0], found[1])
         return self._least[shards]
+
+    def _least_again(self, hybrid: Hybrid, shards: int) -> float:
+        """Seconds of running again the ops that recompute of all blocks does, each divided evenly into ``shards``."""
+        if hybrid.recompute in ("none", "offload"):
+            return 0.0
+        key = hybrid.recompute, shards
+        if key not in self._again:
+            prices = self._least_prices(shards)
+            counts = ExecutionCounts(self._whole, Hybrid(recompute=hybrid.recompute),
+                                     recomputing=self._whole_prices(1).recomputing)
+            again = [prices[index] for index in counts.blocks.runs_again if index in prices]
+            self._again[key] = sum(count * float(price.forward_s.min()) for count, price in again)
+        return self._again[key]
+
+    def _least_prices(self, shards: int) -> Mapping[int, tuple[int, OpPrice]]:
+        """By decision of an op: how many it stands for, and what the device takes of it alone."""
+        space, prices = self._whole, self._whole_prices(shards)
+        found = {}
+        for decision in space.decisions:
+            if decision.kind == "op":
+                apart = prices.host_and_device(decision.index)
+                price = prices.op_of(decision.index) if apart is None else apart[1]
+                found[decision.index] = self.reduced_model.stands_for.get(decision.name, 1), price
+        return found
 
     @cached_property
     def _whole(self) -> StrategySpace:

@@ -185,10 +185,11 @@ class CandidateSpace:
             schedule = fixed.schedule or usual(count // ranks)
             for hybrid in self._valid(micro_batches, count, ranks, schedule, h.zero_stage, again):
                 yield Candidate(hybrid, shape)
-        for micro_batches in self._for_multi_copy(h):
+        near = [shape for count, shape in self.shapes() if count == ranks and _near(shape, best.mesh_shape)]
+        for micro_batches, shape in itertools.product(self._for_multi_copy(h), near):
             zero = fixed.zero_stage if fixed.zero_stage is not None else max(1, h.zero_stage)
             for hybrid in self._valid(micro_batches, 1, 1, h.schedule, zero, "none", copies=2):
-                yield Candidate(hybrid, best.mesh_shape)
+                yield Candidate(hybrid, shape)
 
     def _for_multi_copy(self, h: Hybrid) -> list[int]:
         """Numbers of micro-batches, near those of a configuration, of which two can run at a time."""

@@ -14,8 +14,9 @@ from autoparallel.capture import OpGraph
 from autoparallel.partition.microbatch import MicroBatches, batch_size, split_batch
 from autoparallel.planning.candidate_bounds import CandidateBounds
 from autoparallel.planning.candidates import Candidate, CandidateSpace, Combination, Fixed
-from autoparallel.planning.estimate_order import EstimateOrder
+from autoparallel.planning.estimate_order import EstimateOrder, mesh_of
 from autoparallel.planning.reduced_model import ReducedModel, reduced_model
+from autoparallel.planning.step_bounds import StepBounds
 from autoparallel.pricing import ExecutionCounts, Prices, SpacePricer, equal_stages_s
 from autoparallel.pricing.overlap_simulation import least_exposed
 from autoparallel.pricing.prediction import estimate
@@ -57,23 +58,27 @@ class Survey:
 class JointSearch:
     """Estimates the candidates for one program on one cluster.
 
-    ``known``: the candidates estimated so far, by combination; ``tell`` is called with their number after each.
+    ``known``: the candidates estimated so far, by combination; ``known_s``: seconds of the best plan of the whole model
+    that is known, beyond which no candidate is of use; ``tell`` is called with their number after each.
     ``space`` enumerates candidates, ``bounds`` has their lower bounds.
     """
 
     def __init__(self, graph: OpGraph, cluster: Cluster, fixed: Fixed, optimizer: str, limit_bytes: float,
-                 tell: Callable[[int], None] = lambda count: None) -> None:
-        self.tell = tell
+                 tell: Callable[[int], None] = lambda count: None, known_s: float = math.inf) -> None:
+        self.tell, self.known_s = tell, known_s
         self.known: dict[Combination, Candidate] = {}
         self.cluster, self.optimizer, self.limit = cluster, optimizer, limit_bytes
         self.reduced_model: ReducedModel = reduced_model(graph)
         batch = batch_size(graph)
         self.space = CandidateSpace(cluster, fixed, self.reduced_model.num_blocks, batch)
         self.bounds = CandidateBounds(self.reduced_model, cluster, optimizer, limit_bytes, batch)
+        self.step_bounds = StepBounds(self.reduced_model, cluster, self.bounds, self._prices_of_device,
+                                      self.space.micro_batches)
         #: By number of micro-batches; a divisor of the batch each.
         self._split: dict[int, MicroBatches] = {}
         #: By micro-batches, pipeline ranks and stage mesh, which candidates with other schedules share.
         self._prices: dict[object, Prices] = {}
+        self._of_device: dict[object, Prices] = {}
 
     def _micro(self, count: int) -> MicroBatches:
         if count not in self._split:
@@ -87,12 +92,20 @@ class JointSearch:
             self._prices[key] = Prices(space, self.cluster, self.optimizer, stages=ranks)
         return self._prices[key]
 
+    def _prices_of_device(self, micro_batches: int, ranks: int, shape: tuple[int, ...], cached: bool) -> Prices:
+        """The same, of the device alone; ``cached``: as if all element-wise traffic stayed in its cache."""
+        key = (micro_batches, ranks, shape, cached)
+        if key not in self._of_device:
+            self._of_device[key] = self._prices_of(micro_batches, ranks, shape).of_device(cached)
+        return self._of_device[key]
+
     def estimate(self, candidate: Candidate, best_s: float = math.inf) -> Candidate:
         """The candidate with its estimate; above `WORTH` times ``best_s`` with a lower bound only (`first` is None)."""
         h, limit = candidate.hybrid, candidate.room * self.limit
         prices = self._prices_of(h.micro_batches, h.pipeline_ranks, candidate.mesh_shape)
         counts, held = self.reduced_model.counts(prices.space), self.reduced_model.held(prices.space, h)
-        pricer = SpacePricer(prices, limit, counts=ExecutionCounts(prices.space, h, multiplicities=counts, held=held))
+        pricer = SpacePricer(prices, limit, counts=ExecutionCounts(prices.space, h, multiplicities=counts, held=held,
+                                                                   recomputing=prices.recomputing))
         problem = pricer.full()
         if least_live_bytes(problem, len(prices.space)) > limit:
             return replace(candidate, estimate_s=math.inf)
@@ -135,14 +148,30 @@ class JointSearch:
                 second = {c.key: c for c in self.space.around(best)}
                 self._estimate_all(list(second.values()), deadline, patience)
                 tried.update(second)
-        best_s = min((c.estimate_s for c in self.known.values()), default=math.inf)
+        best_s = self.best_s
         tried |= self.known
         may_fit = [c for c in tried.values() if self.bounds.least_bytes(c) <= self.limit]
-        left = sum(c.key not in self.known and bool(self.bounds.floor(c) < best_s) for c in may_fit)
+        bound_s = self._least_bound_s(may_fit, best_s, deadline)
+        left = sum(c.key not in self.known and bool(self.step_bounds.estimate_s(c) < best_s) for c in may_fit)
         estimated = [c for c in self.known.values() if not c.is_bound]
-        bound_s = min((self.bounds.floor(_keeping_all(c)) for c in may_fit), default=math.inf)
         return Survey(tuple(sorted(estimated, key=lambda c: c.estimate_s)), len(tried) - left - len(estimated), left,
                       bound_s, min(map(self.bounds.least_bytes, tried.values()), default=math.inf))
+
+    def _least_bound_s(self, candidates: Sequence[Candidate], best_s: float, deadline: float) -> float:
+        """The least bound of all, each as high as it can be made until ``deadline``."""
+        bounds = [self.step_bounds.step_s(c) for c in candidates]
+        while bounds and min(bounds) < best_s and clock.now() < deadline:
+            least = candidates[bounds.index(min(bounds))]
+            if not self.step_bounds.tighten(least, best_s):
+                break
+            bounds = [self.step_bounds.step_s(c) if mesh_of(c) == mesh_of(least) else bound
+                      for c, bound in zip(candidates, bounds, strict=True)]
+        return min(bounds, default=math.inf)
+
+    @property
+    def best_s(self) -> float:
+        """Seconds of the best estimate, or of the best plan that is known."""
+        return min((self.known_s, *(c.estimate_s for c in self.known.values())))
 
     def _best_outside(self, seen: set[object]) -> Candidate | None:
         """One of the three best candidates that fit whose key is not in ``seen``, or None."""
@@ -153,22 +182,18 @@ class JointSearch:
                       ) -> None:
         """Estimate at most ``most`` of those that may fit and whose bound is below the best estimate, the most
         promising first, while their expected seconds are below ``patience`` times the best."""
-        best = min((c.estimate_s for c in self.known.values()), default=math.inf)
+        best = self.best_s
         new = [c for c in candidates if c.key not in self.known and self.bounds.least_bytes(c) <= self.limit]
-        order = EstimateOrder(new, self.bounds.floor, self.bounds.oddity, self.bounds.least_bytes)
+        order = EstimateOrder(new, self.step_bounds.estimate_s, self.bounds.oddity, self.bounds.least_bytes,
+                              lambda candidate: self.step_bounds.tighten(candidate, best))
         for estimated in self.known.values():
             order.learn(estimated)
-        while most > 0 and clock.now() < deadline and (candidate := order.next(best, patience)) is not None:
+        while most > 0 and (candidate := order.next(best, patience, deadline)) is not None:
             most -= 1
             made = self.known[candidate.key] = self.estimate(candidate, best)
             self.tell(sum(not one.is_bound for one in self.known.values()))
             order.learn(made)
             best = min(best, made.estimate_s)
-
-
-def _keeping_all(candidate: Candidate) -> Candidate:
-    """The candidate without recompute, for a bound: a plan may recompute some blocks only."""
-    return replace(candidate, hybrid=replace(candidate.hybrid, recompute="none", recompute_blocks=None))
 
 
 def least_live_bytes(problem: Problem, micro_batch: int) -> float:

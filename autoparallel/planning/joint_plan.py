@@ -25,6 +25,9 @@ from autoparallel.schedule.schedules import SCHEDULES
 from autoparallel.strategies.space import StrategySpace
 from cost_models import Cluster
 
+#: Most seconds of the last trials with fewer recomputed blocks.
+FEWER_S = 5.0
+
 
 def plan_jointly(split: Splits, cluster: Cluster, mesh_shape: Sequence[int] | None, options: Options,
                  starts: Sequence[Plan] = ()) -> Plan:
@@ -79,7 +82,8 @@ def plan_jointly(split: Splits, cluster: Cluster, mesh_shape: Sequence[int] | No
                            [_again(plan) for plan in starts], options.progress)
     best = found.plan
     if open_ and best.hybrid.recompute != "none":
-        best = recompute_less(best, deadline, options.time_limit_s / RECOMPUTE_TRIES)
+        ends = min(deadline, clock.now() + FEWER_S)
+        best = recompute_less(best, ends, options.time_limit_s / RECOMPUTE_TRIES)
     evidence, seen = best.evidence, found.survey
     counts = Combinations(len(seen.candidates), seen.without_plan, found.planned, seen.pruned, seen.left)
     seconds = {**evidence.seconds, "joint": clock.now() - started}

@@ -31,8 +31,8 @@ RESERVED, FEWER_RECOMPUTED, MOST_FEWER = 0.1, 0.9, 3
 #: Most trial plans; most that are tried without one that fits; factors on expected seconds after a failure, and of
 #: pipelines before the first trial plan; time limit of one trial plan.
 MOST_TRIALS, MOST_FAILED, FAILED_RATIO, PIPELINE_EXCESS, TRIAL_S = 40, 8, 1.5, 1.15, 2.0
-#: Candidates expected to exceed the best plan by more than this factor get no full search.
-SEARCH_ON = 1.02
+#: Candidates expected to exceed the best plan by more than this factor get no full search; the most that get one.
+SEARCH_ON, MOST_FULL = 1.02, 10
 #: Plans of other combinations that are kept beside the best, at most; so many are made if there is time.
 MOST_KEPT, LEAST_KEPT = 5, 2
 #: Smallest share of the memory limit that a repeated estimate is given.
@@ -86,8 +86,9 @@ def search_jointly(
             progress(phase, trials.best_s, bound_s)
 
     search = JointSearch(graph, cluster, fixed, optimizer, limit_bytes,
-                         lambda count: tell(f"{count} combination{'s' * (count != 1)} estimated"))
-    trials = _TrialPlans(in_full, search.estimate, tell)
+                         lambda count: tell(f"{count} combination{'s' * (count != 1)} estimated"),
+                         min((c.estimate_s for c in starts), default=math.inf))
+    trials = _TrialPlans(in_full, search.estimate, tell, search.step_bounds.step_s)
     trials.left += starts
     trials.sure |= {c.key for c in starts}
     for share_of_estimates, share_of_trials in ROUNDS:
@@ -97,13 +98,10 @@ def search_jointly(
         trials.add(survey.candidates)
         trials.run(started + (share_of_trials - spare) * time_limit_s)
         search.known.update({c.key: c for c in trials.updated()})
+        search.known_s = min(search.known_s, trials.best_s)
     if recompute_less is not None:
         trials.recompute_less(recompute_less, started + FEWER_RECOMPUTED * time_limit_s)
-    for candidate in trials.in_order():
-        left = started + time_limit_s - clock.now()
-        if trials.best is not None and (left <= 0 or trials.expected_s(candidate) > SEARCH_ON * trials.best_s):
-            break
-        trials.take(candidate, max(LEAST_FULL_S, left))
+    trials.search_on(started + time_limit_s)
     if trials.best is None:
         raise trials.nearest or _nothing_found(survey, fixed, cluster, limit_bytes, time_limit_s)
     trials.plan_others(started + time_limit_s)
@@ -149,6 +147,8 @@ class _TrialPlans:
     """Trial plans of the whole model, in order of expected seconds. Estimates of ``sure`` combinations are seconds of
     whole plans.
 
+    ``floor``: seconds that no plan of a candidate is below.
+
     Expected seconds are the estimate times the ratio of trial plan to estimate seen with the same kind of pipeline
     (stages are never quite equal, the less so the more there are). For a kind not tried yet it is the smallest ratio
     seen with other pipelines, at first `PIPELINE_EXCESS`; for candidates estimated with less memory it is 1. A
@@ -157,8 +157,9 @@ class _TrialPlans:
     """
 
     def __init__(self, in_full: InFull, estimate: Callable[[Candidate, float], Candidate],
-                 tell: Callable[[str], None] = lambda phase: None) -> None:
-        self.in_full, self.estimate, self.tell = in_full, estimate, tell
+                 tell: Callable[[str], None] = lambda phase: None,
+                 floor: Callable[[Candidate], float] = lambda candidate: 0.0) -> None:
+        self.in_full, self.estimate, self.tell, self.floor = in_full, estimate, tell, floor
         self.left: list[Candidate] = []
         self.best: Plan | None = None
         self.failure: AutoparallelError | None = None
@@ -232,10 +233,25 @@ class _TrialPlans:
         ratio = self.ratios.get(self._kind(candidate), typical) if candidate.room == 1.0 else 1.0
         return candidate.estimate_s * ratio * self.failed.get(candidate.hybrid, 1.0)
 
-    def in_order(self) -> Iterator[Candidate]:
-        """Candidates with trial plans, best first; those that do not fit last."""
-        for c in sorted(self.trial_s, key=lambda c: (self.trial_s[c], c.estimate_s)):
-            yield replace(c, first=self.plans[c].strategies_on) if c in self.plans else c
+    def search_on(self, deadline: float) -> None:
+        """Search in full from the candidates that are expected to be within `SEARCH_ON` of the best, whether they have
+        a trial plan or not, and whose bounds are below it; if none fits, from all with trial plans."""
+        searched = set[Candidate]()
+        while len(searched) < MOST_FULL or self.best is None:
+            left = [*self.trial_s, *(c for c in self.left if c.first is not None and self.best is not None)]
+            left = [c for c in left if c not in searched and (self.best is None or self.floor(c) < self.best_s)]
+            left_s = deadline - clock.now()
+            if not left or (self.best is not None and left_s <= 0):
+                break
+            candidate = min(left, key=lambda c: (self.expected_s(c, 1.0), c.estimate_s))
+            if self.best is not None and self.expected_s(candidate, 1.0) > SEARCH_ON * self.best_s:
+                break
+            searched.add(candidate)
+            first = self.plans[candidate].strategies_on if candidate in self.plans else candidate.first
+            step_s = self.take(replace(candidate, first=first), max(LEAST_FULL_S, left_s))
+            if candidate in self.left:
+                self.left.remove(candidate)
+                self.trial_s[candidate] = step_s
 
     def run(self, deadline: float) -> None:
         """Make trial plans until no candidate is expected to beat the best; if none fits, a few even after the
@@ -243,7 +259,8 @@ class _TrialPlans:
         while self.left and self.planned < MOST_TRIALS:
             if clock.now() >= deadline and (self.best is not None or self.planned >= MOST_FAILED):
                 break
-            promising = [c for c in self.left if self.best is None or self.expected_s(c, 1.0) < self.best_s]
+            promising = [c for c in self.left if self.best is None
+                         or (self.expected_s(c, 1.0) < self.best_s and self.floor(c) < self.best_s)]
             if not promising:
                 break
             candidate = min(promising, key=self.expected_s)

@@ -30,8 +30,9 @@ from autoparallel.search import Progress
 from cost_models import Cluster
 
 _LOG = logging.getLogger("autoparallel")
-#: The shares of a joint search's time limit in which usual plans by hand are priced, and a plain step is planned.
-USUAL_SHARE, PLAIN_SHARE = 0.25, 0.125
+#: The shares of a joint search's time limit in which usual plans by hand are priced, and a plain step is planned; the
+#: most seconds that either takes.
+USUAL_SHARE, PLAIN_SHARE, MOST_BEFORE_S = 0.25, 0.125, 4.0
 #: Most usual plans that the joint search begins with.
 MOST_STARTS = 2
 
@@ -113,12 +114,13 @@ def _plan_jointly(split: Splits, cluster: Cluster, mesh_shape: Sequence[int] | N
 
     The joint search plans few combinations in full, and may have had too little time. The usual plans are priced in
     `USUAL_SHARE` of the time limit, as many as it is enough for; then a plain step is planned in `PLAIN_SHARE` of it,
-    if one of them fits. The joint search begins with the fastest usual plans that fit."""
+    if one of them fits; both in at most `MOST_BEFORE_S`. The joint search begins with the fastest usual plans that
+    fit."""
     started = clock.now()
     ends = started + options.time_limit_s
     usual = UsualPlans({}, (), options.limit_bytes(cluster))
     if mesh_shape is None and not options.pins:
-        usual = usual_plans(split, cluster, options, options.time_limit_s * USUAL_SHARE)
+        usual = usual_plans(split, cluster, options, min(MOST_BEFORE_S, options.time_limit_s * USUAL_SHARE))
     others = [usual.fastest[1]] if usual.fastest is not None else []
     if usual.plain_fits and options.is_open:
         others += _plain(split, cluster, options)
@@ -150,7 +152,8 @@ def _below(progress: Progress | None, known_s: float) -> Progress | None:
 def _plain(split: Splits, cluster: Cluster, options: Options) -> list[Plan]:
     """The best plan of a plain step, if one is found, over the meshes for which the time is enough: first those whose
     last axis is nearest to the devices of a host."""
-    seconds, host = options.time_limit_s * PLAIN_SHARE, min(cluster.devices_per_host, cluster.num_devices)
+    seconds = min(MOST_BEFORE_S, options.time_limit_s * PLAIN_SHARE)
+    host = min(cluster.devices_per_host, cluster.num_devices)
     shapes = sorted(mesh_shapes(cluster.num_devices), key=lambda shape: abs(math.log(shape[-1] / host)))
     each = replace(options, time_limit_s=seconds / 2, progress=None)
     with suppress(InfeasibleError, SearchError), collected_later():

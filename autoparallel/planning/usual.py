@@ -30,31 +30,32 @@ MOST_LETTERS = 150
 def recipes(devices: int, host_devices: int, experts: bool = False) -> Iterator[str]:
     """DDP, ZeRO-1 and FSDP (also in micro-batches, with recompute, with both); on one host also tensor parallelism and
     a pipeline of two stages; on several hosts tensor parallelism inside a host, with FSDP, with ZeRO-1, and with
-    pipelines over hosts (with less recompute, or a smaller bubble); with experts also expert parallelism inside a host,
-    alone and with pipelines. Each family comes before the second plan that looks for the fewest recomputed blocks,
-    which takes longest to price.
+    pipelines over hosts (with less recompute, or a smaller bubble); with experts first expert parallelism inside a
+    host, and later with pipelines. Each family comes before the second plan that looks for the fewest recomputed
+    blocks, which takes longest to price.
 
     >>> list(recipes(8, 8))[:4]
     ['dp=8', 'dp=8,zero=1', 'dp=8,zero=3', 'dp=8,zero=1,micro_batch=1']
     """
+    inner = min(devices, host_devices)
+    if experts and inner > 1:
+        yield from (f"dp={devices},ep={inner},zero=1{more}" for more in ("", ",recompute=selective"))
     yield from (f"dp={devices}{more}" for more in ("", ",zero=1", ",zero=3", ",zero=1,micro_batch=1",
                                                    ",zero=3,micro_batch=1", ",zero=3,micro_batch=1,recompute=selective",
                                                    ",zero=3,recompute=auto"))
-    yield from _divided(devices, host_devices, experts)
+    yield from _divided(devices, host_devices, experts and inner > 1)
     yield f"dp={devices},zero=3,micro_batch=1,recompute=auto"
 
 
 def _divided(devices: int, host_devices: int, experts: bool) -> Iterator[str]:
-    """Those that divide layers, weights or experts."""
+    """Those that divide layers or weights."""
     inner = min(devices, host_devices)
-    if experts and inner > 1:
-        yield from (f"dp={devices},ep={inner},zero=1{more}" for more in ("", ",recompute=selective"))
     if 1 < devices <= host_devices:
         yield f"tp={devices},sequence_parallel,recompute=auto"
         yield from ["pp=2,micro_batch=1,zero=1,recompute=auto"] if devices % 2 == 0 else []
     if devices <= host_devices or devices % host_devices:
         return
-    if experts and inner > 1:
+    if experts:
         yield from (f"pp={stages},micro_batch=1,ep={inner},zero=1,recompute=full" for stages in (8, 16)
                     if devices // inner % stages == 0)
     yield f"tp={inner},zero=3,sequence_parallel,recompute=auto"

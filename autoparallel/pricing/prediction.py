@@ -204,7 +204,8 @@ def estimate(pricer: SpacePricer, strategies: Sequence[Strategy]) -> float:
     _add_uses(pricer, strategies, [stage], {})
     once = (stage.once - _hidden_s(pricer, strategies)) * max(hybrid.groups) / hybrid.pipeline_ranks
     fixed = fixed_s(pricer.prices.cluster, hybrid, pricer.prices.training)
-    return equal_stages_s(hybrid, stage.total - stage.once) + once + fixed
+    saved = stage.beside_s(pricer.prices.cluster.profile, hybrid.micro_batches)
+    return equal_stages_s(hybrid, stage.total - stage.once - saved) + once + fixed
 
 
 def decision_seconds(prices: Prices, hybrid: Hybrid, strategies: Sequence[Strategy]) -> np.ndarray:

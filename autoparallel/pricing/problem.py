@@ -108,6 +108,11 @@ class SpacePricer:
         """The problem with all strategies that pins allow."""
         return _Builder(self, self._choices).problem()
 
+    def without_memory(self) -> Problem:
+        """`full`, without edges that only use memory, and with no limit."""
+        builder = _Builder(self, self._choices)
+        return Problem(builder.nodes(), builder.edges(), name="strategy space")
+
     def exposing(self, share: Exposed) -> SpacePricer:
         """A copy with another ``exposed``."""
         other = copy(self)
@@ -168,7 +173,7 @@ class _Builder:
         if self.counts.hybrid.prefetches:
             single += [edge for use in self.space.uses if self.counts.prefetches(use) for edge in self._gathered(use)]
         single += self._gradients() + self._in_tiers()
-        return Problem(self._nodes(), edges.followed_by(single), self.pricer.limit_bytes, "strategy space")
+        return Problem(self.nodes(), edges.followed_by(single), self.pricer.limit_bytes, "strategy space")
 
     def _picks(self) -> np.ndarray:
         """A number for each array of choices; equal arrays have equal numbers."""
@@ -176,7 +181,7 @@ class _Builder:
         numbers = {id(c): known.setdefault(c.tobytes(), len(known)) for c in {id(c): c for c in self.chosen}.values()}
         return np.array([numbers[id(c)] for c in self.chosen], np.int64)
 
-    def _nodes(self) -> Repeats[Node]:
+    def nodes(self) -> Repeats[Node]:
         """A node per decision, memoised by equivalence class and choices."""
         intervals, copies = self.live.decision_intervals
         kinds, picks = self.kinds.decisions, self.picks

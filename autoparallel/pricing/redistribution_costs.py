@@ -19,9 +19,9 @@ from autoparallel.strategies.space import StrategySpace, TensorUse
 from cost_models import Cluster, Group, collectives
 
 #: Redistribution tables of recent strategy graphs, shared by call forms, by lowering and by candidates of a joint
-#: search. A table for three mesh axes takes a few MB.
+#: search; as many of this table's size as have so many cells, of 12 bytes each.
 _TABLES: dict[tuple[Any, ...], RedistributionTable] = {}
-MOST_TABLES = 256
+MOST_CELLS = 1.2e7
 
 
 class PricedStep(NamedTuple):
@@ -63,7 +63,7 @@ class RedistributionPrices:
                 return seconds + self.action_s(backward, axis, target, source, after, before) if grad else seconds
 
             self._tables[key] = RedistributionTable(self.space.spaces(meta), meta.dtype.itemsize, cost, self.direct)
-            while len(_TABLES) >= MOST_TABLES:
+            while len(_TABLES) * self._tables[key].seconds.size >= MOST_CELLS:
                 _TABLES.pop(next(iter(_TABLES)))
             _TABLES[*self._machine, *key] = self._tables[key]
         return self._tables[key]

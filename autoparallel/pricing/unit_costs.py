@@ -6,8 +6,10 @@ to price a model hardly grows with its depth.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from copy import copy
+from dataclasses import dataclass, replace
 from functools import cached_property
 
 import numpy as np
@@ -71,6 +73,17 @@ class Prices:
         #: By strategy set and chain, of which equal blocks share theirs.
         self._ops: dict[tuple[int, InChain | None], OpPrice] = {}
         self._apart: dict[tuple[object, ...], tuple[OpPrice, OpPrice]] = {}
+
+    def of_device(self, cached: bool = False) -> Prices:
+        """A copy with the seconds of the device alone, as if the host launched everything ahead; ``cached``: and as if
+        all element-wise traffic stayed in the device's cache."""
+        if (profile := self.cluster.profile) is None:
+            return self
+        made = copy(self)
+        profile = replace(profile, cache_bytes=math.inf) if cached else profile
+        made.costs = ProfileCosts(self.space.spaces, self.cluster, profile, self.training, self.spread, "device")
+        made._ops = {}
+        return made
 
     @property
     def recomputing(self) -> Recomputing:

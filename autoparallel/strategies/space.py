@@ -97,9 +97,7 @@ class StrategySet:
         for numbers, space in zip(self.inputs + self.outputs, spaces_in + spaces_out, strict=True):
             keep &= space.legal[numbers]
         self.array = strategies[keep]
-        self.strategies: tuple[Strategy, ...] = tuple(
-            tuple(int(r) for r in axis_strategy) for axis_strategy in self.array
-        )
+        self.strategies: tuple[Strategy, ...] = tuple(map(tuple, self.array.tolist()))
         self.inputs = [numbers[keep] for numbers in self.inputs]
         self.outputs = [numbers[keep] for numbers in self.outputs]
 

@@ -92,8 +92,8 @@ def _print_proof(report: Report, console: ReportConsole) -> None:
     if proof.combinations is not None:
         console.print(f"combinations: {proof.combinations}")
     if proof.step_bound_s is not None:
-        console.print(f"no combination's step is below {seconds_str(proof.step_bound_s)} (ops divided evenly, no "
-                      "communication)")
+        console.print(f"no combination's step is below {seconds_str(proof.step_bound_s)} (equal stages, all overlap "
+                      "that is possible)")
     phases = ", ".join(f"{name} {seconds:.2f} s" for name, seconds in proof.phases)
     console.print(f"planning, seconds of a core: {phases}")
     console.print(f"program {report.fingerprint} on {report.cluster}")
