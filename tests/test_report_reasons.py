@@ -84,10 +84,11 @@ def test_the_first_screen_says_why_not() -> None:
                    record=replace(plan.record, left_out=gone))
     last = told.summary().split("\n")[3]
     assert last == (
-        f"Why no other: DDP or ZeRO-1 by hand (dp=4,zero=1), not possible: {state} take at least "
-        f"{bytes_str(1e12)} a device, and tensors may take {bytes_str(limit)}; FSDP by hand (dp=4,zero=3), not "
-        "possible: a batch of 2 is not divided by 4 data-parallel ranks; not priced for lack of time: by hand "
-        "pipeline parallel, expert parallel; excluded by the options given: by hand FSDP with tensor parallel.")
+        f"Why no other: not possible, since {state} take more than the {bytes_str(limit)} that tensors may take: DDP "
+        f"by hand (dp=4), at least {bytes_str(4e12)} a device, and ZeRO-1 by hand (dp=4,zero=1), at least "
+        f"{bytes_str(1e12)} a device; not possible, since a batch of 2 is not divided by 4 data-parallel ranks: FSDP "
+        "by hand (dp=4,zero=3); not priced for lack of time: by hand pipeline parallel, expert parallel; excluded by "
+        "the options given: by hand FSDP with tensor parallel.")
     large = Alternative(1.0, 1e12, (), "", "tp=4"), Alternative(1.0, 2e12, (), "", "dp=2,cp=2")
     own = replace(plan, prediction=told.prediction, record=replace(plan.record, alternatives=large)).summary()
     assert "tensor parallel by hand" not in own and "context parallel by hand (dp=2,cp=2), needs" in own  # it is one
@@ -100,6 +101,31 @@ def test_the_first_screen_says_why_not() -> None:
     assert f'state does not fit</td><td class="n">{bytes_str(4e12)} or more</td>' in shown and EXCLUDED in shown
     again = Plan.from_json(told.to_json())
     assert again.summary() == told.summary()
+
+
+def told(plan: Plan, alternatives: tuple[Alternative, ...] = (), gone: tuple[LeftOut, ...] = (), **prediction: float
+         ) -> str:
+    """Why no other plan, of a plan with these others."""
+    return replace(plan, prediction=replace(plan.prediction, **prediction),
+                   record=replace(plan.record, alternatives=alternatives, left_out=gone)).summary().split("\n", 3)[3]
+
+
+def test_ddp_and_zero_are_families_of_their_own() -> None:
+    plan = by_hand("dp=2,tp=2,zero=1")
+    step_s = plan.prediction.step_s
+    others = Alternative(2 * step_s, 1.0, (), "", "dp=4"), Alternative(1.5 * step_s, 1.0, (), "", "dp=4,zero=1")
+    said = told(plan, others)
+    assert "; DDP by hand (dp=4), " in said and "100 % slower" in said
+    assert "Why no other: ZeRO-1 by hand (dp=4,zero=1), " in said and "50 % slower; DDP" in said
+
+
+def test_plans_of_a_priced_family_that_were_left_for_lack_of_time_are_counted() -> None:
+    plan = by_hand("dp=2,tp=2,zero=1")
+    gone = (*(LeftOut(f"pp={n},micro_batch=1", LATE) for n in (2, 4, 8)), LeftOut("dp=4,zero=3", LATE),
+            LeftOut("pp=16", "a batch of 2 is not divided"), LeftOut("tp=4", LATE), LeftOut("tp=2", EXCLUDED))
+    said = told(plan, (Alternative(1.0, 1.0, (), "", "pp=2,micro_batch=2"),), gone)
+    assert "; not priced for lack of time: by hand FSDP, 3 more of pipeline parallel, 1 more of tensor parallel." in said
+    assert "excluded" not in said
 
 
 def test_nine_in_ten_is_two_sided() -> None:

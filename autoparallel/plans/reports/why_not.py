@@ -2,18 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 
 from autoparallel.plans.record import EXCLUDED, LATE, Alternative, LeftOut
 from autoparallel.plans.reports.report import Memory, Report, Speed
 from autoparallel.plans.reports.units import bytes_str, percent_str, seconds_str
 
-#: Families of plans by hand, with the options that their texts have; the first whose options a text has counts. Others
-#: are `DDP`.
+#: Families of plans by hand, with the options that their texts have; the first whose options a text has counts.
 FAMILIES = (("pipeline and expert parallel", ("pp=", "ep=")), ("pipeline parallel", ("pp=",)),
             ("expert parallel", ("ep=",)), ("FSDP with tensor parallel", ("tp=", "zero=3")),
-            ("tensor parallel", ("tp=",)), ("context parallel", ("cp=",)), ("FSDP", ("zero=3",)))
-DDP = "DDP or ZeRO-1"
+            ("tensor parallel", ("tp=",)), ("context parallel", ("cp=",)), ("FSDP", ("zero=3",)),
+            ("ZeRO-2", ("zero=2",)), ("ZeRO-1", ("zero=1",)), ("DDP", ()))
 #: Names of what another plan lays out otherwise, and letters of each, at most.
 MOST_NAMES, MOST_LETTERS = 3, 60
 #: Plans slower by more than this share are told as so many times as slow.
@@ -44,7 +43,7 @@ def why_no_other(report: Report) -> str:
 
 
 def _family(by_hand: str) -> str:
-    return next((name for name, signs in FAMILIES if all(sign in by_hand for sign in signs)), DDP)
+    return next(name for name, signs in FAMILIES if all(sign in by_hand for sign in signs))
 
 
 def _families(report: Report, by_hand: Sequence[Alternative]) -> Iterator[tuple[str, Alternative]]:
@@ -60,31 +59,42 @@ def _families(report: Report, by_hand: Sequence[Alternative]) -> Iterator[tuple[
 
 
 def _impossible(report: Report, known: Collection[str]) -> Iterator[str]:
-    """The families of usual plans of which none was priced, with the reason of the one that is nearest to possible;
-    those that were not priced for lack of time, or by the options, together at the end."""
+    """The families of usual plans of which none was priced, with the plan that is nearest to possible, a text for each
+    reason; what was left for lack of time, or by the options, together at the end."""
     families: dict[str, list[LeftOut]] = {}
     for one in report.record.left_out if report.record is not None else ():
         families.setdefault(_family(one.by_hand), []).append(one)
     alike: dict[str, list[str]] = {}
     for family, some in families.items():
-        if family in known:
-            continue
         whys = [one.why for one in some]
-        if why := next((why for why in (LATE, EXCLUDED) if why in whys), ""):
-            alike.setdefault(why, []).append(family)
+        if family in known or LATE in whys or EXCLUDED in whys:
             continue
         one = min(some, key=lambda one: one.least_bytes)
-        yield f"{family} by hand ({one.by_hand}), not possible: {_left_out_why(report, one)}"
-    yield from (f"{why}: by hand {', '.join(names)}" for why, names in alike.items())
+        least = f", at least {bytes_str(one.least_bytes)} a device" if one.least_bytes else ""
+        alike.setdefault(_left_out_why(report, one), []).append(f"{family} by hand ({one.by_hand}){least}")
+    yield from (f"not possible, {why}: {', and '.join(names)}" for why, names in alike.items())
+    for why in (LATE, EXCLUDED):
+        if names := list(_not_priced(families, known, why)):
+            yield f"{why}: {', '.join(names)}"
+
+
+def _not_priced(families: Mapping[str, Sequence[LeftOut]], known: Collection[str], why: str) -> Iterator[str]:
+    """The families of which no plan was priced for this reason, and, for lack of time, how many more of others."""
+    counts = {family: sum(one.why == why for one in some) for family, some in families.items()}
+    none = [family for family, count in counts.items() if count and family not in known
+            and (why == LATE or all(one.why != LATE for one in families[family]))]
+    yield from [f"by hand {', '.join(none)}"] if none else []
+    if why == LATE:
+        yield from (f"{count} more of {family}" for family, count in counts.items() if count and family in known)
 
 
 def _left_out_why(report: Report, one: LeftOut) -> str:
     """Why a usual plan by hand was not priced."""
     if not one.least_bytes:
-        return one.why
+        return f"since {one.why}"
     limit = report.memory.limit_bytes or report.memory.device_bytes
-    of = f", and tensors may take {bytes_str(limit)}" if limit else ""
-    return f"{one.why} take at least {bytes_str(one.least_bytes)} a device{of}"
+    of = f" than the {bytes_str(limit)} that tensors may take" if limit else ""
+    return f"since {one.why} take more{of}"
 
 
 def _near(speed: Speed, named: Sequence[str], rest_s: Sequence[float]) -> str:
