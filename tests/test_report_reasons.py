@@ -124,8 +124,20 @@ def test_plans_of_a_priced_family_that_were_left_for_lack_of_time_are_counted() 
     gone = (*(LeftOut(f"pp={n},micro_batch=1", LATE) for n in (2, 4, 8)), LeftOut("dp=4,zero=3", LATE),
             LeftOut("pp=16", "a batch of 2 is not divided"), LeftOut("tp=4", LATE), LeftOut("tp=2", EXCLUDED))
     said = told(plan, (Alternative(1.0, 1.0, (), "", "pp=2,micro_batch=2"),), gone)
-    assert "; not priced for lack of time: by hand FSDP, 3 more of pipeline parallel, 1 more of tensor parallel." in said
-    assert "excluded" not in said
+    assert said.endswith("; not priced for lack of time: by hand FSDP, 3 more of pipeline parallel, 1 more of tensor "
+                         "parallel.")
+
+
+def test_zero_1_is_priced_with_recompute_and_what_does_not_fit_says_if_it_has_none() -> None:
+    split, cluster = Splits(graph()), Cluster.load("h100-sxm", num_devices=4)
+    plain, again = (f"dp=4,zero=1,micro_batch=1{more}" for more in ("", ",recompute=full"))
+    peak = {text: plan.prediction.peak_bytes for text, plan in usual_plans(split, cluster, Options()).priced.items()}
+    assert peak[again] < peak[plain]
+    plan = by_hand("dp=2,tp=2,zero=1")
+    large = Alternative(1.0, 2e12, (), "", plain), Alternative(1.0, 3e12, (), "", "dp=4,zero=3,recompute=auto")
+    said = told(plan, large, limit_bytes=64e9)
+    assert f"ZeRO-1 by hand ({plain}), needs {bytes_str(2e12)} a device without recompute" in said
+    assert said.endswith(f"needs {bytes_str(3e12)} a device.")
 
 
 def test_nine_in_ten_is_two_sided() -> None:

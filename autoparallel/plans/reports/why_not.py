@@ -32,7 +32,8 @@ def why_no_other(report: Report) -> str:
     near, apart = list[str](), list[str]()
     for one, what in named:
         if not _fits(report.memory, one.peak_bytes):
-            apart.append(f"{what}, needs {bytes_str(one.peak_bytes)} a device")
+            without = " without recompute" if one.by_hand and "recompute=" not in one.by_hand else ""
+            apart.append(f"{what}, needs {bytes_str(one.peak_bytes)} a device{without}")
         else:
             (near if report.speed.not_told_apart([one.step_s]) else apart).append(_slower(report.speed, one, what))
     apart += _impossible(report, {own, *(family for family, _ in usual)})
