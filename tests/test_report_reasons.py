@@ -85,10 +85,10 @@ def test_the_first_screen_says_why_not() -> None:
     last = told.summary().split("\n")[3]
     assert last == (
         f"Why no other: not possible, since {state} take more than the {bytes_str(limit)} that tensors may take: DDP "
-        f"by hand (dp=4), at least {bytes_str(4e12)} a device, and ZeRO-1 by hand (dp=4,zero=1), at least "
-        f"{bytes_str(1e12)} a device; not possible, since a batch of 2 is not divided by 4 data-parallel ranks: FSDP "
-        "by hand (dp=4,zero=3); not priced for lack of time: by hand pipeline parallel, expert parallel; excluded by "
-        "the options given: by hand FSDP with tensor parallel.")
+        f"by hand (dp=4: at least {bytes_str(4e12)} a device), ZeRO-1 by hand (dp=4,zero=1: at least {bytes_str(1e12)} "
+        "a device); not possible, since a batch of 2 is not divided by 4 data-parallel ranks: FSDP by hand "
+        "(dp=4,zero=3); not priced for lack of time: by hand pipeline parallel, expert parallel; excluded by the "
+        "options given: by hand FSDP with tensor parallel.")
     large = Alternative(1.0, 1e12, (), "", "tp=4"), Alternative(1.0, 2e12, (), "", "dp=2,cp=2")
     own = replace(plan, prediction=told.prediction, record=replace(plan.record, alternatives=large)).summary()
     assert "tensor parallel by hand" not in own and "context parallel by hand (dp=2,cp=2), needs" in own  # it is one
@@ -138,6 +138,20 @@ def test_zero_1_is_priced_with_recompute_and_what_does_not_fit_says_if_it_has_no
     said = told(plan, large, limit_bytes=64e9)
     assert f"ZeRO-1 by hand ({plain}), needs {bytes_str(2e12)} a device without recompute" in said
     assert said.endswith(f"needs {bytes_str(3e12)} a device.")
+
+
+def test_the_best_plan_of_a_family_is_told_by_hand_or_searched() -> None:
+    plan = by_hand("dp=2,tp=2,zero=1")
+    step_s, hand, found = plan.prediction.step_s, "pp=2,micro_batch=1", "Context parallel 2, pipeline parallel 2 (1F1B)"
+    slow, fast, tensor = (Alternative(factor * step_s, 1.0, (), title, text) for factor, title, text in (
+        (1.9, "", hand), (1.5, found, ""), (1.7, "Data parallel 2, tensor parallel 2", "")))
+    first = f"Why no other: pipeline parallel by the search (c{found[1:]}), "
+    for others in ((slow, fast), (tensor, fast, slow)):
+        said = told(plan, others)
+        assert said.startswith(first) and "50 % slower" in said and hand not in said
+    assert "; another that the search found: data parallel 2, tensor parallel 2, " in said  # the plan's own family
+    assert told(plan, (fast, replace(slow, step_s=1.2 * step_s))).startswith(
+        f"Why no other: pipeline parallel by hand ({hand}), ")
 
 
 def test_nine_in_ten_is_two_sided() -> None:
