@@ -185,6 +185,15 @@ def test_boxes_are_joined_where_there_are_several(devices: int, joined: bool) ->
     assert ("the boxes by InfiniBand NDR" in page(older)) == joined
 
 
+def test_missing_master_weights_are_said() -> None:
+    plan, none = by_hand("dp=4"), ", no float32 master weights)"
+    for state, said in (({"parameter": 2.0, "gradient": 2.0, "adamw states": 4.0}, True),
+                        ({"parameter": 2.0, "gradient": 2.0, "adamw states with float32 master copy": 12.0}, False),
+                        ({"parameter": 4.0, "gradient": 4.0, "adamw states": 8.0}, False)):
+        work = replace(plan.record.workload, state_bytes=state)
+        assert (none in replace(plan, record=replace(plan.record, workload=work)).summary()) == said
+
+
 class Translator(nn.Module):
     """An encoder and a decoder with one table of tokens, perhaps one of positions, and labels that are shifted."""
 

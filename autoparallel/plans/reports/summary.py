@@ -106,13 +106,17 @@ def state_said(state: Mapping[str, float]) -> str:
     """`Workload.state_bytes` as a sentence.
 
     >>> state_said({"parameter": 2.0, "gradient": 2.0, "adamw states": 4.0})
-    'bytes of an element before sharding: parameter 2, gradient 2, adamw states 4'
+    'bytes of an element before sharding: parameter 2, gradient 2, adamw states 4, no float32 master weights'
     """
     return f"bytes of an element before sharding: {_parts(state)}"
 
 
 def _parts(state: Mapping[str, float]) -> str:
-    return ", ".join(f"{what} {num_bytes:g}" for what, num_bytes in state.items())
+    """Bytes by what they are for; of parameters of less than four bytes also whether float32 master weights are
+    missing."""
+    parts = [f"{what} {num_bytes:g}" for what, num_bytes in state.items()]
+    masters = state.get("parameter", 4.0) >= 4 or any("master" in what for what in state)
+    return ", ".join(parts if masters else [*parts, "no float32 master weights"])
 
 
 def _costs(speed: Speed) -> Iterator[str]:
