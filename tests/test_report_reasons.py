@@ -194,6 +194,18 @@ def test_missing_master_weights_are_said() -> None:
         assert (none in replace(plan, record=replace(plan.record, workload=work)).summary()) == said
 
 
+def test_bounds_are_rounded_up_and_alike() -> None:
+    plan = by_hand("dp=4")
+    evidence = replace(plan.evidence, stop_reason="gap", objective_s=1.2526, lower_bound_s=1.0,
+                       step_bound_s=plan.prediction.step_s / 2.0211)
+    sure = replace(plan, evidence=evidence)
+    assert "Proven within 26 % of" in sure.summary() and "at most 2.03 times as slow as the best" in sure.summary()
+    assert ", at most 26 % above it" in text.text_report(sure, width=300)
+    close = replace(sure, evidence=replace(evidence, step_bound_s=plan.prediction.step_s / 1.2526))
+    assert "&le; 26 %</dd>" in page(close) and "any combination &le; 26 %</dd>" in page(close)
+    assert "25 %" not in close.summary()
+
+
 class Translator(nn.Module):
     """An encoder and a decoder with one table of tokens, perhaps one of positions, and labels that are shifted."""
 

@@ -74,7 +74,7 @@ def _template() -> Template:
     made = Environment(autoescape=select_autoescape(default=True, default_for_string=True), undefined=StrictUndefined,
                        trim_blocks=True, lstrip_blocks=True, finalize=_shown)
     made.filters.update(seconds=units.seconds_str, bytes=units.bytes_str, percent=units.percent_str,
-                        count=units.count_str, large=units.large_str, verbatim=Markup)
+                        percent_up=units.percent_up, count=units.count_str, large=units.large_str, verbatim=Markup)
     return made.from_string(_text("page.html.j2"))
 
 

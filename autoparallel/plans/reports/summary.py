@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import replace
 
 from autoparallel.plans.reports.report import Memory, Proof, Report, Speed
-from autoparallel.plans.reports.units import bytes_str, count_str, percent_str, percent_up, seconds_str
+from autoparallel.plans.reports.units import bytes_str, count_str, percent_str, percent_up, seconds_str, times_up
 from autoparallel.plans.reports.why_not import why_no_other
 from autoparallel.plans.reports.words import AROUND_HEADS, HEADS
 
@@ -167,7 +167,7 @@ def _proof(proof: Proof, in_pipeline: bool) -> str:
         return f"{said}{other}."
     if proof.within_any > LOOSE:
         return (f"{said}; the bound on all combinations is loose: this one is at most "
-                f"{math.ceil(10 * (1 + proof.within_any)) / 10:g} times as slow as the best.")
+                f"{times_up(1 + proof.within_any)} times as slow as the best.")
     return f"{said}; at most {percent_up(proof.within_any)} slower than the best combination{_all_tried(proof)}."
 
 
@@ -178,7 +178,7 @@ def _sharding(within: float | None, less: str) -> str:
         return f"Proven the best sharding of this configuration, by its cost without {less}"
     if within > LOOSE:
         return (f"Not proven near the best sharding of this configuration (its cost without {less} is "
-                f"{1 + within:.2g} times the bound): more time may find a better one")
+                f"{times_up(1 + within)} times the bound): more time may find a better one")
     return (f"Proven within {percent_up(within)} of the best sharding of this configuration, by its cost without "
             f"{less}")
 

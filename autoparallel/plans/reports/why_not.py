@@ -171,7 +171,7 @@ def _slower(speed: Speed, one: Alternative, name: str) -> str:
     slower = one.step_s / speed.step_s - 1 if speed.step_s else 0.0
     by = f"{percent_str(abs(slower))} {'slower' if slower >= 0 else 'faster'}"
     if slower > TIMES:
-        by = f"{1 + slower:.2g} times as slow"
+        by = f"{1 + slower:.3g} times as slow"
     return f"{name}, {seconds_str(one.step_s)}, {by}"
 
 
