@@ -18,7 +18,7 @@ from autoparallel.partition import Splits
 from autoparallel.planning.by_hand import ByHand
 from autoparallel.planning.options import Options
 from autoparallel.planning.usual import state_bytes, usual_plans
-from autoparallel.plans import Plan
+from autoparallel.plans import Combinations, Plan
 from autoparallel.plans.record import EXCLUDED, LATE, Alternative, LeftOut
 from autoparallel.plans.reports import text
 from autoparallel.plans.reports.asked import alternative_of
@@ -204,6 +204,13 @@ def test_bounds_are_rounded_up_and_alike() -> None:
     close = replace(sure, evidence=replace(evidence, step_bound_s=plan.prediction.step_s / 1.2526))
     assert "&le; 26 %</dd>" in page(close) and "any combination &le; 26 %</dd>" in page(close)
     assert "25 %" not in close.summary()
+
+
+def test_combinations_planned_in_full_are_told_as_some_of_those_estimated() -> None:
+    assert str(Combinations(1125, 0, 3, 155, 0)) == (
+        "1,125 estimated (3 of them planned in full), 155 ruled out by bounds")
+    assert str(Combinations(5, 2, 3, 0, 4)) == ("5 estimated (3 of them planned in full, 2 of them without a plan that "
+                                                "fits), 0 ruled out by bounds, 4 left for lack of time")
 
 
 class Translator(nn.Module):
