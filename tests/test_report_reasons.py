@@ -24,6 +24,8 @@ from autoparallel.plans.reports import text
 from autoparallel.plans.reports.asked import alternative_of
 from autoparallel.plans.reports.build import report_of
 from autoparallel.plans.reports.page import page
+from autoparallel.plans.reports.report import Collectives
+from autoparallel.plans.reports.summary import summary
 from autoparallel.plans.reports.units import bytes_str, seconds_str
 from cost_models import Cluster
 from cost_models.memory import TrainingState
@@ -204,6 +206,20 @@ def test_bounds_are_rounded_up_and_alike() -> None:
     close = replace(sure, evidence=replace(evidence, step_bound_s=plan.prediction.step_s / 1.2526))
     assert "&le; 26 %</dd>" in page(close) and "any combination &le; 26 %</dd>" in page(close)
     assert "25 %" not in close.summary()
+
+
+@pytest.mark.parametrize(("seconds", "said"), [
+    ((4.0, 4.5, 1.5), "(of all communication 45 % is for gradients, 40 % for parameters)"),
+    ((1.0, 1.0, 8.0), "(of all communication 80 % is for activations)"), ((0.0, 0.0, 0.0), ""),
+])
+def test_exposed_communication_is_told_by_what_it_moves(seconds: tuple[float, ...], said: str) -> None:
+    moved = (("parameters", "all_gather", seconds[0]), ("gradients", "reduce_scatter", 0.6 * seconds[1]),
+             ("gradients", "all_reduce", 0.4 * seconds[1]), ("activations", "all_reduce", seconds[2]))
+    uses = tuple(Collectives(what, how, "dp", "forward", 1, 1.0, one_s) for what, how, one_s in moved)
+    report = report_of(by_hand("dp=4"))
+    line = summary(replace(report, exposed_share=0.2, collectives=uses)).summary[2]
+    assert f"communication exposed 20 % {said}" in line if said else "of all communication" not in line
+    assert "of all communication" not in summary(replace(report, exposed_share=0.05, collectives=uses)).summary[2]
 
 
 def test_combinations_planned_in_full_are_told_as_some_of_those_estimated() -> None:

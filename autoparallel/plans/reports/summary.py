@@ -17,9 +17,8 @@ LEAST_SHARE = 0.005
 LOOSE = 0.5
 #: Departures from the usual plan that are named, at most.
 MOST_UNUSUAL = 3
-#: Exposed communication of this share of the step is said by kind.
-MUCH_EXPOSED = 0.1
-
+#: Exposed communication of this share of the step is said by what it moves; of the second, this share at least.
+MUCH_EXPOSED, MUCH_MOVED = 0.1, 0.2
 
 
 def summary(report: Report) -> Report:
@@ -142,13 +141,19 @@ def _where(report: Report) -> str:
 
 
 def _mostly(report: Report) -> str:
-    """The kind of the communication that takes longest, where much is exposed."""
+    """What most of the communication moves, summed over collectives, where much is exposed: one purpose, or two if
+    both take long."""
     seconds: dict[str, float] = {}
     for use in report.collectives if report.exposed_share >= MUCH_EXPOSED else ():
-        kind = f"{use.kind} of {use.purpose}" if use.purpose else use.kind
-        seconds[kind] = seconds.get(kind, 0.0) + use.seconds
-    most, total_s = max(seconds, key=seconds.__getitem__, default=""), sum(seconds.values())
-    return f" ({percent_str(seconds[most] / total_s)} of all communication is {most})" if total_s else ""
+        what = use.purpose or use.kind
+        seconds[what] = seconds.get(what, 0.0) + use.seconds
+    total_s = sum(seconds.values())
+    if not total_s:
+        return ""
+    most = sorted(seconds, key=seconds.__getitem__, reverse=True)[:2]
+    said = [f"{percent_str(seconds[what] / total_s)} {'' if number else 'is '}for {what}"
+            for number, what in enumerate(most) if not number or seconds[what] >= MUCH_MOVED * total_s]
+    return f" (of all communication {', '.join(said)})"
 
 
 # ----------------------------------------------------------------------------------------------------- how sure
