@@ -34,10 +34,14 @@ def summary(report: Report) -> Report:
 def _unusual(report: Report) -> str:
     if not report.departures:
         return ""
-    heads = (HEADS, AROUND_HEADS)  # attention first
-    named = sorted(report.departures, key=lambda text: not any(said in text for said in heads))[:MOST_UNUSUAL]
+    named = attention_first(report)[:MOST_UNUSUAL]
     more = f", and {len(report.departures) - len(named)} more" if len(report.departures) > len(named) else ""
     return f" Unusual: {'; '.join(named)}{more}."
+
+
+def attention_first(report: Report) -> list[str]:
+    """The departures from the axes' roles, those of attention first; the summary names the first `MOST_UNUSUAL`."""
+    return sorted(report.departures, key=lambda text: not any(said in text for said in (HEADS, AROUND_HEADS)))
 
 
 # ------------------------------------------------------------------------------------------------- fast, full, dear
@@ -194,4 +198,4 @@ def _all_tried(proof: Proof) -> str:
     return "" if tried is None or tried.left else f", of which all {tried.total:,} were estimated or ruled out"
 
 
-__all__ = ["state_said", "summary"]
+__all__ = ["attention_first", "state_said", "summary"]
