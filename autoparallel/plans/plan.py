@@ -154,10 +154,12 @@ class Prediction:
 
 @dataclass(frozen=True)
 class BlockLayouts:
-    """The strategies of equal blocks: the blocks' paths, and an (op, strategy, output layout) line per op."""
+    """The strategies of equal blocks: the blocks' paths, and an (op, strategy, output layout) line per op. ``flops``:
+    by line, of products, convolutions and attention, forward, of a micro-batch (of others 0; empty: not known)."""
 
     paths: tuple[str, ...]
     lines: tuple[tuple[str, str, str], ...]
+    flops: tuple[float, ...] = ()
 
 
 @dataclass(frozen=True)
