@@ -16,8 +16,11 @@ import pytest
 from autoparallel.cli import main
 from autoparallel.plans import Plan
 from autoparallel.plans.reports import page as reports_page
+from autoparallel.plans.reports.build import report_of
 from autoparallel.plans.reports.page import page
+from autoparallel.plans.reports.summary import MOST_UNUSUAL, summary
 from autoparallel.plans.reports.trace import trace_json
+from autoparallel.plans.reports.units import bytes_str
 from tests.support.reported import NAMES
 
 VOID = {"meta", "rect", "circle", "path", "br", "input", "link", "img"}
@@ -55,6 +58,30 @@ class Checker(HTMLParser):
 
     def handle_data(self, data: str) -> None:
         self.text += data
+
+
+@pytest.mark.parametrize(("name", "picture"), [("fsdp", "memory"), ("1f1b", "held")])
+def test_the_limit_of_memory_is_in_the_legend(plans: dict[str, Plan], name: str, picture: str) -> None:
+    limit = 1.2 * plans[name].prediction.peak_bytes
+    text = page(replace(plans[name], prediction=replace(plans[name].prediction, limit_bytes=limit)))
+    legend = text.partition(f'<output id="{picture}-said"')[2].partition("</ul>")[0]
+    assert f"</svg> limit {bytes_str(limit)}</li>" in legend
+    if name == "fsdp":
+        plot = replace(plans[name], prediction=replace(plans[name].prediction, limit_bytes=limit)).plot.memory()
+        assert f"limit {bytes_str(limit)}" in [one.get_text() for one in plot.axes[0].get_legend().get_texts()]
+
+
+def test_what_is_unusual_is_told_once(plans: dict[str, Plan], monkeypatch: pytest.MonkeyPatch) -> None:
+    lines = tuple((name, *(("n", "S(2)") if name.endswith(" linear") else rest)) for name, *rest in
+                  plans["fsdp"].blocks[1].lines)
+    blocks = (plans["fsdp"].blocks[0], replace(plans["fsdp"].blocks[1], lines=lines), *plans["fsdp"].blocks[2:])
+    plan = replace(plans["fsdp"], blocks=blocks)
+    (told,) = report_of(plan).departures
+    assert page(plan).count(told) == 1
+    many = tuple(f"module {n} is odd (axis dp)" for n in range(MOST_UNUSUAL + 2))
+    monkeypatch.setattr(reports_page, "report_of", lambda plan: summary(replace(report_of(plan), departures=many)))
+    text = page(plan)
+    assert all(text.count(one) == 1 for one in many) and text.count("Also unusual: ") == 1
 
 
 @pytest.mark.parametrize("name", NAMES)

@@ -18,12 +18,14 @@ from autoparallel.partition import Splits
 from autoparallel.planning.by_hand import ByHand
 from autoparallel.planning.options import Options
 from autoparallel.planning.usual import state_bytes, usual_plans
-from autoparallel.plans import Plan
+from autoparallel.plans import Combinations, Plan
 from autoparallel.plans.record import EXCLUDED, LATE, Alternative, LeftOut
 from autoparallel.plans.reports import text
 from autoparallel.plans.reports.asked import alternative_of
 from autoparallel.plans.reports.build import report_of
 from autoparallel.plans.reports.page import page
+from autoparallel.plans.reports.report import Collectives
+from autoparallel.plans.reports.summary import summary
 from autoparallel.plans.reports.units import bytes_str, seconds_str
 from cost_models import Cluster
 from cost_models.memory import TrainingState
@@ -84,10 +86,11 @@ def test_the_first_screen_says_why_not() -> None:
                    record=replace(plan.record, left_out=gone))
     last = told.summary().split("\n")[3]
     assert last == (
-        f"Why no other: DDP or ZeRO-1 by hand (dp=4,zero=1), not possible: {state} take at least "
-        f"{bytes_str(1e12)} a device, and tensors may take {bytes_str(limit)}; FSDP by hand (dp=4,zero=3), not "
-        "possible: a batch of 2 is not divided by 4 data-parallel ranks; not priced for lack of time: by hand "
-        "pipeline parallel, expert parallel; excluded by the options given: by hand FSDP with tensor parallel.")
+        f"Why no other: not possible, since {state} take more than the {bytes_str(limit)} that tensors may take: DDP "
+        f"by hand (dp=4: at least {bytes_str(4e12)} a device), ZeRO-1 by hand (dp=4,zero=1: at least {bytes_str(1e12)} "
+        "a device); not possible, since a batch of 2 is not divided by 4 data-parallel ranks: FSDP by hand "
+        "(dp=4,zero=3); not priced for lack of time: by hand pipeline parallel, expert parallel; excluded by the "
+        "options given: by hand FSDP with tensor parallel.")
     large = Alternative(1.0, 1e12, (), "", "tp=4"), Alternative(1.0, 2e12, (), "", "dp=2,cp=2")
     own = replace(plan, prediction=told.prediction, record=replace(plan.record, alternatives=large)).summary()
     assert "tensor parallel by hand" not in own and "context parallel by hand (dp=2,cp=2), needs" in own  # it is one
@@ -100,6 +103,57 @@ def test_the_first_screen_says_why_not() -> None:
     assert f'state does not fit</td><td class="n">{bytes_str(4e12)} or more</td>' in shown and EXCLUDED in shown
     again = Plan.from_json(told.to_json())
     assert again.summary() == told.summary()
+
+
+def told(plan: Plan, alternatives: tuple[Alternative, ...] = (), gone: tuple[LeftOut, ...] = (), **prediction: float
+         ) -> str:
+    """Why no other plan, of a plan with these others."""
+    return replace(plan, prediction=replace(plan.prediction, **prediction),
+                   record=replace(plan.record, alternatives=alternatives, left_out=gone)).summary().split("\n", 3)[3]
+
+
+def test_ddp_and_zero_are_families_of_their_own() -> None:
+    plan = by_hand("dp=2,tp=2,zero=1")
+    step_s = plan.prediction.step_s
+    others = Alternative(2 * step_s, 1.0, (), "", "dp=4"), Alternative(1.5 * step_s, 1.0, (), "", "dp=4,zero=1")
+    said = told(plan, others)
+    assert "; DDP by hand (dp=4), " in said and "100 % slower" in said
+    assert "Why no other: ZeRO-1 by hand (dp=4,zero=1), " in said and "50 % slower; DDP" in said
+
+
+def test_plans_of_a_priced_family_that_were_left_for_lack_of_time_are_counted() -> None:
+    plan = by_hand("dp=2,tp=2,zero=1")
+    gone = (*(LeftOut(f"pp={n},micro_batch=1", LATE) for n in (2, 4, 8)), LeftOut("dp=4,zero=3", LATE),
+            LeftOut("pp=16", "a batch of 2 is not divided"), LeftOut("tp=4", LATE), LeftOut("tp=2", EXCLUDED))
+    said = told(plan, (Alternative(1.0, 1.0, (), "", "pp=2,micro_batch=2"),), gone)
+    assert said.endswith("; not priced for lack of time: by hand FSDP, 3 more of pipeline parallel, 1 more of tensor "
+                         "parallel.")
+
+
+def test_zero_1_is_priced_with_recompute_and_what_does_not_fit_says_if_it_has_none() -> None:
+    split, cluster = Splits(graph()), Cluster.load("h100-sxm", num_devices=4)
+    plain, again = (f"dp=4,zero=1,micro_batch=1{more}" for more in ("", ",recompute=full"))
+    peak = {text: plan.prediction.peak_bytes for text, plan in usual_plans(split, cluster, Options()).priced.items()}
+    assert peak[again] < peak[plain]
+    plan = by_hand("dp=2,tp=2,zero=1")
+    large = Alternative(1.0, 2e12, (), "", plain), Alternative(1.0, 3e12, (), "", "dp=4,zero=3,recompute=auto")
+    said = told(plan, large, limit_bytes=64e9)
+    assert f"ZeRO-1 by hand ({plain}), needs {bytes_str(2e12)} a device without recompute" in said
+    assert said.endswith(f"needs {bytes_str(3e12)} a device.")
+
+
+def test_the_best_plan_of_a_family_is_told_by_hand_or_searched() -> None:
+    plan = by_hand("dp=2,tp=2,zero=1")
+    step_s, hand, found = plan.prediction.step_s, "pp=2,micro_batch=1", "Context parallel 2, pipeline parallel 2 (1F1B)"
+    slow, fast, tensor = (Alternative(factor * step_s, 1.0, (), title, text) for factor, title, text in (
+        (1.9, "", hand), (1.5, found, ""), (1.7, "Data parallel 2, tensor parallel 2", "")))
+    first = f"Why no other: pipeline parallel by the search (c{found[1:]}), "
+    for others in ((slow, fast), (tensor, fast, slow)):
+        said = told(plan, others)
+        assert said.startswith(first) and "50 % slower" in said and hand not in said
+    assert "; another that the search found: data parallel 2, tensor parallel 2, " in said  # the plan's own family
+    assert told(plan, (fast, replace(slow, step_s=1.2 * step_s))).startswith(
+        f"Why no other: pipeline parallel by hand ({hand}), ")
 
 
 def test_nine_in_ten_is_two_sided() -> None:
@@ -131,6 +185,48 @@ def test_boxes_are_joined_where_there_are_several(devices: int, joined: bool) ->
     older = replace(plan, record=replace(plan.record, workload=replace(
         plan.record.workload, link_names=("NVLink 4", "InfiniBand NDR"))))
     assert ("the boxes by InfiniBand NDR" in page(older)) == joined
+
+
+def test_missing_master_weights_are_said() -> None:
+    plan, none = by_hand("dp=4"), ", no float32 master weights)"
+    for state, said in (({"parameter": 2.0, "gradient": 2.0, "adamw states": 4.0}, True),
+                        ({"parameter": 2.0, "gradient": 2.0, "adamw states with float32 master copy": 12.0}, False),
+                        ({"parameter": 4.0, "gradient": 4.0, "adamw states": 8.0}, False)):
+        work = replace(plan.record.workload, state_bytes=state)
+        assert (none in replace(plan, record=replace(plan.record, workload=work)).summary()) == said
+
+
+def test_bounds_are_rounded_up_and_alike() -> None:
+    plan = by_hand("dp=4")
+    evidence = replace(plan.evidence, stop_reason="gap", objective_s=1.2526, lower_bound_s=1.0,
+                       step_bound_s=plan.prediction.step_s / 2.0211)
+    sure = replace(plan, evidence=evidence)
+    assert "Proven within 26 % of" in sure.summary() and "at most 2.03 times as slow as the best" in sure.summary()
+    assert ", at most 26 % above it" in text.text_report(sure, width=300)
+    close = replace(sure, evidence=replace(evidence, step_bound_s=plan.prediction.step_s / 1.2526))
+    assert "&le; 26 %</dd>" in page(close) and "any combination &le; 26 %</dd>" in page(close)
+    assert "25 %" not in close.summary()
+
+
+@pytest.mark.parametrize(("seconds", "said"), [
+    ((4.0, 4.5, 1.5), "(of all communication 45 % is for gradients, 40 % for parameters)"),
+    ((1.0, 1.0, 8.0), "(of all communication 80 % is for activations)"), ((0.0, 0.0, 0.0), ""),
+])
+def test_exposed_communication_is_told_by_what_it_moves(seconds: tuple[float, ...], said: str) -> None:
+    moved = (("parameters", "all_gather", seconds[0]), ("gradients", "reduce_scatter", 0.6 * seconds[1]),
+             ("gradients", "all_reduce", 0.4 * seconds[1]), ("activations", "all_reduce", seconds[2]))
+    uses = tuple(Collectives(what, how, "dp", "forward", 1, 1.0, one_s) for what, how, one_s in moved)
+    report = report_of(by_hand("dp=4"))
+    line = summary(replace(report, exposed_share=0.2, collectives=uses)).summary[2]
+    assert f"communication exposed 20 % {said}" in line if said else "of all communication" not in line
+    assert "of all communication" not in summary(replace(report, exposed_share=0.05, collectives=uses)).summary[2]
+
+
+def test_combinations_planned_in_full_are_told_as_some_of_those_estimated() -> None:
+    assert str(Combinations(1125, 0, 3, 155, 0)) == (
+        "1,125 estimated (3 of them planned in full), 155 ruled out by bounds")
+    assert str(Combinations(5, 2, 3, 0, 4)) == ("5 estimated (3 of them planned in full, 2 of them without a plan that "
+                                                "fits), 0 ruled out by bounds, 4 left for lack of time")
 
 
 class Translator(nn.Module):

@@ -161,10 +161,10 @@ def test_the_summary_says_why_no_other_plan(plans: dict[str, Plan]) -> None:
               Alternative(1.5 * step_s, 1.0, (), "Pipeline parallel 4"))
     told = replace(plan, prediction=replace(plan.prediction, limit_bytes=2 * peak),
                    record=replace(record, alternatives=others)).summary().split("\n")[3]
-    assert told.startswith("Why no other: DDP or ZeRO-1 by hand (dp=4), ")
+    assert told.startswith("Why no other: DDP by hand (dp=4), ")
     assert "20 % slower" in told
     assert f"tensor parallel by hand (tp=4), needs {bytes_str(4 * peak)} a device" in told
-    assert "another that the search found: pipeline parallel 4" in told and "50 % slower" in told
+    assert "; pipeline parallel by the search (pipeline parallel 4), " in told and "50 % slower" in told
     both = replace(record, alternatives=(Alternative(2.2 * step_s, 1.0, (), "", "tp=2,zero=3"),))
     told = replace(plan, record=both).summary()
     assert "FSDP with tensor parallel by hand (tp=2,zero=3), " in told and "2.2 times as slow" in told

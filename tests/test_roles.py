@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import functools
+import math
 from dataclasses import replace
 
 import pytest
 import torch
 
 import autoparallel
+from autoparallel.errors import PlanError
 from autoparallel.plans.reports.words import axis_words
-from autoparallel.plans.roles import parameters_of, roles_of
+from autoparallel.plans.roles import parameters_of, products_of, roles_of
 from cost_models import Cluster
 from tests.support.captured import plan_of
 
@@ -64,6 +66,28 @@ def test_departures_are_named() -> None:
     data = replace(plan, blocks=(plan.blocks[0], replace(plan.blocks[1], lines=lines)), strategies=stored)
     said = next(axis.departures for axis in axis_words(data, None) if axis.name == "tp")
     assert said == ("up_proj (2 ops) are data parallel with ZeRO-1",)
+
+
+def test_the_share_of_an_axis_is_of_flops() -> None:
+    plan = by_hand("llama", "dp=2,tp=2")
+    odd = ("up_proj", "k_proj", "v_proj")
+    lines = [(name, "b0·b0" if any(one in name for one in odd) else strategy, layout)
+             for name, strategy, layout in plan.blocks[1].lines]
+    data = replace(plan, blocks=(plan.blocks[0], replace(plan.blocks[1], lines=tuple(lines))))
+    products = list(products_of(data))
+    (work,) = {p.flops for p in products if p.module == "model.layers.0.mlp.up_proj"}
+    assert work == 2 * IDS.numel() * math.prod(plan.model.parameters["model.layers.0.mlp.up_proj.weight"])
+    (axis,) = [axis for axis in roles_of(data).axes if axis.name == "tp"]
+    moved = sum(p.flops for p in products if p.roles[1] == "data")
+    assert axis.share == pytest.approx(1 - moved / sum(p.flops for p in products)) and axis.share > 0.7
+    assert f"tensor parallel 2 for {axis.share:.0%} of the FLOPs".replace("%", " %") in data.summary()
+    older = replace(data, blocks=tuple(replace(block, flops=()) for block in data.blocks))
+    (axis,) = [axis for axis in roles_of(older).axes if axis.name == "tp"]
+    assert axis.share == pytest.approx(1 - len(axis.departures) / len(products)) and axis.share < 0.7
+    assert " of the products" in older.summary()
+    short = replace(plan, blocks=(replace(plan.blocks[0], flops=(1.0,)), *plan.blocks[1:]))
+    with pytest.raises(PlanError, match=r"blocks\[0\].flops must have an amount"):
+        autoparallel.Plan.from_json(short.to_json())
 
 
 def test_weights_that_a_sharded_axis_stores_whole_are_named() -> None:

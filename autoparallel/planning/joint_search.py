@@ -41,7 +41,7 @@ LEAST_ROOM = 0.5
 
 @dataclass(frozen=True)
 class JointResult:
-    """The best plan, the survey of candidates, the number planned in full, and all combinations that were judged.
+    """The best plan, the survey of candidates, how many of these were planned in full, and all combinations judged.
     ``runners_up``: the best plans of the other combinations, best first."""
 
     plan: Plan
@@ -105,7 +105,7 @@ def search_jointly(
     if trials.best is None:
         raise trials.nearest or _nothing_found(survey, fixed, cluster, limit_bytes, time_limit_s)
     trials.plan_others(started + time_limit_s)
-    planned = len({candidate.key for candidate in trials.plans})
+    planned = len({candidate.key for candidate in trials.plans} & {candidate.key for candidate in survey.candidates})
     return JointResult(trials.best, survey, planned, tuple(trials.told(survey)), tuple(trials.runners_up()))
 
 

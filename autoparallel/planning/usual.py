@@ -42,7 +42,7 @@ def recipes(devices: int, host_devices: int, experts: bool = False) -> Iterator[
         yield from (f"dp={devices},ep={inner},zero=1{more}" for more in ("", ",recompute=selective"))
     yield from (f"dp={devices}{more}" for more in ("", ",zero=1", ",zero=3", ",zero=1,micro_batch=1",
                                                    ",zero=3,micro_batch=1", ",zero=3,micro_batch=1,recompute=selective",
-                                                   ",zero=3,recompute=auto"))
+                                                   ",zero=1,micro_batch=1,recompute=full", ",zero=3,recompute=auto"))
     yield from _divided(devices, host_devices, experts and inner > 1)
     yield f"dp={devices},zero=3,micro_batch=1,recompute=auto"
 

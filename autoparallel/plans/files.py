@@ -100,15 +100,23 @@ def check_plan(plan: Plan) -> None:
     for name, strategy in plan.strategies.items():
         if len(strategy) != axes:
             raise PlanError(f"strategies[{name!r}] is {shown(strategy)}: give one name for each of {axes} mesh axes")
-    for number, block in enumerate(plan.blocks):
-        if not block.paths:
-            raise PlanError(f"blocks[{number}].paths is empty: name the blocks that it stands for")
+    _check_blocks(plan)
     _check_cuts(plan)
     if plan.record is not None:
         check_record(plan.record)
     for where, value in (*_amounts(plan.prediction), *_evidence(plan.evidence)):
         if not value >= 0:  # nor nan
             raise PlanError(f"{where} is {value!r}: give an amount, 0 or more")
+
+
+def _check_blocks(plan: Plan) -> None:
+    for number, block in enumerate(plan.blocks):
+        if not block.paths:
+            raise PlanError(f"blocks[{number}].paths is empty: name the blocks that it stands for")
+        amounts = all(0 <= one < math.inf for one in block.flops)
+        if block.flops and not (amounts and len(block.flops) == len(block.lines)):
+            raise PlanError(f"blocks[{number}].flops must have an amount, 0 or more, for each of {len(block.lines)} "
+                            "lines, or be empty")
 
 
 def _check_cuts(plan: Plan) -> None:

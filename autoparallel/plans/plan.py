@@ -29,8 +29,8 @@ Strategies = Mapping[str, tuple[str, ...]]
 @dataclass(frozen=True)
 class Combinations:
     """How a joint search dealt with the combinations of pipeline, mesh, micro-batches, ZeRO and recompute: those
-    ``estimated`` on the model of reduced depth (``without_plan``: of these, those for which no plan that fits was
-    found), ``planned`` for the whole model, ``ruled_out`` by bounds of time or memory, ``left`` for lack of time."""
+    ``estimated`` on the model of reduced depth (of these ``planned`` for the whole model; ``without_plan``: those for
+    which no plan that fits was found), ``ruled_out`` by bounds of time or memory, ``left`` for lack of time."""
 
     estimated: int
     without_plan: int
@@ -43,10 +43,11 @@ class Combinations:
         return self.estimated + self.ruled_out + self.left
 
     def __str__(self) -> str:
-        parts = [f"{self.estimated} estimated" + (f" ({self.without_plan} of them without a plan that fits)"
-                                                  if self.without_plan else ""),
-                 f"{self.planned} planned in full", f"{self.ruled_out} ruled out by bounds"]
-        return ", ".join([*parts, f"{self.left} left for lack of time"] if self.left else parts)
+        of = [f"{count:,} of them {what}" for count, what in (
+            (self.planned, "planned in full"), (self.without_plan, "without a plan that fits")) if count]
+        parts = [f"{self.estimated:,} estimated" + (f" ({', '.join(of)})" if of else ""),
+                 f"{self.ruled_out:,} ruled out by bounds"]
+        return ", ".join([*parts, f"{self.left:,} left for lack of time"] if self.left else parts)
 
 
 @dataclass(frozen=True)
@@ -153,10 +154,12 @@ class Prediction:
 
 @dataclass(frozen=True)
 class BlockLayouts:
-    """The strategies of equal blocks: the blocks' paths, and an (op, strategy, output layout) line per op."""
+    """The strategies of equal blocks: the blocks' paths, and an (op, strategy, output layout) line per op. ``flops``:
+    by line, of products, convolutions and attention, forward, of a micro-batch (of others 0; empty: not known)."""
 
     paths: tuple[str, ...]
     lines: tuple[tuple[str, str, str], ...]
+    flops: tuple[float, ...] = ()
 
 
 @dataclass(frozen=True)

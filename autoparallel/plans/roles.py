@@ -40,13 +40,15 @@ _NORMS = ("rsqrt", "rms_norm", "layer_norm", "native_layer_norm", "group_norm")
 @dataclass(frozen=True)
 class Product:
     """A product of matrices, convolution, attention or mixture of experts of a plan. ``module``: its path ("" outside
-    modules). ``strategies``, ``layouts`` (of the result) and ``roles``: by mesh axis."""
+    modules). ``strategies``, ``layouts`` (of the result) and ``roles``: by mesh axis. ``flops``: forward, of a
+    micro-batch (1 for each, where the plan does not know them)."""
 
     module: str
     op: str
     strategies: tuple[str, ...]
     layouts: tuple[str, ...]
     roles: tuple[str, ...]
+    flops: float = 1.0
 
 
 @dataclass(frozen=True)
@@ -57,8 +59,8 @@ class AxisRole:
     they are read (FSDP, ZeRO). ``sequence``: whether norms and residuals on a tensor axis are cut along the sequence.
     ``experts``: whether it cuts experts. ``departures``: products with another role, as "path op: strategy (role)".
     ``departures_shard``: as ``shards``, of the weights of those that are data parallel. ``by_heads``: whether it cuts
-    attention by heads. ``share``: of the products, those that have the role. ``whole``: where it shards, the parameters
-    that it stores whole all the same.
+    attention by heads. ``share``: of the products' FLOPs, those of products with the role. ``whole``: where it
+    shards, the parameters that it stores whole all the same.
     """
 
     name: str
@@ -162,15 +164,16 @@ def roles_of(plan: Plan) -> Roles:
 def products_of(plan: Plan) -> Iterator[Product]:
     """The products, convolutions, attentions and mixtures of experts, in execution order within each block."""
     for block in plan.blocks:
+        work = block.flops or (1.0,) * len(block.lines)
         for path in block.paths:
-            for name, strategy, layout in block.lines:
+            for (name, strategy, layout), flops in zip(block.lines, work, strict=True):
                 *module, op = name.split(" ")
                 if op in (*_PRODUCTS, *_ATTENTION, *_EXPERTS, *_CONVOLUTIONS):
                     inside = "" if path == "outside blocks" else path
                     where = ".".join(filter(None, (inside, *module)))
                     strategies, layouts = tuple(strategy.split("·")), tuple(layout.split("·"))
                     roles = tuple(_role(op, s, at) for s, at in zip(strategies, layouts, strict=True))
-                    yield Product(where, op, strategies, layouts, roles)
+                    yield Product(where, op, strategies, layouts, roles, flops)
 
 
 def parameters_of(plan: Plan) -> dict[str, tuple[str, ...]]:
@@ -217,7 +220,7 @@ def _axis(plan: Plan, products: list[Product], axis: int) -> AxisRole:
                     role == "tensor" and _is_cut_along_sequence(plan, axis), cut, departures,
                     bool(alone) and _mostly_sharded(plan, alone, axis),
                     any(p.op in _ATTENTION and p.strategies[axis] == "h" for p in products),
-                    1 - len(others) / len(products) if products else 1.0,
+                    1 - sum(p.flops for p in others) / (sum(p.flops for p in products) or 1.0),
                     tuple(name for name, at in own.items() if at[axis] == "I" and name in plan.model.parameters)
                     if shards else ())
 

@@ -18,7 +18,7 @@ from autoparallel.plans.reports.build import report_of
 from autoparallel.plans.reports.comparison import explained, left_out_rows, other_row, trials_of
 from autoparallel.plans.reports.glossary import GLOSSARY
 from autoparallel.plans.reports.report import Report
-from autoparallel.plans.reports.summary import LOOSE, state_said
+from autoparallel.plans.reports.summary import LOOSE, MOST_UNUSUAL, attention_first, state_said
 from autoparallel.plans.reports.timeline import timeline_of
 
 if TYPE_CHECKING:
@@ -40,7 +40,7 @@ def page(plan: Plan) -> str:
         pictures=_pictures(plan, report), timelines=_timelines(plan, report), hosts=_hosts(report),
         flows=_flows(report), explained=explained, loose=LOOSE, state_said=state_said,
         others=[(one, other_row(report, one)) for one in report.record.alternatives] if report.record else [],
-        left_out=left_out_rows(report),
+        left_out=left_out_rows(report), unusual=attention_first(report), most_unusual=MOST_UNUSUAL,
     )
 
 
@@ -74,7 +74,7 @@ def _template() -> Template:
     made = Environment(autoescape=select_autoescape(default=True, default_for_string=True), undefined=StrictUndefined,
                        trim_blocks=True, lstrip_blocks=True, finalize=_shown)
     made.filters.update(seconds=units.seconds_str, bytes=units.bytes_str, percent=units.percent_str,
-                        count=units.count_str, large=units.large_str, verbatim=Markup)
+                        percent_up=units.percent_up, count=units.count_str, large=units.large_str, verbatim=Markup)
     return made.from_string(_text("page.html.j2"))
 
 

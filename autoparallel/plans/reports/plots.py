@@ -93,6 +93,7 @@ def _draw(area: Axes, picture: pictures.Picture) -> None:
     for label in (*area.get_xticklabels(), *area.get_yticklabels()):
         label.set_parse_math(False)
     keys = [Patch(label=kind.replace("$", r"\$"), **_look(kinds, kind)) for kind in kinds if kind != LIMIT]
+    keys += [Patch(label=shape.said, **_look(kinds, LIMIT)) for shape in picture.shapes if shape.kind == LIMIT]
     area.legend(handles=keys, loc="upper left", bbox_to_anchor=(1.0, 1.0), fontsize="small")
 
 

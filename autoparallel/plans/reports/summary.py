@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import replace
 
 from autoparallel.plans.reports.report import Memory, Proof, Report, Speed
-from autoparallel.plans.reports.units import bytes_str, count_str, percent_str, percent_up, seconds_str
+from autoparallel.plans.reports.units import bytes_str, count_str, percent_str, percent_up, seconds_str, times_up
 from autoparallel.plans.reports.why_not import why_no_other
 from autoparallel.plans.reports.words import AROUND_HEADS, HEADS
 
@@ -17,9 +17,8 @@ LEAST_SHARE = 0.005
 LOOSE = 0.5
 #: Departures from the usual plan that are named, at most.
 MOST_UNUSUAL = 3
-#: Exposed communication of this share of the step is said by kind.
-MUCH_EXPOSED = 0.1
-
+#: Exposed communication of this share of the step is said by what it moves; of the second, this share at least.
+MUCH_EXPOSED, MUCH_MOVED = 0.1, 0.2
 
 
 def summary(report: Report) -> Report:
@@ -35,10 +34,14 @@ def summary(report: Report) -> Report:
 def _unusual(report: Report) -> str:
     if not report.departures:
         return ""
-    heads = (HEADS, AROUND_HEADS)  # attention first
-    named = sorted(report.departures, key=lambda text: not any(said in text for said in heads))[:MOST_UNUSUAL]
+    named = attention_first(report)[:MOST_UNUSUAL]
     more = f", and {len(report.departures) - len(named)} more" if len(report.departures) > len(named) else ""
     return f" Unusual: {'; '.join(named)}{more}."
+
+
+def attention_first(report: Report) -> list[str]:
+    """The departures from the axes' roles, those of attention first; the summary names the first `MOST_UNUSUAL`."""
+    return sorted(report.departures, key=lambda text: not any(said in text for said in (HEADS, AROUND_HEADS)))
 
 
 # ------------------------------------------------------------------------------------------------- fast, full, dear
@@ -106,13 +109,17 @@ def state_said(state: Mapping[str, float]) -> str:
     """`Workload.state_bytes` as a sentence.
 
     >>> state_said({"parameter": 2.0, "gradient": 2.0, "adamw states": 4.0})
-    'bytes of an element before sharding: parameter 2, gradient 2, adamw states 4'
+    'bytes of an element before sharding: parameter 2, gradient 2, adamw states 4, no float32 master weights'
     """
     return f"bytes of an element before sharding: {_parts(state)}"
 
 
 def _parts(state: Mapping[str, float]) -> str:
-    return ", ".join(f"{what} {num_bytes:g}" for what, num_bytes in state.items())
+    """Bytes by what they are for; of parameters of less than four bytes also whether float32 master weights are
+    missing."""
+    parts = [f"{what} {num_bytes:g}" for what, num_bytes in state.items()]
+    masters = state.get("parameter", 4.0) >= 4 or any("master" in what for what in state)
+    return ", ".join(parts if masters else [*parts, "no float32 master weights"])
 
 
 def _costs(speed: Speed) -> Iterator[str]:
@@ -138,13 +145,19 @@ def _where(report: Report) -> str:
 
 
 def _mostly(report: Report) -> str:
-    """The kind of the communication that takes longest, where much is exposed."""
+    """What most of the communication moves, summed over collectives, where much is exposed: one purpose, or two if
+    both take long."""
     seconds: dict[str, float] = {}
     for use in report.collectives if report.exposed_share >= MUCH_EXPOSED else ():
-        kind = f"{use.kind} of {use.purpose}" if use.purpose else use.kind
-        seconds[kind] = seconds.get(kind, 0.0) + use.seconds
-    most, total_s = max(seconds, key=seconds.__getitem__, default=""), sum(seconds.values())
-    return f" ({percent_str(seconds[most] / total_s)} of all communication is {most})" if total_s else ""
+        what = use.purpose or use.kind
+        seconds[what] = seconds.get(what, 0.0) + use.seconds
+    total_s = sum(seconds.values())
+    if not total_s:
+        return ""
+    most = sorted(seconds, key=seconds.__getitem__, reverse=True)[:2]
+    said = [f"{percent_str(seconds[what] / total_s)} {'' if number else 'is '}for {what}"
+            for number, what in enumerate(most) if not number or seconds[what] >= MUCH_MOVED * total_s]
+    return f" (of all communication {', '.join(said)})"
 
 
 # ----------------------------------------------------------------------------------------------------- how sure
@@ -163,7 +176,7 @@ def _proof(proof: Proof, in_pipeline: bool) -> str:
         return f"{said}{other}."
     if proof.within_any > LOOSE:
         return (f"{said}; the bound on all combinations is loose: this one is at most "
-                f"{math.ceil(10 * (1 + proof.within_any)) / 10:g} times as slow as the best.")
+                f"{times_up(1 + proof.within_any)} times as slow as the best.")
     return f"{said}; at most {percent_up(proof.within_any)} slower than the best combination{_all_tried(proof)}."
 
 
@@ -174,7 +187,7 @@ def _sharding(within: float | None, less: str) -> str:
         return f"Proven the best sharding of this configuration, by its cost without {less}"
     if within > LOOSE:
         return (f"Not proven near the best sharding of this configuration (its cost without {less} is "
-                f"{1 + within:.2g} times the bound): more time may find a better one")
+                f"{times_up(1 + within)} times the bound): more time may find a better one")
     return (f"Proven within {percent_up(within)} of the best sharding of this configuration, by its cost without "
             f"{less}")
 
@@ -185,4 +198,4 @@ def _all_tried(proof: Proof) -> str:
     return "" if tried is None or tried.left else f", of which all {tried.total:,} were estimated or ruled out"
 
 
-__all__ = ["state_said", "summary"]
+__all__ = ["attention_first", "state_said", "summary"]

@@ -17,7 +17,7 @@ from autoparallel.plans.reports.build import report_of
 from autoparallel.plans.reports.comparison import explained, left_out_rows, other_row
 from autoparallel.plans.reports.report import Collectives, Report
 from autoparallel.plans.reports.summary import state_said
-from autoparallel.plans.reports.units import bytes_str, percent_str, seconds_str
+from autoparallel.plans.reports.units import bytes_str, percent_str, percent_up, seconds_str
 
 #: Lines of the details of a block, and letters of all pins, at most.
 MOST_LINES, MOST_LETTERS = 200, 1000
@@ -82,7 +82,7 @@ def print_report(report: Report, console: ReportConsole, details: bool = False) 
 
 def _print_proof(report: Report, console: ReportConsole) -> None:
     proof = report.proof
-    gap = "" if proof.within is None else f", at most {percent_str(proof.within)} above it"
+    gap = "" if proof.within is None else f", at most {percent_up(proof.within)} above it"
     if proof.searched:
         over = "added up over the pipeline's ranks, " if any(axis.role == "pipeline" for axis in report.axes) else ""
         console.print(f"search: {over}without overlap and waits {seconds_str(proof.objective_s)}, lower bound "

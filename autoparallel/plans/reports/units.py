@@ -111,4 +111,14 @@ def percent_up(share: float) -> str:
     return percent_str(math.ceil(value * digits - 1e-9) / digits / 100)
 
 
-__all__ = ["bytes_str", "count_str", "large_str", "percent_str", "percent_up", "seconds_str"]
+def times_up(factor: float) -> str:
+    """A factor with two decimals below ten, else one, rounded up: for what is at most so many times another.
+
+    >>> times_up(2.021), times_up(4.0), times_up(55.64)
+    ('2.03', '4', '55.7')
+    """
+    digits = 100 if factor < 10 else 10
+    return f"{math.ceil(factor * digits - 1e-9) / digits:.10g}"
+
+
+__all__ = ["bytes_str", "count_str", "large_str", "percent_str", "percent_up", "seconds_str", "times_up"]

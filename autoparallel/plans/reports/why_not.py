@@ -1,19 +1,22 @@
-"""Why no other plan: the usual ones by hand by family, and the fastest other one that the search found."""
+"""Why no other plan: the best of each family, by hand or searched, and the fastest other one that the search found."""
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 
 from autoparallel.plans.record import EXCLUDED, LATE, Alternative, LeftOut
 from autoparallel.plans.reports.report import Memory, Report, Speed
 from autoparallel.plans.reports.units import bytes_str, percent_str, seconds_str
 
-#: Families of plans by hand, with the options that their texts have; the first whose options a text has counts. Others
-#: are `DDP`.
-FAMILIES = (("pipeline and expert parallel", ("pp=", "ep=")), ("pipeline parallel", ("pp=",)),
-            ("expert parallel", ("ep=",)), ("FSDP with tensor parallel", ("tp=", "zero=3")),
-            ("tensor parallel", ("tp=",)), ("context parallel", ("cp=",)), ("FSDP", ("zero=3",)))
-DDP = "DDP or ZeRO-1"
+#: Families of plans, with what the texts of those by hand have, and the titles of those that a search found; the first
+#: all of whose signs are there counts.
+FAMILIES = (("pipeline and expert parallel", ("pp=", "ep="), ("pipeline parallel", "expert parallel")),
+            ("pipeline parallel", ("pp=",), ("pipeline parallel",)),
+            ("expert parallel", ("ep=",), ("expert parallel",)),
+            ("FSDP with tensor parallel", ("tp=", "zero=3"), ("tensor parallel", "ZeRO-3")),
+            ("tensor parallel", ("tp=",), ("tensor parallel",)), ("context parallel", ("cp=",), ("context parallel",)),
+            ("FSDP", ("zero=3",), ("ZeRO-3",)), ("ZeRO-2", ("zero=2",), ("ZeRO-2",)),
+            ("ZeRO-1", ("zero=1",), ("ZeRO-1",)), ("DDP", (), ("data parallel",)))
 #: Names of what another plan lays out otherwise, and letters of each, at most.
 MOST_NAMES, MOST_LETTERS = 3, 60
 #: Plans slower by more than this share are told as so many times as slow.
@@ -21,22 +24,26 @@ TIMES = 1.0
 
 
 def why_no_other(report: Report) -> str:
-    """The fastest other plan that the search found and the usual ones by hand, as far as they were priced, and why the
-    others were not."""
+    """The best known plan of each family, by hand or searched, the fastest other one that the search found, and why no
+    plan of other families was priced."""
     others = report.record.alternatives if report.record is not None else ()
-    own = _family(report.proof.reason) if "by hand" in report.proof.reason else ""
-    usual = [(family, one) for family, one in _families(report, [one for one in others if one.by_hand])
-             if family != own or _fits(report.memory, one.peak_bytes)]
+    priced = "by hand" in report.proof.reason
+    own = _family(report.proof.reason) if priced else ""
+    best = [(family, one) for family, one in _families(report, own or _family_of(report.title), others)
+            if family != own or _fits(report.memory, one.peak_bytes)]
+    named = [(one, f"{family} by hand ({one.by_hand})" if one.by_hand else f"{family} by the search ({_titled(one)})")
+             for family, one in best]
     found = [one for one in others if not one.by_hand][:1]
-    named = [(one, f"{family} by hand ({one.by_hand})") for family, one in usual]
-    named += [(one, f"another that the search found: {_titled(one)}") for one in found]
+    named += [(one, f"another that the search found: {_titled(one)}") for one in found
+              if all(one is not other for _, other in best)]
     near, apart = list[str](), list[str]()
     for one, what in named:
         if not _fits(report.memory, one.peak_bytes):
-            apart.append(f"{what}, needs {bytes_str(one.peak_bytes)} a device")
+            without = " without recompute" if one.by_hand and "recompute=" not in one.by_hand else ""
+            apart.append(f"{what}, needs {bytes_str(one.peak_bytes)} a device{without}")
         else:
             (near if report.speed.not_told_apart([one.step_s]) else apart).append(_slower(report.speed, one, what))
-    apart += _impossible(report, {own, *(family for family, _ in usual)})
+    apart += _impossible(report, {own, *(family for family, _ in best)})
     rest = [one.step_s for one in others if one not in [other for other, _ in named]
             and _fits(report.memory, one.peak_bytes)]
     said = f"Why no other: {'; '.join(apart)}." if apart else ""
@@ -44,14 +51,28 @@ def why_no_other(report: Report) -> str:
 
 
 def _family(by_hand: str) -> str:
-    return next((name for name, signs in FAMILIES if all(sign in by_hand for sign in signs)), DDP)
+    """The family of a plan by hand, by its text."""
+    return next(name for name, signs, _ in FAMILIES if all(sign in by_hand for sign in signs))
 
 
-def _families(report: Report, by_hand: Sequence[Alternative]) -> Iterator[tuple[str, Alternative]]:
-    """Of each family of plans by hand the fastest that fits, or else the smallest; the fastest family first."""
+def _family_of(title: str) -> str:
+    """The family of a plan that a search found, by its title ("": none).
+
+    >>> _family_of("Data parallel 8 with ZeRO-1, pipeline parallel 8 (1F1B)"), _family_of("One device")
+    ('pipeline parallel', '')
+    """
+    lower = title.lower()
+    return next((name for name, _, signs in FAMILIES if all(sign.lower() in lower for sign in signs)), "")
+
+
+def _families(report: Report, own: str, others: Sequence[Alternative]) -> Iterator[tuple[str, Alternative]]:
+    """Of each family of plans the fastest that fits, or else the smallest; the fastest family first. Of ``own``, the
+    family of the report's plan, those by hand alone: the search's best is the plan itself."""
     families: dict[str, list[Alternative]] = {}
-    for one in by_hand:
-        families.setdefault(_family(one.by_hand), []).append(one)
+    for one in others:
+        family = _family(one.by_hand) if one.by_hand else _family_of(one.title)
+        if one.by_hand or family not in ("", own):
+            families.setdefault(family, []).append(one)
     best = {}
     for family, some in families.items():
         fit = [one for one in some if _fits(report.memory, one.peak_bytes)]
@@ -60,31 +81,42 @@ def _families(report: Report, by_hand: Sequence[Alternative]) -> Iterator[tuple[
 
 
 def _impossible(report: Report, known: Collection[str]) -> Iterator[str]:
-    """The families of usual plans of which none was priced, with the reason of the one that is nearest to possible;
-    those that were not priced for lack of time, or by the options, together at the end."""
+    """The families of usual plans of which none was priced, with the plan that is nearest to possible, a text for each
+    reason; what was left for lack of time, or by the options, together at the end."""
     families: dict[str, list[LeftOut]] = {}
     for one in report.record.left_out if report.record is not None else ():
         families.setdefault(_family(one.by_hand), []).append(one)
     alike: dict[str, list[str]] = {}
     for family, some in families.items():
-        if family in known:
-            continue
         whys = [one.why for one in some]
-        if why := next((why for why in (LATE, EXCLUDED) if why in whys), ""):
-            alike.setdefault(why, []).append(family)
+        if family in known or LATE in whys or EXCLUDED in whys:
             continue
         one = min(some, key=lambda one: one.least_bytes)
-        yield f"{family} by hand ({one.by_hand}), not possible: {_left_out_why(report, one)}"
-    yield from (f"{why}: by hand {', '.join(names)}" for why, names in alike.items())
+        least = f": at least {bytes_str(one.least_bytes)} a device" if one.least_bytes else ""
+        alike.setdefault(_left_out_why(report, one), []).append(f"{family} by hand ({one.by_hand}{least})")
+    yield from (f"not possible, {why}: {', '.join(names)}" for why, names in alike.items())
+    for why in (LATE, EXCLUDED):
+        if names := list(_not_priced(families, known, why)):
+            yield f"{why}: {', '.join(names)}"
+
+
+def _not_priced(families: Mapping[str, Sequence[LeftOut]], known: Collection[str], why: str) -> Iterator[str]:
+    """The families of which no plan was priced for this reason, and, for lack of time, how many more of others."""
+    counts = {family: sum(one.why == why for one in some) for family, some in families.items()}
+    none = [family for family, count in counts.items() if count and family not in known
+            and (why == LATE or all(one.why != LATE for one in families[family]))]
+    yield from [f"by hand {', '.join(none)}"] if none else []
+    if why == LATE:
+        yield from (f"{count} more of {family}" for family, count in counts.items() if count and family in known)
 
 
 def _left_out_why(report: Report, one: LeftOut) -> str:
     """Why a usual plan by hand was not priced."""
     if not one.least_bytes:
-        return one.why
+        return f"since {one.why}"
     limit = report.memory.limit_bytes or report.memory.device_bytes
-    of = f", and tensors may take {bytes_str(limit)}" if limit else ""
-    return f"{one.why} take at least {bytes_str(one.least_bytes)} a device{of}"
+    of = f" than the {bytes_str(limit)} that tensors may take" if limit else ""
+    return f"since {one.why} take more{of}"
 
 
 def _near(speed: Speed, named: Sequence[str], rest_s: Sequence[float]) -> str:
@@ -139,7 +171,7 @@ def _slower(speed: Speed, one: Alternative, name: str) -> str:
     slower = one.step_s / speed.step_s - 1 if speed.step_s else 0.0
     by = f"{percent_str(abs(slower))} {'slower' if slower >= 0 else 'faster'}"
     if slower > TIMES:
-        by = f"{1 + slower:.2g} times as slow"
+        by = f"{1 + slower:.3g} times as slow"
     return f"{name}, {seconds_str(one.step_s)}, {by}"
 
 

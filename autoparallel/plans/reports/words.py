@@ -24,8 +24,8 @@ AROUND_HEADS = "context parallel, around attention by heads (as DeepSpeed-Ulysse
 MOST_NAMES = 5
 #: Weights stored whole of at least this share of all elements, by module's name, are named.
 FEW = 0.005
-#: Axes of whose products fewer have the role say so.
-MOST = 0.5
+#: Axes of whose products' FLOPs a smaller share has the role say so.
+MOST = 0.75
 #: Letters of a module's name, at most.
 LONGEST = 60
 _GENERIC = re.compile(r"axis\d+|devices")
@@ -173,7 +173,8 @@ def _axes_said(plan: Plan, axes: list[AxisWords]) -> Iterator[str]:
             yield f"{degree} ranks{mesh} that compute the same{_over(some)}"
         else:
             least = min(axis.share for axis in some)
-            part = f" for {least:.0%} of the products".replace("%", " %") if least < MOST else ""
+            what = "FLOPs" if any(block.flops for block in plan.blocks) else "products"
+            part = f" for {least:.0%} of the {what}".replace("%", " %") if least < MOST else ""
             yield f"{PARALLEL[role]} {degree}{mesh}{part}{_stored(some, zero)}{_over(some)}"
 
 
