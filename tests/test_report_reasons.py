@@ -276,3 +276,14 @@ def test_plans_that_differ_by_the_order_of_axes_say_so() -> None:
     assert alternative_of(plan, layouts).title == ""
     found = replace(plan, record=replace(plan.record, alternatives=(alternative_of(plan, layouts),)))
     assert "the same with other layouts of k_proj.weight, " in found.summary()
+
+
+def test_usual_plans_that_are_known_are_not_priced_again() -> None:
+    """A joint search prices few before it, and the others with the time that it leaves."""
+    split, cluster = Splits(graph()), Cluster.load("h100-sxm", num_devices=4)
+    every = usual_plans(split, cluster, Options())
+    some = dict(list(every.priced.items())[:2])
+    none_left = usual_plans(split, cluster, Options(), 0.0, some)
+    assert dict(none_left.priced) == some and none_left.late and not every.late
+    rest = usual_plans(split, cluster, Options(), math.inf, some)
+    assert rest.priced.keys() == every.priced.keys() and all(rest.priced[text] is some[text] for text in some)

@@ -32,6 +32,8 @@ SOLVE_S, SOLVE_GAP = 3.0, 0.02
 SHARE_OF_FIRST = 0.7
 #: Above this multiple of the best estimate a lower bound suffices.
 WORTH = 1.35
+#: Estimates before bounds of decision graphs are made, which take as long as an estimate in large models.
+UNBOUNDED = 12
 
 
 @dataclass(frozen=True)
@@ -184,8 +186,11 @@ class JointSearch:
         promising first, while their expected seconds are below ``patience`` times the best."""
         best = self.best_s
         new = [c for c in candidates if c.key not in self.known and self.bounds.least_bytes(c) <= self.limit]
-        order = EstimateOrder(new, self.step_bounds.estimate_s, self.bounds.oddity, self.bounds.least_bytes,
-                              lambda candidate: self.step_bounds.tighten(candidate, best))
+
+        def tighten(candidate: Candidate) -> bool:
+            return len(self.known) >= UNBOUNDED and self.step_bounds.tighten(candidate, best)
+
+        order = EstimateOrder(new, self.step_bounds.estimate_s, self.bounds.oddity, self.bounds.least_bytes, tighten)
         for estimated in self.known.values():
             order.learn(estimated)
         while most > 0 and (candidate := order.next(best, patience, deadline)) is not None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from types import MappingProxyType
 
 from autoparallel import clock
 from autoparallel.capture import OpGraph
@@ -76,6 +77,11 @@ class UsualPlans:
     limit_bytes: float
 
     @property
+    def late(self) -> bool:
+        """Whether some were left out for lack of time."""
+        return any(one.why == LATE for one in self.left_out)
+
+    @property
     def fitting(self) -> Sequence[tuple[str, Plan]]:
         """The texts and plans of those that fit, fastest first."""
         return sorted(((text, plan) for text, plan in self.priced.items()
@@ -106,13 +112,14 @@ class UsualPlans:
         return with_comparison(record, plan, self.fastest[1], f"by hand {self.fastest[0]}")
 
 
-def usual_plans(split: Splits, cluster: Cluster, options: Options, seconds: float = math.inf) -> UsualPlans:
+def usual_plans(split: Splits, cluster: Cluster, options: Options, seconds: float = math.inf,
+                known: Mapping[str, Plan] = MappingProxyType({})) -> UsualPlans:
     """Price each of the `recipes` that ``options`` and the model allow; the others are left out, with the reason. Once
-    one plan fits in memory, no further recipe is begun after ``seconds``."""
+    one plan fits in memory, no further recipe is begun after ``seconds``. ``known``: plans that are priced already."""
     ends, limit, graph = clock.now() + seconds, options.limit_bytes(cluster), split.graph
     found, left_out, hybrids = dict[str, Plan](), list[LeftOut](), set[tuple[Hybrid, object, str]]()
     experts = any(EXPERTS in node.op_name for node in graph.of_kind("op"))
-    state, fits = _state(graph, cluster, options), False
+    state, fits = _state(graph, cluster, options), any(p.prediction.peak_bytes <= limit for p in known.values())
     with collected_later():
         for text in recipes(cluster.num_devices, cluster.devices_per_host, experts):
             hand = ByHand.of(text).on(cluster.num_devices)
@@ -125,6 +132,9 @@ def usual_plans(split: Splits, cluster: Cluster, options: Options, seconds: floa
                     continue
                 if not _allowed(hybrid, options):
                     left_out.append(LeftOut(text, EXCLUDED))
+                elif text in known:
+                    hybrids.add((hybrid, hand.mesh, hand.recompute))
+                    found[text] = known[text]
                 elif clock.now() < ends or (seconds > 0 and not fits):
                     hybrids.add((hybrid, hand.mesh, hand.recompute))
                     found[text] = plan_by_hand(split, cluster, pricing_of(options, hand, ends - clock.now()), hand)
