@@ -83,12 +83,13 @@ def test_what_cannot_be_is_refused(options: dict[str, Any], told: str) -> None:
         autoparallel.fit(wrong, ONE)
 
 
+@pytest.mark.slow
 def test_the_command(tmp_path: Path) -> None:
     config = tmp_path / "llama.json"
     config.write_text(json.dumps({"model_type": "llama", "hidden_size": 64, "intermediate_size": 128, "vocab_size": 256,
                                   "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 4}))
-    call = ["fit", str(config), "--cluster", "a100-sxm", "--devices", "1", "--sequence-length", "32", "--most", "2",
-            "--offload", "none,host", "--time-limit", "3"]
+    call = ["fit", str(config), "--cluster", "a100-sxm", "--devices", "1", "--sequence-length", "32", "--most", "1",
+            "--offload", "none,host", "--time-limit", "1"]
     done = CliRunner().invoke(app, call)
     assert done.exit_code == 0 and "It fits on 1 devices of a100-sxm with all on the device" in done.output
     assert CliRunner().invoke(app, [*call, "--memory-limit", "1KiB"]).exit_code == 1

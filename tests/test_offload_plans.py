@@ -201,6 +201,7 @@ def test_half_precision_has_its_master_on_the_host() -> None:
     assert there.prediction.state_bytes - away.prediction.state_bytes == pytest.approx(away.prediction.host_bytes)
 
 
+@pytest.mark.slow
 def test_gradients_on_their_way_are_few() -> None:
     """With buckets of 2 KiB no more than two, and the next gradient, are on the device; of four micro-batches each
     moves them once, and what exceeds backward is counted."""
