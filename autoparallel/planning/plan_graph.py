@@ -34,7 +34,7 @@ _LOG = logging.getLogger("autoparallel")
 #: most seconds that either takes.
 USUAL_SHARE, PLAIN_SHARE, MOST_BEFORE_S = 0.25, 0.125, 4.0
 #: Share of the time limit that is kept for usual plans after a joint search, where some were not priced before it.
-AFTER_SHARE = 0.15
+AFTER_SHARE = 0.08
 #: Most usual plans that the joint search begins with.
 MOST_STARTS = 2
 
