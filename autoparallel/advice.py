@@ -6,7 +6,6 @@ fits uses it, and its price is the difference from the fastest that does not.
 
 from __future__ import annotations
 
-import io
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
@@ -29,7 +28,7 @@ from autoparallel.planning.plan_by_hand import plan_by_hand
 from autoparallel.planning.plan_graph import plan_graph
 from autoparallel.planning.server_traffic import ServerAdvice, server_advice
 from autoparallel.plans import Plan
-from autoparallel.plans.reports.text import ReportConsole
+from autoparallel.plans.reports.text import ReportConsole, as_text
 from autoparallel.plans.reports.units import bytes_str, seconds_str
 from autoparallel.plans.roles import roles_of
 from autoparallel.search import Progress
@@ -109,9 +108,7 @@ class Advice:
 
     def report(self, width: int = 100) -> str:
         """The advice as text of ``width`` columns."""
-        console = ReportConsole(file=io.StringIO(), width=width, force_terminal=False)
-        print_advice(self, console)
-        return console.file.getvalue()  # type: ignore[attr-defined]
+        return as_text(lambda console: print_advice(self, console), width)
 
 
 def fastest(alternatives: Sequence[Alternative]) -> Alternative | None:

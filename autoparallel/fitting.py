@@ -6,7 +6,6 @@ fit.
 
 from __future__ import annotations
 
-import io
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,12 +15,13 @@ from rich.table import Table
 from torch import nn
 
 from autoparallel.api import plan
-from autoparallel.errors import AutoparallelError, PlanError, shown
+from autoparallel.errors import InfeasibleError, PlanError, SearchError, shown
 from autoparallel.plans import Plan
-from autoparallel.plans.reports.text import ReportConsole
+from autoparallel.plans.reports.text import ReportConsole, as_text
 from autoparallel.plans.reports.units import bytes_str, count_str, seconds_str
 from autoparallel.schedule.tiers import PLACES
 from cost_models import Cluster
+from cost_models.errors import ClusterError
 
 _WORDS = {"none": "all on the device", "host": "gradients and optimizer states on the host",
           "parameters": "parameters, gradients and optimizer states on the host", "disk": "optimizer states on disk"}
@@ -54,9 +54,7 @@ class Fitting:
 
     def report(self, width: int = 110) -> str:
         """The answer and a table of the tiers, as text of ``width`` columns."""
-        console = ReportConsole(file=io.StringIO(), width=width, force_terminal=False)
-        print_fitting(self, console)
-        return console.file.getvalue()  # type: ignore[attr-defined]
+        return as_text(lambda console: print_fitting(self, console), width)
 
 
 def fit(
@@ -84,7 +82,8 @@ def fit(
     told: called with each tier when it is known.
     options: of `autoparallel.plan`.
 
-    Raises PlanError for arguments that cannot be.
+    A tier is refused where no plan fits or is found in time, or where the cluster does not say how fast it is. Raises
+    PlanError for arguments that cannot be, and whatever `autoparallel.plan` raises of the model.
     """
     _check(model, tiers, devices, smallest, most, told)
     machine = cluster if isinstance(cluster, Cluster) else Cluster.load(cluster, num_devices=devices, software=software)
@@ -110,16 +109,14 @@ def _largest(model: Callable[[int], Any], cluster: Cluster, tier: str, batch: in
 
     try:
         best = Fit(tier, planned(batch), batch)
-    except PlanError:
-        raise
-    except AutoparallelError as error:
+    except (InfeasibleError, SearchError, ClusterError) as error:
         needed = getattr(error, "needed_bytes", None)
         return Fit(tier, refused=f"needs {bytes_str(needed)} a device" if needed else
                    str(error).split(". ", maxsplit=1)[0])
     while 2 * best.batch <= most:
         try:
             best = Fit(tier, planned(2 * best.batch, **{"micro_batches": 1, **options}), 2 * best.batch)
-        except AutoparallelError:
+        except (InfeasibleError, SearchError):
             break
     return best
 

@@ -6,7 +6,6 @@ slow and the first that is fast enough, three quarters of the latter are tried t
 
 from __future__ import annotations
 
-import io
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -19,7 +18,7 @@ from torch import nn
 from autoparallel.api import plan
 from autoparallel.errors import AutoparallelError, InfeasibleError, PlanError, SearchError, shown
 from autoparallel.plans import Plan
-from autoparallel.plans.reports.text import ReportConsole
+from autoparallel.plans.reports.text import ReportConsole, as_text
 from autoparallel.plans.reports.units import count_str, seconds_str
 from cost_models import Cluster
 
@@ -111,9 +110,7 @@ class Sizing:
 
     def report(self, width: int = 110) -> str:
         """The answer and a table of all sizes, as text of ``width`` columns."""
-        console = ReportConsole(file=io.StringIO(), width=width, force_terminal=False)
-        print_sizing(self, console)
-        return console.file.getvalue()  # type: ignore[attr-defined]
+        return as_text(lambda console: print_sizing(self, console), width)
 
 
 def size(

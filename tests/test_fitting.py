@@ -13,7 +13,7 @@ from typer.testing import CliRunner
 
 import autoparallel
 from autoparallel.cli import app
-from autoparallel.errors import InputError, PlanError
+from autoparallel.errors import CaptureError, InputError, PlanError
 from autoparallel.plans.reports.units import bytes_of
 from cost_models import Cluster
 
@@ -81,6 +81,16 @@ def test_what_cannot_be_is_refused(options: dict[str, Any], told: str) -> None:
     wrong = lambda batch: 3  # noqa: E731
     with pytest.raises(PlanError, match="return \\(model, example inputs"):
         autoparallel.fit(wrong, ONE)
+
+
+class _Untraceable(nn.Module):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x if float(x.sum()) > 0 else -x
+
+
+def test_a_model_that_cannot_be_traced_is_no_question_of_memory() -> None:
+    with pytest.raises(CaptureError):
+        autoparallel.fit(lambda batch: (_Untraceable(), (torch.zeros(batch, 4),), {}), ONE, most=2)
 
 
 @pytest.mark.slow

@@ -225,3 +225,11 @@ def saved_and_loaded(folder: Path) -> list[bool]:
 def test_checkpoints_and_models_without_values(ranks: Any, tmp_path: Path) -> None:
     for found in ranks(2).run(saved_and_loaded, tmp_path):
         assert found == [True, True, True, True]
+
+
+def test_a_fetch_alone_is_a_copy_whose_gradient_comes_back() -> None:
+    value = torch.ones(3, requires_grad=True)
+    fetched = fetching.fetch(value, "host", "cpu")
+    (fetched * torch.arange(3.0)).sum().backward()
+    assert fetched.data_ptr() != value.data_ptr() and torch.equal(fetched, value)
+    assert value.grad is not None and value.grad.tolist() == [0, 1, 2]

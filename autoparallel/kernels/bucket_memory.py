@@ -4,13 +4,11 @@ took a tenth of a small model's step. Devices with a caching allocator need none
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import cache
 
 import torch
 
 from autoparallel.kernels.tracing import is_traced
-
-#: References to a storage that nobody but its tensor here uses: the tensor's, and that of the question.
-_UNUSED = 2
 
 
 class BucketMemory:
@@ -28,13 +26,27 @@ class BucketMemory:
 
     def _taken(self, count: int, like: torch.Tensor) -> torch.Tensor:
         """An uninitialised tensor [count] of the dtype of ``like``; a kept one if no gradient of it is left."""
-        unused = [kept for kept in self._kept if torch._C._storage_Use_Count(kept.untyped_storage()._cdata) == _UNUSED]
-        for kept in unused:
-            if kept.dtype == like.dtype and kept.numel() == count:
+        for kept in self._kept:
+            if kept.dtype == like.dtype and kept.numel() == count and not _is_held(kept):
                 return kept
-        self._kept = [kept for kept in self._kept if not any(kept is old for old in unused)]
-        self._kept.append(like.new_empty(count))
+        self._kept = [*filter(_is_held, self._kept), like.new_empty(count)]
         return self._kept[-1]
+
+
+def _is_held(kept: torch.Tensor) -> bool:
+    """Whether anyone else holds the memory: a gradient, or a collective."""
+    return _references(kept) > _own_references()
+
+
+def _references(tensor: torch.Tensor) -> int:
+    """References to a tensor's storage, with that of this question."""
+    return torch._C._storage_Use_Count(tensor.untyped_storage()._cdata)
+
+
+@cache
+def _own_references() -> int:
+    """`_references` of a tensor that nobody shares."""
+    return _references(torch.empty(1))
 
 
 __all__ = ["BucketMemory"]

@@ -80,7 +80,7 @@ def _planned(split: Splits, cluster: Cluster, mesh_shape: Sequence[int] | None, 
              joint: bool, options: Options) -> Plan:
     if options.offload == "auto":
         return fastest_tier(options, cluster,
-                               lambda chosen: _planned(split, cluster, mesh_shape, axis_names, joint, chosen))
+                            lambda chosen: _planned(split, cluster, mesh_shape, axis_names, joint, chosen))
     if options.by_hand is not None:
         return plan_by_hand(split, cluster, options, options.by_hand)
     if joint:

@@ -51,7 +51,7 @@ class Kind(NamedTuple):
 
 
 class StepBounds:
-    """Lower bounds of the steps of all plans of a combination, and of those that recompute every block.
+    """Lower bounds of a combination's steps: of all its plans, and of its plans that recompute every block.
 
     ``prices_of(micro_batches, pipeline_ranks, mesh_shape, cached)``: unit costs on the reduced-depth model, of the
     device alone (``cached``: as if all element-wise traffic stayed in its cache). ``micro_batches(pipeline_ranks)``:
@@ -63,8 +63,8 @@ class StepBounds:
                  micro_batches: Callable[[int], Sequence[int]]) -> None:
         self.reduced_model, self.cluster, self.even = reduced_model, cluster, even
         self.prices_of, self.micro_batches = prices_of, micro_batches
-        #: Seconds of all micro-batches of the whole model on one rank, by kind: a few hundred floats; and those that
-        #: more micro-batches cannot be below either.
+        #: Seconds of all micro-batches of the whole model on one rank, by kind (a few hundred floats); and the same as
+        #: a bound of kinds with more micro-batches, too.
         self._work_s: dict[Kind, float] = {}
         self._more_s: dict[Kind, float] = {}
         #: By numbers of micro-batches, pipeline ranks and copies.
@@ -143,8 +143,8 @@ class StepBounds:
         hidden = 1.0 if profile is None else profile.hide_data
         left = 1 - hidden * (1 - share)
         of_parameters = 1.0 if kind.per_use and kind.pipeline_ranks > 1 else left
-        beside = 1.0 if profile is None else 1 - profile.hide_tensor
-        return Exposed(of_parameters, of_parameters, left * beside if kind.copies > 1 else beside)
+        of_activations = 1.0 if profile is None else 1 - profile.hide_tensor
+        return Exposed(of_parameters, of_parameters, left * of_activations if kind.copies > 1 else of_activations)
 
 
 def _least_s(problem: Problem) -> float:

@@ -19,7 +19,7 @@ from autoparallel.planning.plan_by_hand import plan_by_hand
 from autoparallel.plans import Hybrid, Plan
 from autoparallel.plans.record import EXCLUDED, LATE, Alternative, LeftOut, Record
 from autoparallel.plans.reports.asked import alternative_of, with_comparison
-from autoparallel.pricing.op_costs import dtype_name
+from autoparallel.pricing.op_costs import kept_precision
 from cost_models import Cluster
 from cost_models.memory import TrainingState, training_state
 
@@ -49,7 +49,7 @@ def recipes(devices: int, host_devices: int, experts: bool = False) -> Iterator[
 
 
 def _divided(devices: int, host_devices: int, experts: bool) -> Iterator[str]:
-    """Those that divide layers or weights."""
+    """The recipes with tensor or pipeline parallelism."""
     inner = min(devices, host_devices)
     if 1 < devices <= host_devices:
         yield f"tp={devices},sequence_parallel,recompute=auto"
@@ -169,15 +169,14 @@ def _figures(plan: Plan) -> tuple[object, ...]:
 
 
 def _state(graph: OpGraph, cluster: Cluster, options: Options) -> TrainingState:
-    """Bytes of all weights, and of the gradients and optimizer states of those that are trained (without what is not on
-    the device)."""
+    """Bytes of all weights, and of the trained weights' gradients and optimizer states; 0 of a part that the options
+    keep on the host or disk."""
     found = TrainingState(0.0, 0.0, 0.0)
     for node in graph.of_kind("parameter"):
         meta = node.outputs[0]
         own = TrainingState(float(meta.num_bytes), 0.0, 0.0)
         if meta.requires_grad:
-            kept = dtype_name(meta) if cluster.profile is None else cluster.profile.kept(dtype_name(meta))
-            own = training_state(meta.num_elements, kept, options.optimizer)
+            own = training_state(meta.num_elements, kept_precision(meta, cluster), options.optimizer)
         found = TrainingState(found.parameters + float(own.parameters), found.gradients + float(own.gradients),
                               found.optimizer + float(own.optimizer))
     away = options.tier

@@ -338,3 +338,8 @@ def _name_of(dtype: Any) -> str:
 def dtype_name(meta: TensorMeta) -> str:
     """The dtype's name in `cost_models`; integers count as float32."""
     return _name_of(meta.dtype)
+
+
+def kept_precision(meta: TensorMeta, cluster: Cluster) -> str:
+    """The precision (`cost_models.memory.PRECISIONS`) in which the cluster's software trains parameters of a dtype."""
+    return dtype_name(meta) if cluster.profile is None else cluster.profile.kept(dtype_name(meta))

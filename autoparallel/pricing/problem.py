@@ -259,7 +259,6 @@ class _Builder:
         if usages.any():
             yield Edge(use.source, use.target, np.zeros(usages.shape), usages, self.live.gathered_interval(use))
 
-
     def _gradients(self) -> list[Edge]:
         """Zero-cost edges with the bytes of gradients on their way to the host."""
         found, first = [], {use.source: use for use in reversed(self.space.uses)}
@@ -269,7 +268,6 @@ class _Builder:
             shape = len(self.chosen[index]), len(self.chosen[use.target])
             found.append(Edge(index, use.target, np.zeros(shape), np.broadcast_to(num_bytes[:, None], shape), interval))
         return found
-
 
     def _in_tiers(self) -> list[Edge]:
         """Zero-cost edges with the bytes of parameters' states in limited tiers, as shares of the device's limit, at

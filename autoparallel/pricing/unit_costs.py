@@ -18,7 +18,7 @@ from autoparallel import clock
 from autoparallel.capture import TensorMeta
 from autoparallel.layout import Layout, Step
 from autoparallel.pricing.chains import InChain, chains_of, with_losses
-from autoparallel.pricing.op_costs import CurveCosts, ProfileCosts, costs_of, dtype_name
+from autoparallel.pricing.op_costs import CurveCosts, ProfileCosts, costs_of, kept_precision
 from autoparallel.pricing.recomputing import Recomputing
 from autoparallel.pricing.redistribution_costs import RedistributionPrices
 from autoparallel.rules.rule import Exchange
@@ -187,8 +187,7 @@ class Prices:
 
     def kept(self, meta: TensorMeta) -> str:
         """The precision in which the software trains parameters of this dtype."""
-        profile, dtype = self.cluster.profile, dtype_name(meta)
-        return dtype if profile is None else profile.kept(dtype)
+        return kept_precision(meta, self.cluster)
 
     def parameter_s(self, strategy_set: StrategySet) -> np.ndarray:
         """Seconds of the optimizer's update on the fullest rank, by strategy."""

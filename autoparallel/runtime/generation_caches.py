@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch.distributed.tensor import DTensor
 
-from autoparallel.capture.tracing.hf_caches import static_cache, takes_static_cache
+from autoparallel.capture.tracing.hf_caches import joined_caches, static_cache, takes_static_cache
 from autoparallel.errors import InputError
 
 #: Modes of ``generate`` that only add tokens to a cache; others take some back (assisted decoding).
@@ -86,13 +86,8 @@ class Caches:
         made = self._filled(own, room)
         if cross is None:
             return made
-        from transformers import EncoderDecoderCache
-
-        joined: Any = object.__new__(EncoderDecoderCache)
-        joined.self_attention_cache = made
-        joined.cross_attention_cache = self._filled(cross, call["encoder_outputs"][0].shape[1])
-        joined.is_updated = dict(cache.is_updated)
-        return joined
+        halves = made, self._filled(cross, call["encoder_outputs"][0].shape[1])
+        return joined_caches(halves, cache.is_updated.items())
 
     def _filled(self, cache: Any, room: int) -> Any:
         """A static cache with the keys and values of another: those of a sliding window at the end of the tokens so

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import sys
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from functools import cache
 from inspect import signature
 from typing import Any
@@ -36,7 +36,7 @@ def _register() -> None:
     from transformers.cache_utils import DynamicCache, EncoderDecoderCache, StaticCache
 
     for kind, flatten, unflatten in ((DynamicCache, _tensors, _cache), (StaticCache, _static_tensors, _static_cache),
-                                     (EncoderDecoderCache, _halves, _joined)):
+                                     (EncoderDecoderCache, _halves, joined_caches)):
         if kind not in pytree.SUPPORTED_NODES:
             pytree.register_pytree_node(kind, flatten, unflatten, flatten_with_keys_fn=_with_keys(flatten),
                                         serialized_type_name=f"{kind.__module__}.{kind.__name__}")
@@ -204,7 +204,8 @@ def _halves(cache: Any) -> tuple[list[Any], tuple[tuple[int, bool], ...]]:
     return [cache.self_attention_cache, cache.cross_attention_cache], tuple(sorted(cache.is_updated.items()))
 
 
-def _joined(halves: Any, read: tuple[tuple[int, bool], ...]) -> Any:
+def joined_caches(halves: Any, read: Iterable[tuple[int, bool]]) -> Any:
+    """An encoder-decoder's cache of two ``halves``; ``read``: by layer, whether it has the encoder's keys."""
     from transformers.cache_utils import EncoderDecoderCache
 
     cache: Any = object.__new__(EncoderDecoderCache)  # its __init__ asks static caches for their length, a tensor

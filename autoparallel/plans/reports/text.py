@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import io
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 from rich.console import Console
@@ -35,11 +35,16 @@ class ReportConsole(Console):
         return super().render_str(printable(text), **options)
 
 
+def as_text(print_to: Callable[[ReportConsole], None], width: int) -> str:
+    """The text that ``print_to`` prints to a console of ``width`` columns."""
+    console = ReportConsole(file=(written := io.StringIO()), width=width, force_terminal=False)
+    print_to(console)
+    return written.getvalue()
+
+
 def text_report(plan: Plan, width: int = 100, details: bool = False) -> str:
     """The report of a plan as text of ``width`` columns."""
-    console = ReportConsole(file=io.StringIO(), width=width, force_terminal=False)
-    print_report(report_of(plan), console, details)
-    return console.file.getvalue()  # type: ignore[attr-defined]
+    return as_text(lambda console: print_report(report_of(plan), console, details), width)
 
 
 def print_summary(report: Report, console: ReportConsole) -> None:
@@ -230,5 +235,5 @@ def alternatives_table(report: Report, details: bool = False) -> Table:
     return table
 
 
-__all__ = ["ReportConsole", "alternatives_table", "comparison_table", "explanation", "print_report", "print_summary",
-           "sensitivities", "text_report"]
+__all__ = ["ReportConsole", "alternatives_table", "as_text", "comparison_table", "explanation", "print_report",
+           "print_summary", "sensitivities", "text_report"]

@@ -9,6 +9,7 @@ from autoparallel.errors import InputError
 _UNITS = {"": 1, "B": 1, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30, "TIB": 2**40, "KB": 10**3, "MB": 10**6, "GB": 10**9,
           "TB": 10**12}
 
+
 def duration_str(seconds: float) -> str:
     """
     >>> duration_str(90.0), duration_str(11135.0), duration_str(1e6)
@@ -121,4 +122,4 @@ def times_up(factor: float) -> str:
     return f"{math.ceil(factor * digits - 1e-9) / digits:.10g}"
 
 
-__all__ = ["bytes_str", "count_str", "large_str", "percent_str", "percent_up", "seconds_str", "times_up"]
+__all__ = ["bytes_of", "bytes_str", "count_str", "large_str", "percent_str", "percent_up", "seconds_str", "times_up"]

@@ -38,6 +38,7 @@ def optimizer(parallel: nn.Module, state: State, kind: type[torch.optim.Optimize
                          "or load_state_dict before the optimizer is made")
     away = state.offload if tile_bytes is None else replace(state.offload, tile_bytes=tile_bytes)
     state.together.agree("optimizer")
-    return made_equally("an optimizer", lambda: OffloadedOptimizer(kind, chosen, options, away, state.limits, prefetch,
-                                                                       state.host_gradients),
-                        lambda made: f"{kind.__qualname__} {away}")
+    return made_equally(
+        "an optimizer",
+        lambda: OffloadedOptimizer(kind, chosen, options, away, state.limits, prefetch, state.host_gradients),
+        lambda made: f"{kind.__qualname__} {away}")
