@@ -21,7 +21,7 @@ FIRST_BUCKET_BYTES = 2**20
 #: Gathers that are launched further ahead than the next bucket: at most this size (and `Hybrid.bucket_bytes`), since
 #: they take memory.
 PREFETCH_BYTES = 4 * 2**20
-#: Where gathered parameters stay until backward: so many times its own size may be pending before a large bucket.
+#: Where gathered parameters stay until backward: so many times the largest bucket may be pending before a bucket.
 AHEAD = 2
 #: The program point before all decisions.
 TOP = -1
@@ -276,22 +276,24 @@ def starts(sizes: Sequence[float], bucket_bytes: float, stays: bool = False) -> 
     """For each group of gathers, the group at whose end it is launched (-1: at the top): the preceding group, or an
     earlier one while at most `PREFETCH_BYTES` are pending. ``sizes``: bytes of each group.
 
-    ``stays``: gathered parameters are kept until backward, so that an early gather takes no memory at the peak. A large
-    group (the experts' weights of a layer) is then launched while groups of up to `AHEAD` times its size are pending
-    before it, and these with it: about a block ahead, as FSDP2 does.
+    ``stays``: gathered parameters are kept until backward, so that an early gather takes no memory at the peak. A group
+    is then launched while the groups that are pending before it take up to `AHEAD` times the largest of them all, and
+    these with it: among experts' weights about a block ahead, as FSDP2 does.
 
     >>> mixtures = [5e7, 1e5, 7e8] * 3                          # attention, router and experts of three layers
     >>> starts(mixtures, 25 * 2**20)
     [-1, 0, 1, 2, 3, 4, 5, 6, 7]
     >>> starts(mixtures, 25 * 2**20, stays=True)
     [-1, -1, -1, -1, -1, -1, 2, 2, 2]
+    >>> starts([5e7, 5e8, 2.5e8] * 3, 25 * 2**20, stays=True)   # attention; the experts' two weights, read one by one
+    [-1, -1, -1, -1, -1, 1, 2, 2, 4]
     """
     limit, found = min(PREFETCH_BYTES, bucket_bytes), list[int]()
     for number, num_bytes in enumerate(sizes):
-        first, pending = number, num_bytes
-        while first and pending + sizes[first - 1] <= (max(limit, (1 + AHEAD) * num_bytes) if stays else limit):
+        first, pending, largest = number, num_bytes, num_bytes
+        while first and pending + sizes[first - 1] <= max(limit, (1 + AHEAD) * largest if stays else limit):
             first -= 1
-            pending += sizes[first]
+            pending, largest = pending + sizes[first], max(largest, sizes[first])
         found.append(first - 1)
         found[first:number] = [min(before, first - 1) for before in found[first:number]]
     return found
