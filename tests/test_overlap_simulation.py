@@ -19,6 +19,7 @@ from autoparallel.pricing import ExecutionCounts, Prices, SpacePricer
 from autoparallel.pricing.overlap_simulation import COMPUTE, RankStep, StepTasks
 from autoparallel.pricing.rank_reads import Message, Timed
 from autoparallel.pricing.step_cost import ALL_EXPOSED, Exposed
+from autoparallel.schedule.async_windows import starts
 from autoparallel.strategies.space import StrategySpace
 from cost_models import Cluster, Device, Link
 from tests.support.captured import graph_of, plan_of
@@ -195,3 +196,21 @@ def test_a_slower_link_never_makes_a_simulated_step_faster(
         program: list[tuple[str, int, str]], slower: float, slowdown: float) -> None:
     fast, slow = simulated(program), simulated(program, slower)
     assert alone_s(slow) - slow.hidden_s(slowdown) >= alone_s(fast) - fast.hidden_s(slowdown) - 1e-9
+
+
+def test_zero_3_gathers_a_block_ahead_with_or_without_recompute() -> None:
+    """Op by op, gathers hid behind the op before alone, and recompute, which reads whole blocks, made a step faster."""
+    cluster, ends = Cluster.load("h100-sxm", num_devices=8), dict[str, set[int]]()
+    for recompute in ("none", "full"):
+        made = plan_of("llama", cluster, by_hand=f"dp=8,zero=3,recompute={recompute}", bucket_bytes=20_000)
+        space = StrategySpace(graph_of("llama"), made.mesh_shape)
+        pricer = SpacePricer(Prices(space, cluster), counts=ExecutionCounts(space, made.hybrid))
+        ends[recompute] = {pair.end for pair in RankStep(pricer, made.strategies_on(space)).windows.gathered}
+    assert ends["none"] == ends["full"]
+
+
+def test_small_gathers_among_large_ones_are_launched_as_early() -> None:
+    """An early gather takes no memory where gathered parameters stay: an expert's second weight is with its first."""
+    sizes = [5e7, 5e8, 2.5e8] * 4
+    ahead = [sum(sizes[before + 1:number + 1]) for number, before in enumerate(starts(sizes, 25 * 2**20, stays=True))]
+    assert min(ahead[3:]) >= sum(sizes[:3])

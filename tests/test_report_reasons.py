@@ -17,7 +17,9 @@ from autoparallel.capture import capture
 from autoparallel.partition import Splits
 from autoparallel.planning.by_hand import ByHand
 from autoparallel.planning.options import Options
-from autoparallel.planning.usual import state_bytes, usual_plans
+from autoparallel.planning.plan_by_hand import plan_by_hand
+from autoparallel.planning.tuned import tuned
+from autoparallel.planning.usual import UsualPlans, state_bytes, usual_plans
 from autoparallel.plans import Combinations, Plan
 from autoparallel.plans.record import EXCLUDED, LATE, Alternative, LeftOut
 from autoparallel.plans.reports import text
@@ -287,3 +289,20 @@ def test_usual_plans_that_are_known_are_not_priced_again() -> None:
     assert dict(none_left.priced) == some and none_left.late and not every.late
     rest = usual_plans(split, cluster, Options(), math.inf, some)
     assert rest.priced.keys() == every.priced.keys() and all(rest.priced[text] is some[text] for text in some)
+
+
+def test_the_best_plan_of_a_family_is_tuned() -> None:
+    """Larger micro-batches and less recompute, while the step gets shorter, fits, and is what the options allow."""
+    split, cluster = Splits(graph()), Cluster.load("h100-sxm", num_devices=4)
+    text = "dp=2,tp=2,zero=1,micro_batch=1,recompute=full"
+    plan = plan_by_hand(split, cluster, Options(), ByHand.of(text))
+    usual = UsualPlans({text: plan}, (), math.inf)
+    best = f"dp=2,tp=2,zero=1,micro_batch={BATCH // 2}"
+    assert [*tuned(usual, split, cluster, Options(), math.inf).priced] == [text, best]
+    assert tuned(usual, split, cluster, Options(), 0.0).priced == {text: plan}
+    some = tuned(usual, split, cluster, Options(recompute="full"), math.inf)
+    assert [*some.priced] == [text, f"{best},recompute=full"]
+    least = replace(usual, limit_bytes=plan.prediction.peak_bytes)
+    found = tuned(least, split, cluster, Options(), math.inf)
+    assert found.fastest != tuned(usual, split, cluster, Options(), math.inf).fastest
+    assert [one for _, one in found.fitting] == sorted(found.priced.values(), key=lambda one: one.prediction.step_s)

@@ -42,7 +42,8 @@ def ended_together(module: GraphModule) -> list[list[int]]:
 def overlap(module: GraphModule, hybrid: Hybrid, block_of: BlockOf | None = None) -> GraphModule:
     """The same program with parameter communication overlapped with compute, as the step configuration has it.
 
-    ``block_of``: recomputed blocks. Each stays contiguous, so gathers that it reads end before it begins.
+    ``block_of``: blocks whose parameters are gathered before they begin, such as recomputed ones, which stay
+    contiguous.
     """
     steps, reads = reads_of(module, block_of or (lambda node: None))
     windows, writer = AsyncWindows(reads, hybrid.bucket_bytes, hybrid.keeps_gathered), _Writer(module, steps, reads)

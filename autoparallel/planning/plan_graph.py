@@ -22,6 +22,7 @@ from autoparallel.planning.meshes import best_of, mesh_shapes
 from autoparallel.planning.offloading import fastest_tier
 from autoparallel.planning.options import Options
 from autoparallel.planning.plan_by_hand import plan_by_hand
+from autoparallel.planning.tuned import tuned
 from autoparallel.planning.usual import UsualPlans, pricing_of, usual_plans
 from autoparallel.plans import Plan
 from autoparallel.plans.record import Record
@@ -33,7 +34,7 @@ _LOG = logging.getLogger("autoparallel")
 #: The shares of a joint search's time limit in which usual plans by hand are priced, and a plain step is planned; the
 #: most seconds that either takes.
 USUAL_SHARE, PLAIN_SHARE, MOST_BEFORE_S = 0.25, 0.125, 4.0
-#: Share of the time limit that is kept for usual plans after a joint search, where some were not priced before it.
+#: Share of the time limit that is kept for usual plans after a joint search: those not priced before it, and tuning.
 AFTER_SHARE = 0.08
 #: Most usual plans that the joint search begins with.
 MOST_STARTS = 2
@@ -117,7 +118,8 @@ def _plan_jointly(split: Splits, cluster: Cluster, mesh_shape: Sequence[int] | N
     The joint search plans few combinations in full, and may have had too little time. The usual plans are priced in
     `USUAL_SHARE` of the time limit, as many as it is enough for; then a plain step is planned in `PLAIN_SHARE` of it,
     if one of them fits; both in at most `MOST_BEFORE_S`. The joint search begins with the fastest usual plans that
-    fit; the other usual plans are priced after it, in `AFTER_SHARE` of the time limit, or what it leaves."""
+    fit; the other usual plans are priced after it, in `AFTER_SHARE` of the time limit, or what it leaves, and the best
+    of each family is tuned."""
     started = clock.now()
     ends = started + options.time_limit_s
     usual = UsualPlans({}, (), options.limit_bytes(cluster))
@@ -128,7 +130,7 @@ def _plan_jointly(split: Splits, cluster: Cluster, mesh_shape: Sequence[int] | N
         others += _plain(split, cluster, options)
     best = min(others, key=lambda plan: plan.prediction.step_s, default=None)
     tell = _below(options.progress, math.inf if best is None else best.prediction.step_s)
-    spare_s = AFTER_SHARE * options.time_limit_s if usual.late else 0.0
+    spare_s = AFTER_SHARE * options.time_limit_s if usual.priced else 0.0
     within = replace(options, time_limit_s=max(0.0, ends - spare_s - clock.now()), progress=tell)
     try:
         seconds = {"usual plans and plain step": clock.now() - started}
@@ -138,14 +140,20 @@ def _plan_jointly(split: Splits, cluster: Cluster, mesh_shape: Sequence[int] | N
         if best is None:
             raise
         return _noting(usual, _as_found(best, usual.limit_bytes, None))
-    left_s = min(ends - clock.now(), options.time_limit_s * USUAL_SHARE)
-    if usual.late and left_s > 0:
-        usual = usual_plans(split, cluster, options, left_s, usual.priced)
-        others += [usual.fastest[1]] if usual.fastest is not None else []
+    usual = _more_of(usual, split, cluster, options, ends)
+    others += [usual.fastest[1]] if usual.fastest is not None else []
     best = min(others, key=lambda plan: plan.prediction.step_s, default=None)
     if best is None or found.prediction.step_s <= best.prediction.step_s:
         return _noting(usual, found)
     return _noting(usual, _as_found(best, usual.limit_bytes, found))
+
+
+def _more_of(usual: UsualPlans, split: Splits, cluster: Cluster, options: Options, ends: float) -> UsualPlans:
+    """The usual plans with those for which there was no time before the joint search, and with tuned ones."""
+    left_s = min(ends - clock.now(), options.time_limit_s * USUAL_SHARE)
+    if usual.late and left_s > 0:
+        usual = usual_plans(split, cluster, options, left_s, usual.priced)
+    return tuned(usual, split, cluster, options, min(ends, clock.now() + AFTER_SHARE * options.time_limit_s))
 
 
 def _below(progress: Progress | None, known_s: float) -> Progress | None:

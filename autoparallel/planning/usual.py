@@ -130,7 +130,7 @@ def usual_plans(split: Splits, cluster: Cluster, options: Options, seconds: floa
                 hybrid = hand.hybrid(batch_size(graph) if hand.needs_batch else 1)
                 if (hybrid, hand.mesh, hand.recompute) in hybrids:
                     continue
-                if not _allowed(hybrid, options):
+                if not allowed(hybrid, options):
                     left_out.append(LeftOut(text, EXCLUDED))
                 elif text in known:
                     hybrids.add((hybrid, hand.mesh, hand.recompute))
@@ -196,7 +196,7 @@ def state_bytes(hand: ByHand, state: TrainingState) -> float:
     return sum(whole / ranks / (data if hand.zero >= first else 1) for whole, first in parts)
 
 
-def _allowed(hybrid: Hybrid, options: Options) -> bool:
+def allowed(hybrid: Hybrid, options: Options) -> bool:
     """Whether a step configuration has the values of all options that fix it (micro-batches, stages, schedule, ...)."""
     asked = {"micro_batches": options.micro_batches, "stages": options.pipeline_stages, "schedule": options.schedule,
              "recompute": None if options.recompute == "auto" else options.recompute,
@@ -205,4 +205,4 @@ def _allowed(hybrid: Hybrid, options: Options) -> bool:
         value is None or getattr(hybrid, name) == value for name, value in asked.items())
 
 
-__all__ = ["UsualPlans", "pricing_of", "recipes", "usual_plans"]
+__all__ = ["UsualPlans", "allowed", "pricing_of", "recipes", "usual_plans"]

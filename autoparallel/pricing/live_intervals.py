@@ -205,7 +205,8 @@ class Liveness:
         own, before = self.blocks.around(use.target), self._asked_before(use, 1)
         if self.counts.gathers_again(use):
             return LiveInterval((start + turning - before[1], start + turning - use.target + 1))
-        return LiveInterval((start + before[0], start + own[1] + 1))
+        last = use.target if self.blocks.of[use.target] is None else own[1]  # a recomputed block holds it to its end
+        return LiveInterval((start + before[0], start + last + 1))
 
     def _asked_before(self, use: TensorUse, count: int) -> tuple[int, int]:
         """The reader of parameters ``count`` positions before this use's: in backward order if backward gathers again,

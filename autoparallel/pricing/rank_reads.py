@@ -163,7 +163,8 @@ class RankReads:
 
     def _places(self, first: Sequence[int]) -> Callable[[int], int]:
         """The program point at which each decision needs its parameters (`async_windows.places`)."""
-        if not (self.equivalent and self.counts.blocks.last):
+        gathered = self.counts.blocks.gathered
+        if not (self.equivalent and any(gathered)):
             return lambda index: index
         runs = {move.use.target for move, before in zip(self.moves, first, strict=True) if len(move.path) > before}
         runs |= {
@@ -171,7 +172,7 @@ class RankReads:
             for decision in self.space.decisions
             if decision.kind == "op" and self.here[decision.index]
         }
-        return places((index, self.counts.blocks.of[index]) for index in sorted(runs)).__getitem__
+        return places((index, gathered[index]) for index in sorted(runs)).__getitem__
 
     def _timed_steps(self, move: Move) -> list[TimedStep]:
         """The steps of a move; moves of one equivalence class share their times."""

@@ -28,24 +28,33 @@ class RecomputedBlocks:
     """The recomputed or offloaded blocks of a strategy graph, whose decisions run on ``stages_of``.
 
     ``of``: by decision, its block (None: not recomputed). ``first``, ``last``: by block, its first and last decision.
+    ``gathered``: by decision, the block whose parameters are gathered together (`Hybrid.gathers_blocks`), also
+    where it is not recomputed.
     """
 
     def __init__(self, space: StrategySpace, hybrid: Hybrid, stages_of: Sequence[tuple[int, ...]],
                  how: Recomputing) -> None:
         self.space, self.hybrid, self.how = space, hybrid, how
         self.some = hybrid.recompute != "none"
-        self.of = [self._block(index, stages_of) if self.some else None for index in range(len(space))]
+        whole = [(stages[0], path) if path else None for stages, path in zip(stages_of, space.blocks, strict=True)]
+        self.of = [block if block and self.some and hybrid.recomputed(block[1]) else None for block in whole]
+        self.gathered = whole if hybrid.gathers_blocks else self.of
         self.last = {block: index for index, block in enumerate(self.of) if block is not None}
         self.first = {block: index for index, block in reversed(list(enumerate(self.of))) if block is not None}
 
-    def _block(self, index: int, stages_of: Sequence[tuple[int, ...]]) -> Block | None:
-        path = self.space.blocks[index]
-        return (stages_of[index][0], path) if path and self.hybrid.recomputed(path) else None
-
     def around(self, index: int) -> tuple[int, int]:
-        """(first, last) decision of the block of a decision; outside blocks the decision itself, twice."""
-        block = self.of[index]
-        return (index, index) if block is None else (self.first[block], self.last[block])
+        """(first, last) decision of the block with which a decision's parameters are gathered; outside blocks the
+        decision itself, twice."""
+        block = self.gathered[index]
+        return (index, index) if block is None else self._ends_of_gathered[block]
+
+    @cached_property
+    def _ends_of_gathered(self) -> dict[Block, tuple[int, int]]:
+        found = dict[Block, tuple[int, int]]()
+        for index, block in enumerate(self.gathered):
+            if block is not None:
+                found[block] = (found[block][0] if block in found else index, index)
+        return found
 
     def again(self, index: int) -> bool:
         """Whether recompute runs the decision again in backward."""

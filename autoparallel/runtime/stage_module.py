@@ -47,7 +47,7 @@ def split_step(program: Program, hybrid: Hybrid, backend: str = EAGER) -> SplitP
         return replace(split, micro_batch=compiled_by(backend, split.micro_batch, hybrid, hybrid.prefetches))
     micro_batch = split.micro_batch
     if hybrid.prefetches:
-        micro_batch = overlap(micro_batch, hybrid, _recomputed(hybrid))
+        micro_batch = overlap(micro_batch, hybrid, gathered_blocks(hybrid))
     micro_batch = whole_norms(micro_batch)
     if hybrid.copies > 1:
         values = len(split.reads.graph.output_node().args[0])  # type: ignore[arg-type]
@@ -85,6 +85,12 @@ def _kept_less(module: GraphModule, hybrid: Hybrid) -> GraphModule:
     if hybrid.recompute == "none":
         return module
     return with_recompute(module, hybrid.recompute, _recomputed(hybrid), hybrid.puts_off_weights)
+
+
+def gathered_blocks(hybrid: Hybrid) -> Callable[[FxNode], str | None]:
+    """Returns a function: node -> the block whose parameters are gathered together before it runs, or None: each one
+    (`Hybrid.gathers_blocks`), or each recomputed one."""
+    return (lambda node: node.meta.get("block")) if hybrid.gathers_blocks else _recomputed(hybrid)
 
 
 def _recomputed(hybrid: Hybrid) -> Callable[[FxNode], str | None]:

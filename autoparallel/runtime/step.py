@@ -23,7 +23,7 @@ from autoparallel.lower.overlap_pass import overlap
 from autoparallel.lower.whole_norms import whole_norms
 from autoparallel.plans import Hybrid
 from autoparallel.runtime.offload.gradients import HostGradients
-from autoparallel.runtime.stage_module import StageModule, _kept_less, _recomputed, compiled_by, in_blocks
+from autoparallel.runtime.stage_module import StageModule, _kept_less, compiled_by, gathered_blocks, in_blocks
 
 
 class Forward(nn.Module):
@@ -34,7 +34,7 @@ class Forward(nn.Module):
         self.regathers = hybrid.zero_stage == 3 and (backend == EAGER or in_blocks(program.module))
         self.bucket_bytes = hybrid.bucket_bytes
         if backend == EAGER:
-            overlapped = overlap(program.module, hybrid, _recomputed(hybrid))
+            overlapped = overlap(program.module, hybrid, gathered_blocks(hybrid))
             self.module = _kept_less(whole_norms(overlapped), hybrid)
         else:
             self.module = compiled_by(backend, program.module, hybrid, overlaps=True)

@@ -33,8 +33,8 @@ class Read(NamedTuple):
     ``after``: the number of the step before it (None: it reads the parameter). ``kind``: "gather"; "reduction" of a
     gradient (no communication in forward); or "". ``num_bytes``: of the result on the fullest rank (0 if the kind is
     ""), so that all ranks issue the same collectives in the same order. ``place``: the program point of its reader, or
-    of the start of the reader's recomputed block. ``block``: the reader's block, recomputed or not; ``backward``: the
-    step's action on the gradient.
+    of the start of the reader's block, if a block's parameters are gathered together. ``block``: the reader's block;
+    ``backward``: the step's action on the gradient.
     """
 
     after: int | None

@@ -170,6 +170,12 @@ class Hybrid:
         return self.zero_stage == 3 and self.stages == 1
 
     @property
+    def gathers_blocks(self) -> bool:
+        """Whether ZeRO-3 gathers a block's parameters together, a block ahead, as FSDP2 does; not from the host, since
+        who keeps them there wants few on the device at a time."""
+        return self.prefetches and not self.offload.parameters
+
+    @property
     def keeps_gathered(self) -> bool:
         """Whether gathered parameters are kept until backward."""
         return self.zero_stage < 3

@@ -1,0 +1,67 @@
+"""Usual plans by hand as a person tunes them: larger micro-batches or less recompute, while the step gets shorter."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+
+from autoparallel import clock
+from autoparallel.errors import AutoparallelError
+from autoparallel.partition import Splits
+from autoparallel.partition.microbatch import batch_size
+from autoparallel.planning.by_hand import ByHand
+from autoparallel.planning.options import Options
+from autoparallel.planning.plan_by_hand import plan_by_hand
+from autoparallel.planning.usual import UsualPlans, allowed, pricing_of
+from autoparallel.plans import Plan
+from cost_models import Cluster
+
+#: The step from each kind of recompute to less of it; "auto" finds the least by itself.
+_LESS = {"full": "selective", "selective": "none"}
+
+
+def tuned(usual: UsualPlans, split: Splits, cluster: Cluster, options: Options, ends: float) -> UsualPlans:
+    """The usual plans, and a tuned one of each family whose fastest plan can be made faster within memory and
+    ``options``; the family of the fastest plan comes first. Nothing is priced after ``ends``, by the search's clock."""
+    found, families = dict(usual.priced), dict[tuple[object, ...], tuple[ByHand, Plan]]()
+    for text, plan in usual.fitting:
+        hand = ByHand.of(text).on(cluster.num_devices)
+        families.setdefault((hand.tp > 1, hand.pp > 1, hand.ep > 1, hand.zero), (hand, plan))
+    for hand, plan in families.values():
+        if hand.needs_batch:
+            found.update(_climbed(hand, plan, usual.limit_bytes, split, cluster, options, ends))
+    return replace(usual, priced=found)
+
+
+def _climbed(hand: ByHand, plan: Plan, limit_bytes: float, split: Splits, cluster: Cluster, options: Options,
+             ends: float) -> dict[str, Plan]:
+    """The plan after all changes that make it faster and fit, one at a time, by its text; empty if there are none."""
+    start, batch = plan, batch_size(split.graph)
+    todo = list(_neighbours(hand, batch))
+    while todo and clock.now() < ends:
+        other = todo.pop(0)
+        try:
+            if not allowed(other.hybrid(batch), options):
+                continue
+            made = plan_by_hand(split, cluster, pricing_of(options, other, ends - clock.now()), other)
+        except AutoparallelError:
+            continue
+        if made.prediction.peak_bytes <= limit_bytes and made.prediction.step_s < plan.prediction.step_s:
+            hand, plan, todo = other, made, list(_neighbours(other, batch))
+    return {} if plan is start else {str(hand): plan}
+
+
+def _neighbours(hand: ByHand, batch: int) -> Iterator[ByHand]:
+    """The plan with twice the micro-batch, where that divides the batch, and with less recompute.
+
+    >>> [str(one) for one in _neighbours(ByHand(dp=2, pp=2, micro_batch=1, recompute="full"), 8)]
+    ['dp=2,pp=2,micro_batch=2,recompute=full', 'dp=2,pp=2,micro_batch=1,recompute=selective']
+    """
+    each = hand.micro_batch
+    if each is not None and batch % (2 * each * (hand.dp or 1)) == 0:
+        yield replace(hand, micro_batch=2 * each)
+    if hand.recompute in _LESS:
+        yield replace(hand, recompute=_LESS[hand.recompute])
+
+
+__all__ = ["tuned"]
