@@ -30,6 +30,8 @@ from cost_models import Cluster
 SOLVE_S, SOLVE_GAP = 3.0, 0.02
 #: Share of the remaining time for the candidates of the first round.
 SHARE_OF_FIRST = 0.7
+#: Share of a round's time that is kept for bounds of the candidates that were not estimated.
+SHARE_OF_BOUNDS = 0.15
 #: Above this multiple of the best estimate a lower bound suffices.
 WORTH = 1.35
 #: Estimates before bounds of decision graphs are made, which take as long as an estimate in large models.
@@ -134,8 +136,11 @@ class JointSearch:
         return replace(candidate, estimate_s=share * estimate(pricer, strategies), first=first)
 
     def run(self, deadline: float = math.inf) -> Survey:
-        """Estimate the promising candidates, until ``deadline`` (of `clock`); known ones are not estimated
-        again. One candidate of each pipeline length comes first."""
+        """Estimate the promising candidates, and raise the bounds of the others, until ``deadline`` (of `clock`); known
+        ones are not estimated again. One candidate of each pipeline length comes first."""
+        bounds_end, now = deadline, clock.now()
+        if deadline < math.inf:
+            deadline -= SHARE_OF_BOUNDS * (deadline - now)
         first = self.space.first_round()
         tried = {c.key: c for c in first}
         seen = {c.hybrid.pipeline_ranks for c in self.known.values()}
@@ -153,7 +158,7 @@ class JointSearch:
         best_s = self.best_s
         tried |= self.known
         may_fit = [c for c in tried.values() if self.bounds.least_bytes(c) <= self.limit]
-        bound_s = self._least_bound_s(may_fit, best_s, deadline)
+        bound_s = self._least_bound_s(may_fit, best_s, bounds_end)
         left = sum(c.key not in self.known and bool(self.step_bounds.estimate_s(c) < best_s) for c in may_fit)
         estimated = [c for c in self.known.values() if not c.is_bound]
         return Survey(tuple(sorted(estimated, key=lambda c: c.estimate_s)), len(tried) - left - len(estimated), left,

@@ -16,7 +16,7 @@ from autoparallel.planning.one_mesh import plan_on
 from autoparallel.planning.options import Options
 from autoparallel.planning.recompute import fewest_recomputed
 from autoparallel.planning.study import StudyByHand
-from autoparallel.plans import Hybrid, Plan
+from autoparallel.plans import Plan
 from autoparallel.strategies.space import StrategySpace
 from cost_models import Cluster
 from cost_models.accuracy import usable_bytes
@@ -40,7 +40,7 @@ def plan_by_hand(split: Splits, cluster: Cluster, options: Options, hand: ByHand
     limit, free = options.memory_limit_bytes, usable_bytes(cluster, options.memory_confidence)
     made = plan_on(micro, cluster, shape, names, options, hybrid)
     if hand.recompute == AUTO and made.prediction.peak_bytes > (limit or free):
-        made = _recomputing_enough(micro, cluster, options, hand, hybrid, limit or free)
+        made = _recomputing_enough(micro, cluster, options, hand, made, limit or free)
     needed = made.prediction.peak_bytes
     if limit is None:  # it is priced whether it fits or not, and the report says so
         made = replace(made, prediction=replace(made.prediction, limit_bytes=free))
@@ -62,17 +62,15 @@ def _given(options: Options, hand: ByHand) -> dict[str, Any]:
     return {name: value for name, value in options.given.items() if name != "offload"}
 
 
-def _recomputing_enough(micro: MicroBatches, cluster: Cluster, options: Options, hand: ByHand, hybrid: Hybrid,
+def _recomputing_enough(micro: MicroBatches, cluster: Cluster, options: Options, hand: ByHand, none: Plan,
                         limit_bytes: float) -> Plan:
-    """The plan that recomputes as few blocks as memory requires; all of them, where that does not fit either."""
+    """The plan that recomputes as few blocks as memory requires; all of them, where that does not fit either. ``none``:
+    the plan without recompute."""
     shape, names, _ = hand.mesh
-    full = replace(hybrid, recompute="full")
+    full = replace(none.hybrid, recompute="full")
 
     def make(again: tuple[str, ...] | None) -> Plan:
-        made = plan_on(micro, cluster, shape, names, options, replace(full, recompute_blocks=again))
-        if again is not None and made.prediction.peak_bytes > limit_bytes:
-            raise InfeasibleError(f"the plan by hand with recompute of {len(again)} blocks")
-        return made
+        return plan_on(micro, cluster, shape, names, options, replace(full, recompute_blocks=again))
 
     whole = make(None)
     if whole.prediction.peak_bytes > limit_bytes:
@@ -80,7 +78,7 @@ def _recomputing_enough(micro: MicroBatches, cluster: Cluster, options: Options,
     space = StrategySpace(micro.body, shape)
     known = replace(whole, prediction=replace(whole.prediction, limit_bytes=limit_bytes))
     return fewest_recomputed(known, stages_of(space, micro.loss, whole.hybrid).blocks(space), make,
-                             clock.now() + options.time_limit_s)
+                             clock.now() + options.time_limit_s, none.prediction.peak_bytes)
 
 
 __all__ = ["plan_by_hand"]

@@ -34,8 +34,9 @@ _LOG = logging.getLogger("autoparallel")
 #: The shares of a joint search's time limit in which usual plans by hand are priced, and a plain step is planned; the
 #: most seconds that either takes.
 USUAL_SHARE, PLAIN_SHARE, MOST_BEFORE_S = 0.25, 0.125, 4.0
-#: Share of the time limit that is kept for usual plans after a joint search: those not priced before it, and tuning.
-AFTER_SHARE = 0.08
+#: Shares of the time limit that are kept for usual plans after a joint search: for those that were not priced before
+#: it, and for tuning the best of each family.
+AFTER_SHARE, TUNING_SHARE = 0.08, 0.05
 #: Most usual plans that the joint search begins with.
 MOST_STARTS = 2
 
@@ -119,7 +120,7 @@ def _plan_jointly(split: Splits, cluster: Cluster, mesh_shape: Sequence[int] | N
     `USUAL_SHARE` of the time limit, as many as it is enough for; then a plain step is planned in `PLAIN_SHARE` of it,
     if one of them fits; both in at most `MOST_BEFORE_S`. The joint search begins with the fastest usual plans that
     fit; the other usual plans are priced after it, in `AFTER_SHARE` of the time limit, or what it leaves, and the best
-    of each family is tuned."""
+    of each family is tuned in `TUNING_SHARE`."""
     started = clock.now()
     ends = started + options.time_limit_s
     usual = UsualPlans({}, (), options.limit_bytes(cluster))
@@ -130,7 +131,7 @@ def _plan_jointly(split: Splits, cluster: Cluster, mesh_shape: Sequence[int] | N
         others += _plain(split, cluster, options)
     best = min(others, key=lambda plan: plan.prediction.step_s, default=None)
     tell = _below(options.progress, math.inf if best is None else best.prediction.step_s)
-    spare_s = AFTER_SHARE * options.time_limit_s if usual.priced else 0.0
+    spare_s = (AFTER_SHARE * usual.late + TUNING_SHARE * bool(usual.priced)) * options.time_limit_s
     within = replace(options, time_limit_s=max(0.0, ends - spare_s - clock.now()), progress=tell)
     try:
         seconds = {"usual plans and plain step": clock.now() - started}
@@ -150,10 +151,11 @@ def _plan_jointly(split: Splits, cluster: Cluster, mesh_shape: Sequence[int] | N
 
 def _more_of(usual: UsualPlans, split: Splits, cluster: Cluster, options: Options, ends: float) -> UsualPlans:
     """The usual plans with those for which there was no time before the joint search, and with tuned ones."""
-    left_s = min(ends - clock.now(), options.time_limit_s * USUAL_SHARE)
+    tuning_s = TUNING_SHARE * options.time_limit_s
+    left_s = min(ends - tuning_s - clock.now(), options.time_limit_s * USUAL_SHARE)
     if usual.late and left_s > 0:
         usual = usual_plans(split, cluster, options, left_s, usual.priced)
-    return tuned(usual, split, cluster, options, min(ends, clock.now() + AFTER_SHARE * options.time_limit_s))
+    return tuned(usual, split, cluster, options, min(ends, clock.now() + tuning_s))
 
 
 def _below(progress: Progress | None, known_s: float) -> Progress | None:

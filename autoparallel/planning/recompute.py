@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+import math
 from bisect import bisect_right
 from collections.abc import Callable, Iterator, Sequence
-from itertools import pairwise
 
 from autoparallel import clock
 from autoparallel.errors import InfeasibleError, SearchError
@@ -13,25 +13,25 @@ from autoparallel.schedule.in_flight import in_flight
 
 
 def fewest_recomputed(whole: Plan, blocks: Sequence[Sequence[str]], make: Callable[[tuple[str, ...]], Plan],
-                      deadline: float = float("inf")) -> Plan:
+                      deadline: float = float("inf"), none_bytes: float | None = None) -> Plan:
     """The fastest plan found that recomputes some blocks; ``whole`` recomputes all of them.
 
     A stage with h micro-batches in flight holds the activations of a block h times. Every rank of the pipeline keeps
     those of as many blocks as come to at most ``b`` of these: first in its stages with the smallest h, of these in the
-    later ones. The largest b for which ``make(paths of recomputed blocks)`` finds a plan is searched until
-    `clock` reaches ``deadline``: every other time by bisection, else where the peaks of two plans let the next
-    one's reach the memory limit. At least one block is recomputed; a stage recomputes its first blocks.
+    later ones. The largest b for which ``make(paths of recomputed blocks)`` finds a plan within the memory limit of
+    ``whole`` is searched until `clock` reaches ``deadline``: where the line through the peaks of two plans reaches the
+    limit, and every third time by bisection. ``none_bytes``: the peak without recompute, if it is known. At least one
+    block is recomputed; a stage recomputes its first blocks.
     """
     held = [in_flight(whole.hybrid, stage) for stage in range(len(blocks))]
-    sizes = [len(of_stage) for of_stage in blocks]
-    budgets = sorted({0, *_budgets(whole.hybrid, sizes, held)})[:-1]
+    sizes, limit_bytes = [len(of_stage) for of_stage in blocks], whole.prediction.limit_bytes or math.inf
+    *budgets, every = sorted({0, *_budgets(whole.hybrid, sizes, held)})
+    peaks = {0: whole.prediction.peak_bytes} | ({} if none_bytes is None else {every: none_bytes})
     best, low, high, tries = whole, 0, len(budgets) - 1, 0
-    peaks = {0: whole.prediction.peak_bytes}
     while low < high and clock.now() < deadline:
         middle = (low + high + 1) // 2
-        if tries % 2 and len(peaks) > 1:
-            reached = bisect_right(budgets, _reaching(whole.prediction.limit_bytes, peaks)) - 1
-            middle = min(max(reached, low + 1), high)
+        if tries % 3 < 2 and len(peaks) > 1:
+            middle = min(max(bisect_right(budgets, _reaching(limit_bytes, peaks)) - 1, low + 1), high)
         tries += 1
         kept = _kept(whole.hybrid, sizes, held, budgets[middle])
         again = tuple(path for of_stage, some in zip(blocks, kept, strict=True)
@@ -41,8 +41,11 @@ def fewest_recomputed(whole: Plan, blocks: Sequence[Sequence[str]], make: Callab
         except (InfeasibleError, SearchError):  # does not fit, or no plan was found in time
             high = middle - 1
             continue
-        low, peaks[budgets[middle]] = middle, made.prediction.peak_bytes
-        best = min(best, made, key=lambda plan: plan.prediction.step_s)
+        peaks[budgets[middle]] = made.prediction.peak_bytes
+        if made.prediction.peak_bytes > limit_bytes:
+            high = middle - 1
+            continue
+        low, best = middle, min(best, made, key=lambda plan: plan.prediction.step_s)
     return best
 
 
@@ -72,6 +75,13 @@ def _cheapest_first(stages: Sequence[int], held: Sequence[int]) -> list[int]:
 
 
 def _reaching(limit_bytes: float, peaks: dict[int, float]) -> float:
-    """The budget whose peak is the limit, on the line through the last two known peaks."""
-    (before, less), (last, more) = list(pairwise(sorted(peaks.items())))[-1]
-    return last + (limit_bytes - more) * (last - before) / (more - less) if more > less else float("inf")
+    """The budget whose peak is the limit, on the line through the largest known peak within it and the next one, or
+    where all are within it the one before.
+
+    >>> _reaching(5.0, {0: 1.0, 8: 9.0}), _reaching(5.0, {0: 1.0, 2: 3.0}), _reaching(5.0, {0: 1.0, 8: 1.0})
+    (4.0, 4.0, inf)
+    """
+    known = sorted(peaks.items())
+    within = sum(peak <= limit_bytes for _, peak in known)
+    (before, less), (last, more) = known[min(max(within, 1), len(known) - 1) - 1:][:2]
+    return last + (limit_bytes - more) * (last - before) / (more - less) if more > less else math.inf
