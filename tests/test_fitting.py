@@ -52,7 +52,7 @@ def test_what_does_not_fit_streams_through_one_device() -> None:
     assert plan is not None and plan.prediction.peak_bytes <= 8e6 and plan.prediction.host_bytes > 48e6
     assert plans["parameters"].batch >= 8
     text = found.report()
-    assert text.startswith("It fits on 1 devices of a100-sxm with parameters, gradients and optimizer states")
+    assert text.startswith("It fits on 1 device of a100-sxm with parameters, gradients and optimizer states")
     assert "needs" in text and "MiB a device" in text
 
 
@@ -66,7 +66,7 @@ def test_batches_grow_as_more_leaves_the_device() -> None:
 
 def test_nothing_fits() -> None:
     found = fitted(0.5, tiers=["none", "host"])
-    assert found.fits == () and "It does not fit on 1 devices" in found.report()
+    assert found.fits == () and "It does not fit on 1 device" in found.report()
 
 
 @pytest.mark.parametrize(("options", "told"), [
@@ -101,7 +101,7 @@ def test_the_command(tmp_path: Path) -> None:
     call = ["fit", str(config), "--cluster", "a100-sxm", "--devices", "1", "--sequence-length", "32", "--most", "1",
             "--offload", "none,host", "--time-limit", "1"]
     done = CliRunner().invoke(app, call)
-    assert done.exit_code == 0 and "It fits on 1 devices of a100-sxm with all on the device" in done.output
+    assert done.exit_code == 0 and "It fits on 1 device of a100-sxm with all on the device" in done.output
     assert CliRunner().invoke(app, [*call, "--memory-limit", "1KiB"]).exit_code == 1
 
 
