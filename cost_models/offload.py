@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from cost_models import memory
-from cost_models.cluster import ITEM_BYTES, Cluster
+from cost_models.cluster import ITEM_BYTES, UNLIMITED, Cluster
 from cost_models.errors import ClusterError
 
 
@@ -108,8 +108,8 @@ def _step_rate(cluster: Cluster) -> float:
 
 
 def known_rate(cluster: Cluster, name: str) -> float:
-    """A rate of a cluster's host for each device, while all devices of the cluster are at work. Raises ClusterError if
-    it is not known.
+    """A rate of a cluster's host for each device, while all devices of the cluster are at work; as described, where a
+    host has any number of devices. Raises ClusterError if it is not known.
 
     >>> from cost_models import Cluster
     >>> one, two, four, eight = (Cluster.load("a100-sxm", num_devices=n) for n in (1, 2, 4, 8))
@@ -124,7 +124,8 @@ def known_rate(cluster: Cluster, name: str) -> float:
                            "its description")
     if name in ("to_device_bytes_per_s", "from_device_bytes_per_s"):
         return rate / max(1.0, min(cluster.host.devices_per_switch, count))
-    return rate * cluster.devices_per_host / count
+    whole = cluster.devices_per_host
+    return rate if whole == UNLIMITED else rate * whole / count
 
 
 def efficiency(flops_per_byte: float, bytes_per_s: float, flops_per_s: float) -> float:

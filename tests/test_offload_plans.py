@@ -78,6 +78,8 @@ def test_what_devices_of_a_host_share() -> None:
     assert rates("from_device_bytes_per_s", 1, 2, 8, 64) == pytest.approx([1, 0.5, 0.5, 0.5])
     assert rates("to_device_bytes_per_s", 1, 3, 16, machine="v100-dgx-2") == pytest.approx([1, 1 / 3, 1 / 4])
     assert rates("to_device_bytes_per_s", 1, 8, machine="h100-sxm") == [1, 1]
+    assert rates("disk_read_bytes_per_s", 1, 2, machine="local-cpu") == [1, 1]    # a host of any number of processes
+    assert offload.known_rate(CPU, "disk_read_bytes_per_s") == CPU.host.disk_read_bytes_per_s
     with pytest.raises(ClusterError, match="devices_per_switch must be a whole number"):
         replace(PLAIN.host, devices_per_switch=1.5)
 
