@@ -336,9 +336,13 @@ class Group:
 class Host:
     """What devices of one host share or reach besides each other; 0 means not known.
 
-    Rates per device and direction, while all devices of the host move data; ``memory_bandwidth_bytes_per_s`` of reads
-    and writes together. ``shared_memory`` (1 or 0): devices compute in the host's memory, so that nothing is copied
-    between them for the host to step it. ``devices``: how many devices a host has (`Cluster.devices_per_host`).
+    Rates per device and direction. Those of memory (``memory_bandwidth_bytes_per_s``: reads and writes together), of
+    disks and of the processors (``step_elements_per_s``: elements that the cores step with a fused optimizer, were
+    memory endless) are shares of a device while all devices of the host are at work: with fewer, each has more
+    (`cost_models.offload.known_rate`). Those between host and device are of one that moves data alone;
+    ``devices_per_switch`` devices (0: one) share a PCIe switch and its link to the host. ``shared_memory`` (1 or 0):
+    devices compute in the host's memory, so that nothing is copied between them for the host to step it. ``devices``:
+    how many devices a host has (`Cluster.devices_per_host`).
     """
 
     memory_bytes: float = 0.0
@@ -347,15 +351,17 @@ class Host:
     disk_read_bytes_per_s: float = 0.0
     disk_write_bytes_per_s: float = 0.0
     memory_bandwidth_bytes_per_s: float = 0.0
+    step_elements_per_s: float = 0.0
     shared_memory: float = 0.0
     devices: float = 0.0
+    devices_per_switch: float = 0.0
 
     def __post_init__(self) -> None:
         for what, value in vars(self).items():
             if not 0 <= value < math.inf:
                 raise ClusterError(f"host: {what} must not be negative, but is {value}")
-        if self.devices != int(self.devices):
-            raise ClusterError(f"host: devices must be a whole number, but is {self.devices}")
+            if what.startswith("devices") and value != int(value):
+                raise ClusterError(f"host: {what} must be a whole number, but is {value}")
 
 
 @dataclass(frozen=True)
@@ -423,6 +429,11 @@ class Cluster:
     def devices_per_host(self) -> int:
         """Devices of one full host (`devices_of_host`)."""
         return devices_of_host(self.links, self.host)
+
+    @property
+    def devices_on_host(self) -> int:
+        """Devices of this cluster on its fullest host."""
+        return min(self.devices_per_host, self.num_devices)
 
     @staticmethod
     def load(name_or_path: str | Path, num_devices: int | None = None, software: str | None = None) -> Cluster:

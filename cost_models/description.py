@@ -43,13 +43,15 @@ MOST = 1e300
 _NUMBER = '{ value = 1.0, source = "where it comes from" }'
 _HOST = {
     "memory_bytes": "bytes of memory of one host",
-    "to_device_bytes_per_s": "bytes per second and device from host memory to device",
-    "from_device_bytes_per_s": "bytes per second and device from device to host memory",
+    "to_device_bytes_per_s": "bytes per second from host memory to a device that reads alone",
+    "from_device_bytes_per_s": "bytes per second from a device that writes alone to host memory",
     "disk_read_bytes_per_s": "bytes per second and device read from the host's disk",
     "disk_write_bytes_per_s": "bytes per second and device written to the host's disk",
     "memory_bandwidth_bytes_per_s": "bytes per second and device that the host's processors read and write in memory",
+    "step_elements_per_s": "elements per second and device that the host's processors step, were memory endless",
     "shared_memory": "1 if the devices' memory is the host's, else 0",
     "devices": "devices of one host, where that is not what the outermost link's NICs are shared by",
+    "devices_per_switch": "devices that share one PCIe link to the host",
 }
 
 

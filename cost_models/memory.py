@@ -159,6 +159,21 @@ def step_bytes(dtype: str, optimizer: str) -> float:
     return float(_item_bytes(kept.gradient) + parameter + master + 2 * (how.num_states + how.num_factored) * state)
 
 
+def converted_bytes(dtype: str) -> float:
+    """Bytes of an element that are read and written in addition to `step_bytes` where conversions between its dtypes
+    are passes of their own, as of copies: the gradient to the master's dtype before the step, the parameter from the
+    master after it.
+
+    >>> converted_bytes("float16-master"), converted_bytes("megatron-bfloat16"), converted_bytes("float32")
+    (12.0, 4.0, 0.0)
+    """
+    kept = precision(dtype)
+    if not kept.master:
+        return 0.0
+    master = ITEM_BYTES[kept.master]
+    return float(2 * master * (kept.gradient != kept.master) + master * (kept.parameter != kept.master))
+
+
 def peak_bytes(starts: Any, ends: Any, nbytes: Any) -> float:
     """Bytes at the fullest moment, of values live from ``starts`` until before ``ends``.
 

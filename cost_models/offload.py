@@ -3,13 +3,14 @@ the share of a device's speed that a bandwidth leaves (ZeRO-Infinity's form)."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 
 from cost_models import memory
-from cost_models.cluster import ITEM_BYTES, Cluster
+from cost_models.cluster import ITEM_BYTES, UNLIMITED, Cluster
 from cost_models.errors import ClusterError
 
 
@@ -18,7 +19,7 @@ class HostStep:
     """Seconds of what goes on at once while a tile is stepped, for all tiles of a rank; numbers or arrays.
 
     ``fetch_s``: gradients (and parameters, if no master is on the host) from the device, and states from disk.
-    ``step_s``: the optimizer, bound by host memory. ``put_s``: parameters to the device, and states to disk.
+    ``step_s``: the optimizer on the host. ``put_s``: parameters to the device, and states to disk.
     """
 
     fetch_s: Any
@@ -34,32 +35,55 @@ class HostStep:
 def host_step(num_elements: Any, dtype: str, optimizer: str, cluster: Cluster, on_disk: bool = False,
               gradients_there: bool = False, parameters_there: bool = False) -> HostStep:
     """The step of ``num_elements`` elements (arrays allowed) of a dtype or precision by a rank's host.
-    ``gradients_there``: they have come during backward; ``parameters_there``: these live on the host. Raises
-    ClusterError where the cluster's description has no rate of what moves."""
+    ``gradients_there``: they have come during backward; ``parameters_there``: these live on the host.
+
+    Its ``step_s`` is the longer of the processors' own time, if known, and that of the host's memory, which all that
+    is fetched and put passes too. Raises ClusterError where the cluster's description has no rate of what moves.
+    """
     kept, how, elements = memory.precision(dtype), memory.recipe(optimizer), np.asarray(num_elements, dtype=float)
-    host = cluster.host
-    fetch = put = np.zeros_like(elements)
+    host, down, up = cluster.host, 0.0, 0.0
     if not host.shared_memory and not (gradients_there and parameters_there):
         parameter = ITEM_BYTES[kept.parameter]
         down = (0 if gradients_there else ITEM_BYTES[kept.gradient]) + (0 if kept.master else parameter)
-        fetch = elements * down / known_rate(cluster, "from_device_bytes_per_s")
-        put = elements * parameter / known_rate(cluster, "to_device_bytes_per_s")
-    rate = _memory_rate(cluster)
-    if on_disk:
-        states = how.num_states * ITEM_BYTES[kept.state] + (ITEM_BYTES[kept.master] if kept.master else 0)
-        fetch = fetch + elements * states / known_rate(cluster, "disk_read_bytes_per_s")
-        put = put + elements * states / known_rate(cluster, "disk_write_bytes_per_s")
-    return HostStep(fetch, elements * memory.step_bytes(dtype, optimizer) / rate, put)
+        up = parameter
+    states = how.num_states * ITEM_BYTES[kept.state] + (ITEM_BYTES[kept.master] if kept.master else 0)
+    states *= on_disk
+    fetch = _moving_s(elements, cluster, {"from_device_bytes_per_s": down, "disk_read_bytes_per_s": states})
+    put = _moving_s(elements, cluster, {"to_device_bytes_per_s": up, "disk_write_bytes_per_s": states})
+    step = elements * (step_bytes(dtype, optimizer, cluster) / _step_rate(cluster)
+                       + (down + up + 2 * states) / _memory_rate(cluster))
+    if host.step_elements_per_s:
+        step = np.maximum(step, elements / known_rate(cluster, "step_elements_per_s"))
+    return HostStep(fetch, step, put)
+
+
+def _moving_s(elements: Any, cluster: Cluster, by_rate: Mapping[str, float]) -> Any:
+    """Seconds of so many bytes of each element at each rate, one after another."""
+    return elements * sum(num_bytes / known_rate(cluster, name) for name, num_bytes in by_rate.items() if num_bytes)
+
+
+def step_bytes(dtype: str, optimizer: str, cluster: Cluster) -> float:
+    """Bytes of an element that a step on the host reads and writes: the optimizer's own, and under a software profile
+    its conversions and its norm, scaling and copies of gradients.
+
+    >>> plain, torch_s = (Cluster.load("h100-sxm", software=name) for name in ("none", "torch-eager"))
+    >>> step_bytes("float16-master", "adamw", plain), step_bytes("float16-master", "adamw", torch_s) > 40
+    (28.0, True)
+    """
+    own = memory.step_bytes(dtype, optimizer)
+    if (profile := cluster.profile) is None:
+        return own
+    return own + memory.converted_bytes(dtype) + profile.update_bytes
 
 
 def gradients_s(num_bytes: Any, cluster: Cluster, adds: bool = False) -> Any:
     """Seconds of moving gradients to the host's memory; ``adds``: to others there, while the next ones come. Raises
     ClusterError where the cluster's description has no rate of what moves."""
     moved = np.asarray(num_bytes, dtype=float)
-    host = (3 if adds else 0) * moved / _memory_rate(cluster)    # the new, and the sum read and written
+    passes = 4 if adds else 1                    # each comes; it and the sum are read, and the sum is written
     if cluster.host.shared_memory:
-        return np.maximum(2 * moved / _memory_rate(cluster), host)
-    return np.maximum(moved / known_rate(cluster, "from_device_bytes_per_s"), host)
+        return np.maximum(2, passes - 1) * moved / _memory_rate(cluster)
+    return np.maximum(moved / known_rate(cluster, "from_device_bytes_per_s"), passes * moved / _memory_rate(cluster))
 
 
 def fetch_s(num_bytes: Any, cluster: Cluster) -> Any:
@@ -68,7 +92,7 @@ def fetch_s(num_bytes: Any, cluster: Cluster) -> Any:
     moved = np.asarray(num_bytes, dtype=float)
     if cluster.host.shared_memory:
         return 2 * moved / _memory_rate(cluster)
-    return moved / known_rate(cluster, "to_device_bytes_per_s")
+    return np.maximum(moved / known_rate(cluster, "to_device_bytes_per_s"), moved / _memory_rate(cluster))
 
 
 def _memory_rate(cluster: Cluster) -> float:
@@ -78,13 +102,30 @@ def _memory_rate(cluster: Cluster) -> float:
     return known_rate(cluster, "memory_bandwidth_bytes_per_s")
 
 
+def _step_rate(cluster: Cluster) -> float:
+    """The part of it that the software's optimizer step reaches."""
+    return _memory_rate(cluster) * (cluster.profile.host_memory if cluster.profile is not None else 1.0)
+
+
 def known_rate(cluster: Cluster, name: str) -> float:
-    """A rate of a cluster's host. Raises ClusterError if it is not known."""
-    rate = float(getattr(cluster.host, name))
+    """A rate of a cluster's host for each device, while all devices of the cluster are at work; as described, where a
+    host has any number of devices. Raises ClusterError if it is not known.
+
+    >>> from cost_models import Cluster
+    >>> one, two, four, eight = (Cluster.load("a100-sxm", num_devices=n) for n in (1, 2, 4, 8))
+    >>> known_rate(one, "to_device_bytes_per_s") / known_rate(two, "to_device_bytes_per_s")     # of the same switch
+    2.0
+    >>> known_rate(four, "memory_bandwidth_bytes_per_s") / known_rate(eight, "memory_bandwidth_bytes_per_s")
+    2.0
+    """
+    rate, count = float(getattr(cluster.host, name)), cluster.devices_on_host
     if not rate:
         raise ClusterError(f"cluster {cluster.name} does not say how fast its hosts move data: add {name} to [host] of "
                            "its description")
-    return rate
+    if name in ("to_device_bytes_per_s", "from_device_bytes_per_s"):
+        return rate / max(1.0, min(cluster.host.devices_per_switch, count))
+    whole = cluster.devices_per_host
+    return rate if whole == UNLIMITED else rate * whole / count
 
 
 def efficiency(flops_per_byte: float, bytes_per_s: float, flops_per_s: float) -> float:

@@ -74,6 +74,9 @@ class Profile:
       micro_s, step_s         fixed time of a micro-batch on a stage; of a step
       sync_s                  what each other rank adds to a tensor-parallel collective by being late
       update_bytes            moved for an element beside the optimizer's own: norm, scaling and copies of gradients
+      host_memory             share of the rate of its host's memory, as described, that an optimizer step there
+                              reaches (`python -m benchmarks.published_offload`): ranks' threads are not bound to the
+                              socket that holds their memory
       hide_tensor, hide_experts, hide_data, hide_pipe    shares of communication that can overlap with compute
       interference            how much of hidden communication compute is slowed by
 
@@ -123,6 +126,7 @@ class Profile:
     step_s: float
     sync_s: float
     update_bytes: float
+    host_memory: float
     hide_tensor: float
     hide_experts: float
     hide_data: float

@@ -74,8 +74,12 @@ def fetched(recompute: str) -> tuple[int, int, float]:
         most = max(most, sum(size for _, size in live))
         return finish
 
+    def again_counted(copies: Any) -> Any:
+        counted(copies.ready)
+        return copies
+
     with patch.object(fetching.Fetches, "forward", lambda *given: counted(forward(*given))), \
-            patch.object(regather, "begin_copies", lambda *given: counted(again(*given))):
+            patch.object(regather, "begin_copies", lambda *given: again_counted(again(*given))):
         with torch.no_grad():
             parallel(*args, **kwargs)
         parallel.step(*args, **kwargs)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import gc
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import pytest
@@ -18,6 +18,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import autoparallel
 from autoparallel.errors import InfeasibleError
 from autoparallel.kernels import recomputed
+from autoparallel.kernels.host_copies import Copies
 from autoparallel.runtime.stage_module import StageModule
 from cost_models import Cluster
 from tests.support.captured import plan_of
@@ -62,13 +63,14 @@ def measure(case_name: str, mesh_shape: tuple[int, ...], options: Options) -> tu
     states = [local(p) for p in parallel.parameters()]
     stored = {storage(x) for x in states}
     live, most, on_host = LiveBytes(), 0, list[torch.Tensor]()
-    copy = recomputed.host_copy
+    begin = recomputed.begin
 
-    def recorded(value: torch.Tensor) -> torch.Tensor:
-        on_host.append(copy(value))
-        return on_host[-1]
+    def recorded(values: Sequence[torch.Tensor], device: torch.device) -> Copies:
+        copies = begin(values, device)
+        on_host.extend(copies.values)
+        return copies
 
-    recomputed.host_copy = recorded
+    recomputed.begin = recorded  # type: ignore[assignment]
     modules: set[StageModule] = set()
     forward = StageModule.forward
 
@@ -92,7 +94,7 @@ def measure(case_name: str, mesh_shape: tuple[int, ...], options: Options) -> tu
             loss = case.loss(parallel(*args, **kwargs))  # and not the other outputs, which the caller may keep
             most = live.total(without=[*states, *on_host])
             del loss
-    recomputed.host_copy = copy
+    recomputed.begin = begin
     state = sum(ADAMW_TENSORS * local(p).numel() * p.element_size() for p in parallel.parameters())
     predicted = parallel.plan.prediction
     return predicted.state_bytes, predicted.activation_bytes, float(state), float(most)

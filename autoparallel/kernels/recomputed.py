@@ -13,6 +13,7 @@ from torch.fx import GraphModule
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 from autoparallel.kernels import groups, numbers, rng
+from autoparallel.kernels.host_copies import HOST, Copies, begin
 from autoparallel.kernels.regather import gathers_parameter
 
 #: Ops whose results "selective" recompute keeps (`KEPT_CLASSES` in pricing is the same list for prices).
@@ -82,18 +83,12 @@ def _unused(_: None) -> torch.Tensor:
     raise AssertionError("backward goes through the first run only")
 
 
-def host_copy(value: torch.Tensor, wait: bool = False) -> torch.Tensor:
-    """A copy in host memory, pinned for a GPU tensor; asynchronous there, unless to ``wait``, as who reads it on the
-    host must."""
-    return torch.empty(value.shape, dtype=value.dtype, pin_memory=value.is_cuda).copy_(value, non_blocking=not wait)
-
-
 @contextmanager
 def on_host(own: Sequence[torch.Tensor]) -> Iterator[None]:
-    """Offload the tensors that autograd saves inside to host memory (pinned for a GPU), each tensor once, and copy them
-    back at their use. ``own``, kept alive elsewhere, stay. (torch's `save_on_cpu` moves all of them, at every save.)"""
+    """Offload the tensors that autograd saves inside to host memory, each tensor once, and copy them back at their use.
+    ``own``, kept alive elsewhere, stay. (torch's `save_on_cpu` moves all of them, at every save.)"""
     kept = {value.untyped_storage().data_ptr() for value in own}
-    moved: dict[Any, tuple[torch.Tensor, torch.Tensor]] = {}  # holds the tensor, so that its address is not reused
+    moved: dict[Any, tuple[torch.Tensor, Copies]] = {}  # holds the tensor, so that its address is not reused
 
     def pack(value: torch.Tensor) -> Any:
         address = value.untyped_storage().data_ptr()
@@ -101,11 +96,11 @@ def on_host(own: Sequence[torch.Tensor]) -> Iterator[None]:
             return value.detach()
         key = address, value.storage_offset(), value.shape, value.stride(), value.dtype
         if key not in moved:
-            moved[key] = value, host_copy(value)
+            moved[key] = value, begin([value], HOST)
         return value.device, moved[key][1]
 
     def unpack(packed: Any) -> torch.Tensor:
-        return packed if isinstance(packed, torch.Tensor) else packed[1].to(packed[0], non_blocking=True)
+        return packed if isinstance(packed, torch.Tensor) else packed[1].back(packed[0]).ready()[0]
 
     with torch.autograd.graph.saved_tensors_hooks(pack, unpack):
         yield

@@ -18,7 +18,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 from autoparallel.kernels import async_communication, groups
 from autoparallel.kernels.collectives import Sizes, begin_all_gathers, redistribute
-from autoparallel.kernels.fetching import begin_copies
+from autoparallel.kernels.host_copies import begin as begin_copies
 from autoparallel.layout import Placement
 from autoparallel.schedule.backward_gathers import BackwardGathers, Gather, View
 
@@ -173,7 +173,7 @@ def begin_fetches(device: str, *values: torch.Tensor, place: int, num_bytes: Seq
         return begun
 
     def begin(numbers: Sequence[int], sources: Sequence[torch.Tensor]) -> Callable[[], Sequence[torch.Tensor]]:
-        return begin_copies(sources, torch.device(device))
+        return begin_copies(sources, torch.device(device)).ready
 
     fetched = _Gather(begin, kept, place, tuple(num_bytes))
     run.gathers.add(fetched)

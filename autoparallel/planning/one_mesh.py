@@ -321,7 +321,7 @@ def _record(pricer: SpacePricer, problem: Problem, strategies: Sequence[Strategy
 
 def _tier_limits(cluster: Cluster, options: Options) -> tuple[float, float, float]:
     """Bytes for each device: of host memory and of disk, and the share of the host's memory that it has."""
-    share = cluster.host.memory_bytes / min(cluster.devices_per_host, cluster.num_devices) or math.inf
+    share = cluster.host.memory_bytes / cluster.devices_on_host or math.inf
     host = share if options.host_memory_limit_bytes is None else options.host_memory_limit_bytes
     return host, math.inf if options.disk_limit_bytes is None else options.disk_limit_bytes, share
 

@@ -171,7 +171,7 @@ def _plain(split: Splits, cluster: Cluster, options: Options) -> list[Plan]:
     """The best plan of a plain step, if one is found, over the meshes for which the time is enough: first those whose
     last axis is nearest to the devices of a host."""
     seconds = min(MOST_BEFORE_S, options.time_limit_s * PLAIN_SHARE)
-    host = min(cluster.devices_per_host, cluster.num_devices)
+    host = cluster.devices_on_host
     shapes = sorted(mesh_shapes(cluster.num_devices), key=lambda shape: abs(math.log(shape[-1] / host)))
     each = replace(options, time_limit_s=seconds / 2, progress=None)
     with suppress(InfeasibleError, SearchError), collected_later():

@@ -44,7 +44,7 @@ def workload(pricer: SpacePricer, strategies: Sequence[Strategy]) -> Workload:
     return Workload(
         unit, count * hybrid.micro_batches, float(parameters), model * hybrid.micro_batches, run * hybrid.micro_batches,
         dtype, compute.peak_flops_per_s("matmul", dtype, cluster.device), math.prod(sizes), cluster.device.name,
-        cluster.device.memory_bytes, min(cluster.devices_per_host, cluster.num_devices),
+        cluster.device.memory_bytes, cluster.devices_on_host,
         cluster.device.price_per_hour, cluster.device.watts, groups, tuple(_links_within(cluster)),
         _state_bytes(pricer), cluster.profile.software if cluster.profile is not None else "", tokens_of,
     )

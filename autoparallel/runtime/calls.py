@@ -16,7 +16,7 @@ from torch.distributed.tensor import DTensor
 from autoparallel.capture import OpGraph, Ref
 from autoparallel.capture.passes import autocast
 from autoparallel.errors import InputError
-from autoparallel.kernels import fetching, groups, rng
+from autoparallel.kernels import groups, host_copies, rng
 from autoparallel.kernels.numbers import use_numbers
 from autoparallel.layout import INVARIANT, Layout
 from autoparallel.runtime import initialise
@@ -144,7 +144,7 @@ class Calls:
     def _settle(self) -> None:
         """Parameters on the host are not read any more."""
         if self._state.offload.parameters:
-            fetching.settle()
+            host_copies.settle()
 
     def _watch_gradients(self) -> None:
         if (gradients := self._state.host_gradients) is not None:

@@ -12,7 +12,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, distribute_tensor
 
 from autoparallel.errors import InputError
-from autoparallel.kernels.fetching import host_memory
+from autoparallel.kernels.host_copies import host_memory
 from autoparallel.layout import Layout, from_torch, local_box, to_torch
 from autoparallel.runtime.agree import decide_once
 

@@ -18,6 +18,8 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from autoparallel.errors import InputError
+from autoparallel.kernels import host_copies
+from autoparallel.kernels.host_copies import Copies
 
 #: A DTensor's mark: its shard is in host memory.
 _MARK = "_shard_on_host"
@@ -30,7 +32,6 @@ class HostGradients:
 
     def __init__(self, device: torch.device, in_flight_bytes: float) -> None:
         self.device, self.in_flight_bytes, self.largest_bytes = device, in_flight_bytes, 0
-        self._stream = None if device.type == "cpu" else torch.Stream(device)
         self._pool: ThreadPoolExecutor | None = None
         self._moving: deque[tuple[Future[None], int]] = deque()
         self._moving_bytes = 0
@@ -127,13 +128,13 @@ class HostGradients:
             self._wait_for_one()
         if self._pool is None:
             self._pool = ThreadPoolExecutor(1, "autoparallel-gradients")
-        pinned = self._stream is not None
-        made = torch.empty(gradient.shape, dtype=gradient.dtype, pin_memory=pinned) if into is None else into
-        if self._stream is None:
+        if gradient.device.type == "cpu":
+            made = torch.empty(gradient.shape, dtype=gradient.dtype) if into is None else into
             work: Callable[[], Any] = partial(made.copy_ if into is None else made.add_, gradient)
         else:
-            landed = made if into is None else torch.empty(gradient.shape, dtype=gradient.dtype, pin_memory=True)
-            work = partial(_added, self._begin(gradient, landed), landed, into)
+            copies = host_copies.begin([gradient], host_copies.HOST)
+            made = copies.values[0] if into is None else into
+            work = partial(_added, copies, into)
         self._moving.append((self._pool.submit(_call, work), gradient.nbytes))
         self._moving_bytes += gradient.nbytes
         return made
@@ -154,16 +155,6 @@ class HostGradients:
         moved, num_bytes = self._moving.popleft()
         self._moving_bytes -= num_bytes
         moved.result()
-
-    def _begin(self, gradient: Tensor, landed: Tensor) -> Callable[[], Any]:
-        """Begin a copy on the stream; returns what waits for it."""
-        stream: Any = self._stream
-        stream.wait_stream(torch.accelerator.current_stream(self.device))
-        with stream:
-            landed.copy_(gradient, non_blocking=True)
-        gradient.record_stream(stream)
-        event: Any = stream.record_event()
-        return event.synchronize
 
 
 class _Arrived:
@@ -193,8 +184,8 @@ def _call(work: Callable[[], Any]) -> None:
         work()
 
 
-def _added(wait: Callable[[], Any], landed: Tensor, into: Tensor | None) -> None:
-    wait()
+def _added(copies: Copies, into: Tensor | None) -> None:
+    (landed,) = copies.ready()
     if into is not None:
         into.add_(landed)
 

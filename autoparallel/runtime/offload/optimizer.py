@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from autoparallel.errors import InputError, shown
-from autoparallel.kernels.recomputed import host_copy
+from autoparallel.kernels import host_copies
 from autoparallel.runtime.offload.gradients import HostGradients
 from autoparallel.runtime.offload.stores import Disk, Memory, Store
 from autoparallel.runtime.offload.tiles import Region, Tile, regions_of, tiles_of
@@ -163,14 +163,18 @@ class OffloadedOptimizer(torch.optim.Optimizer):
 
     def _fetched(self, part: _Part, gradients: Sequence[Tensor | None]) -> Iterator[tuple[Tile, list[_Work]]]:
         """Each tile with its states, parameters and gradients; written back when the next is asked for."""
+        stream = host_copies.current(_local(self._parameters[0]).device)
+
         def fetch(tile: Tile) -> list[_Work]:
             part.store.read(tile, any(region.parameter in self._scalars for region in tile.regions))
-            return [_Work(region, _local(self._parameters[region.parameter]), gradients[region.parameter],
-                          part.on_host) for region in tile.regions]
+            with host_copies.under(stream), torch.no_grad():
+                return [_Work(region, _local(self._parameters[region.parameter]), gradients[region.parameter],
+                              part.on_host) for region in tile.regions]
 
         def put(tile: Tile, work: Sequence[_Work]) -> None:
-            for one in work:
-                one.put()
+            with host_copies.under(stream), torch.no_grad():
+                for one in work:
+                    one.put()
             part.store.write(tile)
 
         if not self._prefetch or len(part.tiles) == 1:
@@ -330,26 +334,36 @@ def _others_on_host(offload: Offload, parameters: Sequence[Tensor], gradients: S
 
 
 class _Work:
-    """The parameter and gradient of a region where they are stepped: views of the shard, or copies on the host."""
+    """The parameter and gradient of a region where they are stepped: views of the shard, or copies, on the host if the
+    region is stepped there and the shard is not."""
 
     def __init__(self, region: Region, local: Tensor, gradient: Tensor | None, on_host: bool) -> None:
-        self.region, self._local = region, local
-        self._is_copy = not local.is_contiguous() or (on_host and local.device.type != "cpu")
-        self.parameter = self._taken(local, self._is_copy)
+        self.region, self._local, self._on_host = region, local, on_host
+        self.parameter = self._taken(local)
         if gradient is not None:
-            self.parameter.grad = self._taken(gradient, on_host and gradient.device.type != "cpu")
+            self.parameter.grad = self._taken(gradient)
 
-    def _taken(self, value: Tensor, copies: bool) -> Tensor:
+    def _taken(self, value: Tensor) -> Tensor:
         flat = value.detach().reshape(-1)[self.region.start : self.region.stop]
-        return host_copy(flat, wait=True) if copies else flat
+        if self._moves(value):
+            return host_copies.begin([flat], host_copies.HOST).ready()[0]
+        return flat if value.is_contiguous() else flat.clone()
+
+    def _moves(self, value: Tensor) -> bool:
+        return self._on_host and value.device.type != "cpu"
 
     def put(self) -> None:
         """Write a copied parameter back to the shard."""
-        if self._is_copy and self.parameter.grad is not None:
-            flat = self._local.detach().reshape(-1)
-            flat[self.region.start : self.region.stop].copy_(self.parameter)
-            if not self._local.is_contiguous():
-                self._local.detach().copy_(flat.view(self._local.shape))
+        local = self._local.detach()
+        if self.parameter.grad is None or not (self._moves(local) or not local.is_contiguous()):
+            return
+        flat = local.reshape(-1)
+        region = flat[self.region.start : self.region.stop]
+        copies = host_copies.begin([self.parameter], region.device, into=[region])
+        copies.ready()
+        if not local.is_contiguous():
+            local.copy_(flat.view(local.shape))
+        copies.wait()
 
 
 def names_of(kind: Any, group: Mapping[str, Any], dtype: torch.dtype) -> tuple[tuple[str, ...], tuple[str, ...]]:

@@ -1,0 +1,127 @@
+"""Copies between the memories of a device and its host: the one way in which parameters, gradients and activations go.
+
+Each device has a stream for each direction. It waits for the stream that made the sources, and whoever reads the copies
+waits for it (`Copies.ready`): the host, or the current stream of the device. Memory of the device that a stream uses,
+and that was allocated for another, is not used again before that stream is through (`record_stream`). Copies are
+asynchronous from and to pinned memory only. On a CPU, where host and device are the same memory, they are made at once.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from functools import cache
+from typing import Any
+
+import torch
+
+Values = tuple[torch.Tensor, ...]
+HOST = torch.device("cpu")
+
+
+class Copies:
+    """Copies that have begun: ``values``, on one device or the host, to be read after `ready`."""
+
+    def __init__(self, values: Values, event: Any = None) -> None:
+        self.values, self._event = values, event
+
+    def ready(self) -> Values:
+        """The copies: those on the host when they are there, those on the device for the current stream, which
+        waits."""
+        if self._event is not None and self.values:
+            if self.values[0].device.type == "cpu":
+                self._event.synchronize()
+            else:
+                current: Any = torch.accelerator.current_stream(self.values[0].device)
+                current.wait_event(self._event)
+                for value in self.values:
+                    value.record_stream(current)
+        return self.values
+
+    def wait(self) -> None:
+        """Wait on the host until the copies are made."""
+        if self._event is not None:
+            self._event.synchronize()
+
+    def back(self, device: torch.device) -> Copies:
+        """Copies of these on ``device``, from when they are there; on a CPU, these."""
+        return self if self._event is None else begin(self.values, device, after=self._event)
+
+
+def begin(sources: Sequence[torch.Tensor], device: torch.device, into: Sequence[torch.Tensor] | None = None,
+          after: Any = None) -> Copies:
+    """Begin copies of ``sources``, all on the host or on one device, to the memory of ``device``: to new tensors, or
+    ``into`` others there, of the same shapes. They are read and written when the current stream has got here, and
+    ``after`` an event. A thread has a current stream of its own: one that copies for another runs `under` that one's.
+    """
+    far = _far(device, sources)
+    if far is None:
+        made = tuple(torch.empty(x.shape, dtype=x.dtype) for x in sources) if into is None else tuple(into)
+        return Copies(tuple(one.copy_(x.detach()) for one, x in zip(made, sources, strict=True)))
+    stream = _stream(far, device.type != "cpu")
+    stream.wait_stream(torch.accelerator.current_stream(far))
+    if after is not None:
+        stream.wait_event(after)
+    with torch.no_grad(), under(stream):
+        copies = tuple(_empty(x, device) for x in sources) if into is None else tuple(into)
+        for one, x in zip(copies, sources, strict=True):
+            one.copy_(x.detach(), non_blocking=all(y.device.type != "cpu" or y.is_pinned() for y in (one, x)))
+        event = stream.record_event()
+    for value in (*sources, *(into or ())):
+        if value.device.type != "cpu":
+            value.record_stream(stream)
+    return Copies(copies, event)
+
+
+def current(device: torch.device) -> Any:
+    """The current stream of a device; None on a CPU."""
+    return None if device.type == "cpu" else torch.accelerator.current_stream(device)
+
+
+@contextmanager
+def under(stream: Any) -> Iterator[None]:
+    """With ``stream`` (of `current`) as this thread's current one. (A `torch.Stream` as a context keeps what was before
+    in itself: two threads could not be under one.)"""
+    if stream is None:
+        yield
+        return
+    index, before = torch.accelerator.current_device_index(), torch.accelerator.current_stream(stream.device)
+    torch.accelerator.set_stream(stream)
+    try:
+        yield
+    finally:
+        torch.accelerator.set_stream(before)
+        torch.accelerator.set_device_index(index)
+
+
+def host_memory(value: torch.Tensor) -> torch.Tensor:
+    """A copy in the host's memory, pinned where there is an accelerator."""
+    pinned = torch.accelerator.is_available()
+    return torch.empty(value.shape, dtype=value.dtype, pin_memory=pinned).copy_(value.detach())
+
+
+def settle() -> None:
+    """Wait for all copies to the device: parameters on the host may be written to afterwards."""
+    if torch.accelerator.is_available():
+        kind = torch.accelerator.current_accelerator().type  # type: ignore[union-attr]
+        _stream(torch.device(kind, torch.accelerator.current_device_index()), True).synchronize()
+
+
+def _far(device: torch.device, sources: Sequence[torch.Tensor]) -> torch.device | None:
+    """The accelerator that copies are from or to, with its index; None: there is none."""
+    far = next((place for place in (device, *(x.device for x in sources)) if place.type != "cpu"), None)
+    if far is None or far.index is not None:
+        return far
+    return torch.device(far.type, torch.accelerator.current_device_index())
+
+
+def _empty(x: torch.Tensor, device: torch.device) -> torch.Tensor:
+    return torch.empty(x.shape, dtype=x.dtype, device=device, pin_memory=device.type == "cpu")
+
+
+@cache
+def _stream(far: torch.device, to_device: bool) -> Any:
+    return torch.Stream(far)
+
+
+__all__ = ["HOST", "Copies", "Values", "begin", "current", "host_memory", "settle", "under"]
