@@ -136,8 +136,8 @@ def _check(model: Any, tiers: Any, devices: Any, smallest: Any, most: Any, told:
 
 def print_fitting(found: Fitting, console: ReportConsole) -> None:
     """Print the answer in one sentence, then a row for each tier."""
-    count, first = found.cluster.num_devices, next(iter(found.fits), None)
-    where = f"{count} device{'s' * (count != 1)} of {found.cluster.name}"
+    devices, first = found.cluster.num_devices, next(iter(found.fits), None)
+    where = f"{devices} device{'s' * (devices != 1)} of {found.cluster.name}"
     if first is None:
         console.print(f"It does not fit on {where}, in any tier that was tried.")
     else:
