@@ -359,6 +359,13 @@ def cluster_toml(cluster: Cluster, source: str = "") -> str:
         lines += table(f"links.{i}.slowdown", link.slowdown, "links.slowdown")
         ways = {name: [p.base_s, p.alpha_s, p.share] for name, p in link.protocols.items()}
         lines += table(f"links.{i}.protocols", ways, "links.protocols")
+    each = cluster.devices_per_host
+    for other in cluster.others:
+        lines += ["", "[[hosts]]", f"device = {_toml(other.like)}",
+                  f"hosts = {_toml(sorted({n // each for n in other.devices}))}"]
+    for number, slow in enumerate(cluster.slow):
+        lines += ["", "[[slow]]", f"devices = {_toml(slow.devices)}"]
+        lines += [line(f"slow.{number}.{key}", getattr(slow, key)) for key in ("speed", "bandwidth")]
     return "\n".join(lines) + "\n"
 
 
