@@ -11,7 +11,7 @@ import json
 import re
 import tomllib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from itertools import pairwise
 from numbers import Integral
 from pathlib import Path
@@ -308,7 +308,8 @@ def write_cluster(path: str | Path, cluster: Cluster, source: str = "") -> None:
     except (ValueError, RecursionError) as error:
         raise ClusterError(f"the cluster {cluster.name!r} cannot be written: {error}") from error
     if found != cluster:
-        odd = [name for name, value in vars(cluster).items() if name != "sources" and vars(found).get(name) != value]
+        odd = [one.name for one in fields(cluster) if one.compare
+               and getattr(found, one.name) != getattr(cluster, one.name)]
         raise ClusterError(f"the cluster {cluster.name!r} cannot be written: {', '.join(odd)} would be read back as "
                            "another one")
     write_whole(path, text)

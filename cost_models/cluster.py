@@ -376,8 +376,8 @@ class Correction:
 
 @dataclass(frozen=True)
 class Cluster:
-    """``num_devices`` devices joined by ``links``, from inside a host outwards; equal but for the ``slow`` ones and those
-    of ``others``.
+    """``num_devices`` devices joined by ``links``, from inside a host outwards; equal but for the ``slow`` ones and
+    those of ``others`` (`cost_models.unequal`).
 
     Ranks are laid out row-major on a mesh: the last axis runs over neighbours, so over the fastest links. The last host
     may be partly used. ``call_s`` by collective is what one call costs beside its messages (waking ranks and threads),

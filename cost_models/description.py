@@ -339,7 +339,7 @@ def _named(table: _Table, cluster: Cluster) -> Cluster:
 
 def _numbers(table: _Table, key: str) -> tuple[int, ...]:
     given = table.raw(key, "a list of numbers from 0")
-    if not isinstance(given, list) or not given or not all(type(one) is int and 0 <= one for one in given):
+    if not isinstance(given, list) or not given or not all(type(one) is int and one >= 0 for one in given):
         raise ClusterError(f"{table.is_said(key, given)}; required: a list of whole numbers from 0 on, as [0, 1]")
     if len(set(given)) < len(given):
         raise ClusterError(f"{table.is_said(key, given)} has a number twice")

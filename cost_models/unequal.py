@@ -164,7 +164,8 @@ def worse_link(a: Link, b: Link) -> Link:
     slowdown = {kind: max(a.slowdown.get(kind, 1.0), b.slowdown.get(kind, 1.0))
                 for kind in dict.fromkeys([*a.slowdown, *b.slowdown])}
     nics = [link.nics_per_host for link in (a, b) if link.nics_per_host is not None]
-    return replace(a, name=a.name if a.name == b.name else f"{a.name} and {b.name}", alpha_s=max(a.alpha_s, b.alpha_s),
+    name = a.name if b.name in a.name.split(" and ") else f"{a.name} and {b.name}"
+    return replace(a, name=name, alpha_s=max(a.alpha_s, b.alpha_s),
                    bandwidth_bytes_per_s=min(a.bandwidth_bytes_per_s, b.bandwidth_bytes_per_s), slowdown=slowdown,
                    nics_per_host=min(nics, default=None), protocols=protocols,
                    burst_bytes=min(a.burst_bytes, b.burst_bytes),

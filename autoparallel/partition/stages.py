@@ -133,7 +133,8 @@ def _needed(space: StrategySpace, ends: Sequence[int]) -> set[int]:
 def place_cuts(prices: Prices, loss: int | None, hybrid: Hybrid, strategies: Sequence[Strategy] | None = None
                ) -> tuple[str, ...]:
     """The names of the decisions at which stages 1, 2, ... begin, minimising the seconds (compute and sends) of the
-    slowest pipeline rank. Costs are those of ``strategies``, or of each op's cheapest strategy if None.
+    slowest pipeline rank; on unequal devices a stage gets work by the speed of those that it has. Costs are those of
+    ``strategies``, or of each op's cheapest strategy if None.
 
     Raises InputError without a scalar loss, InfeasibleError if there are fewer ops than stages.
     """
@@ -149,7 +150,9 @@ def place_cuts(prices: Prices, loss: int | None, hybrid: Hybrid, strategies: Seq
         return np.where(num_bytes > 0, collectives.send_recv_s(num_bytes, network), 0.0)
 
     flow = flow_of(space, _loss(loss))
-    cuts = cut_evenly(flow, seconds, hybrid.stages, hybrid.groups, lambda k: _local_bytes(space, k, strategies), send_s)
+    paces = prices.paces([hybrid.ranks_of(number) for number in range(len(hybrid.groups))])
+    speeds = [size * pace for size, pace in zip(hybrid.groups, paces, strict=True)]
+    cuts = cut_evenly(flow, seconds, hybrid.stages, speeds, lambda k: _local_bytes(space, k, strategies), send_s)
     return tuple(space.decisions[index].name for index in cuts)
 
 
@@ -226,7 +229,7 @@ def cut_evenly(
     flow: Flow,
     seconds: np.ndarray,
     count: int,
-    groups: Sequence[int],
+    groups: Sequence[float],
     num_bytes: Callable[[TensorUse], float],
     send_s: Callable[[np.ndarray], np.ndarray],
 ) -> tuple[int, ...]:
@@ -234,14 +237,14 @@ def cut_evenly(
 
     For each bound on the bytes sent, the cuts that make the slowest stage fastest are found by bisection; the best of
     these is improved by moving single cuts. ``seconds``: by decision. ``groups``: ranks of each group of stages, which
-    share its seconds; stage s belongs to group ``s % len(groups)``. ``send_s``: seconds of sending bytes, for which
+    share its seconds, times their speed; stage s belongs to group ``s % len(groups)``. ``send_s``: seconds of sending bytes, for which
     both stages at a cut wait. Raises InfeasibleError if there are fewer ops than stages.
     """
     ops = [i for i in flow.main if flow.space.decisions[i].kind == "op"]
     if len(ops) < count:
         raise InfeasibleError(f"{len(ops)} ops cannot be cut into {count} pipeline stages: take at most {len(ops)}")
     before, sent = np.concatenate([[0.0], np.cumsum(seconds[ops])]), _sent_bytes(flow, ops, num_bytes)
-    loads = _Loads(before, np.concatenate([[0.0], send_s(sent[1:]), [0.0]]), np.array(groups))
+    loads = _Loads(before, np.concatenate([[0.0], send_s(sent[1:]), [0.0]]), np.array(groups, float))
     limits = np.unique(sent[1:])
     tried = [1 + np.flatnonzero(sent[1:] <= limit) for limit in (*limits[:MOST_LIMITS], limits[-1])]
     best = min((loads.even(places, count) for places in tried if len(places) >= count - 1),
@@ -258,8 +261,8 @@ class _Loads:
     sends: np.ndarray
     groups: np.ndarray
 
-    def _ranks(self, stage: int) -> int:
-        return int(self.groups[stage % len(self.groups)])
+    def _ranks(self, stage: int) -> float:
+        return float(self.groups[stage % len(self.groups)])
 
     def of_ranks(self, cuts: np.ndarray) -> np.ndarray:
         """Seconds per rank of each group, with these cuts."""
@@ -289,7 +292,7 @@ class _Loads:
             cuts.append(least + int(near.argmin()))
         return places[cuts]
 
-    def _furthest(self, stops: np.ndarray, most_s: float) -> dict[int, np.ndarray]:
+    def _furthest(self, stops: np.ndarray, most_s: float) -> dict[float, np.ndarray]:
         """By number of ranks: for a stage that begins at the start or at each stop, the last stop that it reaches in at
         most ``most_s`` seconds per rank."""
         reached = np.minimum.accumulate((self.before[stops] + self.sends[stops])[::-1])[::-1]
@@ -310,7 +313,7 @@ class _Loads:
                 return True
         return False
 
-    def _reaching(self, furthest: Mapping[int, np.ndarray], count: int) -> list[int]:
+    def _reaching(self, furthest: Mapping[float, np.ndarray], count: int) -> list[int]:
         """For each stage, the first stop from which it and the later stages reach the end."""
         numbers = np.arange(len(furthest[self._ranks(0)]))  # of the beginning and of each stop
         reaches, found = numbers == numbers[-1], [0] * count

@@ -152,14 +152,9 @@ class CandidateBounds:
 
     def _least_prices(self, shards: int) -> Mapping[int, tuple[int, OpPrice]]:
         """By decision of an op: how many it stands for, and what the device takes of it alone."""
-        space, prices = self._whole, self._whole_prices(shards)
-        found = {}
-        for decision in space.decisions:
-            if decision.kind == "op":
-                apart = prices.host_and_device(decision.index)
-                price = prices.op_of(decision.index) if apart is None else apart[1]
-                found[decision.index] = self.reduced_model.stands_for.get(decision.name, 1), price
-        return found
+        space, prices = self._whole, self._whole_prices(shards).of_device()
+        return {decision.index: (self.reduced_model.stands_for.get(decision.name, 1), prices.op_of(decision.index))
+                for decision in space.decisions if decision.kind == "op"}
 
     @cached_property
     def _whole(self) -> StrategySpace:

@@ -19,7 +19,7 @@ from autoparallel.planning.reduced_model import ReducedModel, reduced_model
 from autoparallel.planning.step_bounds import StepBounds
 from autoparallel.pricing import ExecutionCounts, Prices, SpacePricer, equal_stages_s
 from autoparallel.pricing.overlap_simulation import least_exposed
-from autoparallel.pricing.prediction import estimate
+from autoparallel.pricing.prediction import estimate, evened
 from autoparallel.search import plan_within
 from autoparallel.search.low_width.solve import Outcome
 from autoparallel.search.model.problem import Problem
@@ -111,7 +111,8 @@ class JointSearch:
         problem = pricer.full()
         if least_live_bytes(problem, len(prices.space)) > limit:
             return replace(candidate, estimate_s=math.inf)
-        least = min(equal_stages_s(h, 1.0), 1.0 / h.pipeline_ranks)  # step seconds per second of work on one rank
+        # step seconds per second of work on one rank
+        least = evened(prices, h) * min(equal_stages_s(h, 1.0), 1.0 / h.pipeline_ranks)
         pricers = [pricer]  # first with overlap counted as far as possible, then without
         if (share := least_exposed(pricer)) != pricer.costs.exposed:
             pricers.insert(0, pricer.exposing(share))
