@@ -82,16 +82,25 @@ def init(mesh_shape: Sequence[int] | None = None, axis_names: Sequence[str] | No
     _leave_at_exit()
     name = identity.launcher if identity else "alone" if dist.get_world_size() == 1 else "unknown"
     return World(name, dist.get_rank(), dist.get_world_size(), local_rank, local_size, mine,
-                 _mesh(kind, shape, names), chosen)
+                 _mesh(kind, shape, names, chosen.devices if chosen is not None else ()), chosen)
 
 
-def _mesh(kind: str, shape: tuple[int, ...], names: tuple[str, ...] | None) -> DeviceMesh:
+def _mesh(kind: str, shape: tuple[int, ...], names: tuple[str, ...] | None, devices: Sequence[int] = ()
+          ) -> DeviceMesh:
     """The mesh, host after host: where a launcher deals ranks out in another way (mpirun --map-by node, srun
-    --distribution=cyclic), the last axes, with the fastest links, still lie within hosts."""
+    --distribution=cyclic), the last axes, with the fastest links, still lie within hosts. ``devices``: their numbers in
+    this order at each place of the mesh (`Plan.devices`); empty: as they are."""
     hosts = [""] * dist.get_world_size()
     if len(hosts) > 1:
         dist.all_gather_object(hosts, socket.gethostname())
     order = sorted(range(len(hosts)), key=lambda rank: hosts.index(hosts[rank]))
+    if devices:
+        if sorted(devices) != list(range(len(hosts))):
+            raise MeshError(f"the plan takes the devices {shown(list(devices))}, and the {len(hosts)} processes are "
+                            f"0-{len(hosts) - 1}: each once is required; start as many, or plan again")
+        order = [order[device] for device in devices]
+        _LOG.info("the plan puts equal hosts side by side: the mesh takes the ranks in the order %s", order)
+        return DeviceMesh(kind, torch.tensor(order).view(shape), mesh_dim_names=names)
     if order == list(range(len(hosts))):
         return init_device_mesh(kind, shape, mesh_dim_names=names)
     _LOG.info("ranks of a host do not follow one another: the mesh takes them in the order %s", order)

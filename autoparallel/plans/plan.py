@@ -169,9 +169,11 @@ class Plan:
     Lowering needs ``strategies`` (by decision name, the name of an axis strategy for each mesh axis), ``hybrid`` (the
     step configuration; with a pipeline ``mesh_shape`` is the mesh of one stage) and ``direct`` (redistribution with the
     fewest steps instead of the cheapest, for baselines). The other fields explain the plan. ``fingerprint`` identifies
-    the traced program, and ``model`` has facts of it for reports and exports. A plan may be edited by hand: compiling
-    checks it. ``record``: what reports tell beside the decisions. ``study`` answers questions, and ``recorder`` makes
-    the record; plans read from files have neither.
+    the traced program, and ``model`` has facts of it for reports and exports. ``devices``: the cluster's device at each
+    place of the whole mesh, row by row, where a pipeline takes unequal hosts in another order (empty: as they are);
+    `autoparallel.init` makes such a mesh. A plan may be edited by hand: compiling checks it. ``record``: what reports
+    tell beside the decisions. ``study`` answers questions, and ``recorder`` makes the record; plans read from files
+    have neither.
     """
 
     fingerprint: str
@@ -186,6 +188,7 @@ class Plan:
     direct: bool = False
     hybrid: Hybrid = field(default_factory=Hybrid)
     model: ModelFacts = field(default_factory=ModelFacts)
+    devices: tuple[int, ...] = ()
     study: Study | None = field(default=None, compare=False, repr=False)
     version: int = VERSION
     record: Record | None = field(default=None, repr=False)

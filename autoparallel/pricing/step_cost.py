@@ -124,12 +124,13 @@ class StepCosts:
         return self.prices.redistribution.bucket_s(self.prices.cluster.group(shape, 0, ranks), self.shared_bytes(index),
                                                    self.counts.hybrid.bucket_bytes)
 
-    def shared_read_s(self, index: int, prices: Prices) -> np.ndarray:
+    def shared_read_s(self, index: int, prices: Prices | None = None) -> np.ndarray:
         """Seconds of summing the gradients from a value's readers once, by strategy."""
         s, readers = self.space.strategy_sets[index], int(self.kinds.readers[index])
-        chain = prices.chains[index]
-        return self.memo.once(("shared_read", id(s), readers, chain, id(prices)),
-                              lambda: prices.costs.sum_s(s, readers, chain))
+        there = self.prices_of(index) if prices is None else prices
+        chain = there.chains[index]
+        return self.memo.once(("shared_read", id(s), readers, chain, id(there)),
+                              lambda: there.costs.sum_s(s, readers, chain))
 
     def offload_s(self, index: int) -> tuple[np.ndarray, np.ndarray]:
         """Seconds per step of moving an op's results (to the host, back for backward), by strategy."""
