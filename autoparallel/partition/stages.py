@@ -239,7 +239,9 @@ def cut_evenly(
     For each bound on the bytes sent, the cuts that make the slowest stage fastest are found by bisection; the best of
     these is improved by moving single cuts. ``seconds``: by decision. ``groups``: ranks of each group of stages, which
     share its seconds; stage s belongs to group ``s % len(groups)``. ``send_s``: seconds of sending bytes, for which
-    both stages at a cut wait. ``paces``: how many times as fast as by ``seconds`` each group computes. Raises InfeasibleError if there are fewer ops than stages.
+    both stages at a cut wait. ``paces``: how many times as fast as by ``seconds`` each group computes.
+
+    Raises InfeasibleError if there are fewer ops than stages.
     """
     ops = [i for i in flow.main if flow.space.decisions[i].kind == "op"]
     if len(ops) < count:
