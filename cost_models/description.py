@@ -359,12 +359,12 @@ def _devices_on(hosts: Collection[int], cluster: Cluster) -> tuple[int, ...]:
 def _worse(cluster: Cluster, other: Cluster) -> Cluster:
     """The cluster with links, calls and host memory that are no better than those of ``other``'s hosts; the link
     between hosts is the cluster's, by the NICs of the slower."""
-    mine, theirs = ([link.num_devices for link in one.links] for one in (cluster, other))
+    mine, theirs = ([link.num_devices if link.num_devices < UNLIMITED else "all" for link in one.links]
+                    for one in (cluster, other))
     if mine != theirs or cluster.devices_per_host != other.devices_per_host:
-        raise ClusterError(f"hosts like {other.name} have {other.devices_per_host} devices and links that reach "
-                           f"{theirs} of them, and those of {cluster.name} {cluster.devices_per_host} and {mine}: "
-                           "hosts of one cluster must have as many; describe the links in a file of its own, based_on "
-                           "the smaller one")
+        raise ClusterError(f"hosts like {other.name} have {other.devices_per_host} devices, on links that join "
+                           f"{theirs}, and those of {cluster.name} {cluster.devices_per_host}, on links that join "
+                           f"{mine}: all hosts must have as many; plan for each kind of hosts apart")
     algorithms = tuple(way for way in cluster.algorithms if way in other.algorithms)
     calls = {kind: max(one.call_s.get(kind, one.device.launch_s) for one in (cluster, other))
              for kind in dict.fromkeys([*cluster.call_s, *other.call_s])}

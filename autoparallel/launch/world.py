@@ -95,9 +95,6 @@ def _mesh(kind: str, shape: tuple[int, ...], names: tuple[str, ...] | None, devi
         dist.all_gather_object(hosts, socket.gethostname())
     order = sorted(range(len(hosts)), key=lambda rank: hosts.index(hosts[rank]))
     if devices:
-        if sorted(devices) != list(range(len(hosts))):
-            raise MeshError(f"the plan takes the devices {shown(list(devices))}, and the {len(hosts)} processes are "
-                            f"0-{len(hosts) - 1}: each once is required; start as many, or plan again")
         order = [order[device] for device in devices]
         _LOG.info("the plan puts equal hosts side by side: the mesh takes the ranks in the order %s", order)
         return DeviceMesh(kind, torch.tensor(order).view(shape), mesh_dim_names=names)
