@@ -56,13 +56,13 @@ class OtherHosts:
 
 
 def told(numbers: Iterable[int]) -> str:
-    """Numbers as ranges.
+    """Numbers as ranges, in their order.
 
-    >>> told([0, 1, 2, 5, 8, 9])
-    '0-2, 5, 8-9'
+    >>> told([0, 1, 2, 5, 8, 9, 4])
+    '0-2, 5, 8-9, 4'
     """
     runs = list[list[int]]()
-    for number in sorted(numbers):
+    for number in numbers:
         if runs and number == runs[-1][-1] + 1:
             runs[-1].append(number)
         else:
@@ -80,7 +80,7 @@ def check(cluster: Cluster) -> None:
                                f"load it with num_devices={max(beyond) + 1} or more, or describe the {count} that "
                                "are used")
     if len(set(listed)) < len(listed):
-        raise ClusterError(f"{name}: devices {told({n for n in listed if listed.count(n) > 1})} are of two other "
+        raise ClusterError(f"{name}: devices {told(sorted({n for n in listed if listed.count(n) > 1}))} are of two other "
                            "kinds: name each host in one [[hosts]] table")
     for other in cluster.others:
         hosts = {number // each for number in other.devices}
@@ -228,4 +228,32 @@ def described(cluster: Cluster, devices: Sequence[int] | None = None) -> str:
     return ", ".join(found)
 
 
-__all__ = ["OtherHosts", "Slow", "described", "grouped", "in_order", "weakest", "worse_host", "worse_link"]
+def lines(cluster: Cluster) -> list[str]:
+    """The cluster in a few lines: its devices by kind, links, and the hosts with slower NICs.
+
+    >>> from cost_models import Cluster
+    >>> slow = replace(Cluster.load("h100-sxm", num_devices=16), slow=(Slow(tuple(range(8, 16)), 0.5, 0.5),))
+    >>> print("\\n".join(lines(slow)))
+    h100-sxm: 16 devices, 8 a host, unequal
+      devices 0-7: H100 SXM5 80GB, 80 GiB
+      devices 8-15: H100 SXM5 80GB at 50% speed, 80 GiB; 50% of the bandwidth between hosts
+      links: NVLink 4 (8 devices), InfiniBand NDR (all)
+    """
+    each, kinds, count = cluster.devices_per_host, cluster.kinds_by_device, cluster.num_devices
+    unequal = ", unequal" if cluster.is_unequal else ""
+    found, by_kind = [f"{cluster.name}: {count} devices, {each} a host{unequal}"], dict[tuple[object, ...], list[int]]()
+    shares = [bandwidth_share(cluster, range(n, n + 1)) for n in range(count)] if cluster.slow else [1.0] * count
+    for number in range(count):
+        by_kind.setdefault((*kinds[number], shares[number]), []).append(number)
+    for numbers in by_kind.values():
+        what = described(cluster, numbers[:1]).removeprefix("1 ")
+        (kind,), share = cluster.kinds(numbers[:1]), shares[numbers[0]]
+        less = f"; {share:.0%} of the bandwidth between hosts" if share < 1 else ""
+        found.append(f"  devices {told(numbers)}: {what}, {kind.device.memory_bytes / 2**30:.3g} GiB{less}")
+    reach = [f"{link.name} ({'all' if number == len(cluster.links) - 1 else f'{link.num_devices} devices'})"
+             for number, link in enumerate(cluster.links)]
+    return [*found, f"  links: {', '.join(reach)}"]
+
+
+__all__ = ["OtherHosts", "Slow", "described", "grouped", "in_order", "lines", "told", "weakest", "worse_host",
+           "worse_link"]

@@ -89,7 +89,7 @@ def plan_in(space: StrategySpace, micro: MicroBatches, cluster: Cluster, options
         return _plan_recomputing(space, micro, cluster, options, placed, hybrid)
     laps = laps or _Laps()
     prices = Prices(space, cluster, options.optimizer, direct=bool(options.baseline or options.by_hand),
-                    stages=hybrid.pipeline_ranks)
+                    stages=hybrid.pipeline_ranks, same_limit=options.memory_limit_bytes is not None)
     allowed = apply_pins(space, options.pins or {})
     if options.zero_stage:
         allowed = {**stored_sharded(space), **allowed}

@@ -43,7 +43,8 @@ def shares_of(pricer: SpacePricer, stages: Stages) -> tuple[Share, ...]:
         numbers, own = range(rank * size, (rank + 1) * size), hybrid.stages_of(rank)
         ops = sum(space.decisions[index].kind == "op" for stage in own for index in stages.parts[stage].decisions)
         found.append(Share(unequal.told(numbers), unequal.described(cluster, numbers),
-                           sum(len(blocks[stage]) for stage in own), ops))
+                           sum(len(blocks[stage]) for stage in own), ops,
+                           min(kind.device.memory_bytes for kind in cluster.kinds(numbers))))
     return tuple(found)
 
 

@@ -93,8 +93,9 @@ class Prediction:
     ahead, the rest since communication overlaps with compute. ``fixed_s``: of a step and of its micro-batches that no
     op takes (the framework's own). ``p50``, ``p90``: half, and nine in ten, of the predictions of the kind were off by
     no more than this share of the measured step, above or below it; ``basis``: which predictions
-    (`cost_models.accuracy`). ``limit_bytes``: the memory limit of the search (0: none). ``host_bytes``: of the
-    host's memory for saved tensors (recompute="offload"), optimizer states, gradients and parameters that live there,
+    (`cost_models.accuracy`). ``limit_bytes``: the memory limit of the search (0: none); on devices of unequal memory
+    that of the smallest, and ``peak_bytes`` of a larger one count as its share of that. ``host_bytes``: of the host's
+    memory for saved tensors (recompute="offload"), optimizer states, gradients and parameters that live there,
     or for tiles of states on disk; ``disk_bytes``: of optimizer states on disk. ``repeated_ops``: ops without a rule,
     repeated on every rank.
     """

@@ -477,9 +477,10 @@ def _add_live_bytes(
         live = float(num_bytes[users][(begin <= min(moments)) & (max(moments) < end)].sum())
         half = len(pricer.space)  # from the turn to the start, and to the end
         always = float(num_bytes[users][(begin <= min(moments) - half) & (max(moments) + half < end)].sum())
+        counted = pricer.live.share(*holders)
         for stage in holders:
-            stages[stage].live_bytes += live
-            stages[stage].always_bytes += always
+            stages[stage].live_bytes += live / counted
+            stages[stage].always_bytes += always / counted
 
 
 def _holders(pricer: SpacePricer, problem: Problem) -> Mapping[tuple[int, ...], Sequence[int]]:

@@ -206,7 +206,7 @@ def memory_profile(pricer: SpacePricer, problem: Problem, strategies: Sequence[S
     np.subtract.at(steps, np.minimum(end, ranks * length), split)
     live = np.maximum(np.cumsum(steps, axis=0)[: ranks * length], 0.0)
     rank = int(live.sum(axis=1).argmax()) // length
-    return _sampled(pricer, live[rank * length : rank * length + 2 * len(space) + 1])
+    return _sampled(pricer, live[rank * length : rank * length + 2 * len(space) + 1] / pricer.live.share(rank))
 
 
 def _split(pricer: SpacePricer, strategies: Sequence[Strategy], usages: np.ndarray) -> np.ndarray:

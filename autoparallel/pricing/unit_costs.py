@@ -22,8 +22,10 @@ from autoparallel.pricing.op_costs import OpCosts, costs_of, kept_precision, wor
 from autoparallel.pricing.recomputing import Recomputing
 from autoparallel.pricing.redistribution_costs import RedistributionPrices
 from autoparallel.rules.rule import Exchange
+from autoparallel.schedule.step_config import Hybrid
 from autoparallel.strategies.space import StrategySet, StrategySpace
 from cost_models import Cluster, Group, collectives, compute, memory
+from cost_models.accuracy import usable_bytes
 
 
 @dataclass(frozen=True)
@@ -57,16 +59,17 @@ class Prices:
     ``optimizer``: names the recipe for state bytes and update time. ``direct``: redistributions take the fewest steps
     instead of the cheapest, as baselines do. ``stages``: the cluster has this many such meshes, one per pipeline rank.
     ``spread``: divide the work of each op by this number, for a lower bound over all meshes of that many devices.
+    ``same_limit``: devices of unequal memory are to take as much each.
 
     On an unequal cluster an op takes what it takes on the slowest of the ``kinds`` of devices: here of all that the
     mesh has; `of_ranks` has the prices of one stage.
     """
 
     def __init__(self, space: StrategySpace, cluster: Cluster, optimizer: str = "adamw", training: bool = True,
-                 direct: bool = False, stages: int = 1, spread: int = 1) -> None:
+                 direct: bool = False, stages: int = 1, spread: int = 1, same_limit: bool = False) -> None:
         clock.did("decisions made", len(space))
         self.space, self.cluster, self.optimizer, self.training = space, cluster, optimizer, training
-        self.direct, self.spread = direct, spread
+        self.direct, self.spread, self.same_limit = direct, spread, same_limit
         self.device = cluster.working_device
         mesh_shape = (stages, *space.mesh_shape)
         self.kinds, self.least, self.differ = cluster.kinds(range(math.prod(mesh_shape))), False, True
@@ -110,6 +113,16 @@ class Prices:
         whole, *each = (sum(float(prices.op_of(index).total_s.min()) for index in ops)
                         for prices in (self, *map(self.of_ranks, groups)))
         return [whole / seconds if seconds else 1.0 for seconds in each]
+
+    def memory_shares(self, hybrid: Hybrid) -> tuple[float, ...]:
+        """By group of pipeline ranks: what the smallest device of all can take over what the smallest of the group can;
+        empty where that is the same for all."""
+        if len(self.kinds) == 1 or hybrid.stages == 1 or self.same_limit or not self.differ:
+            return ()
+        usable = [min(map(usable_bytes, self.of_ranks(hybrid.ranks_of(number)).kinds))
+                  for number in range(len(hybrid.groups))]
+        least = min(map(usable_bytes, self.kinds))
+        return tuple(least / one for one in usable) if max(usable) > least else ()
 
     def of_device(self, cached: bool = False) -> Prices:
         """A copy for lower bounds: with the seconds of the device alone, as if the host launched everything ahead

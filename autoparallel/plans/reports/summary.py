@@ -49,7 +49,9 @@ def _shares(report: Report) -> str:
     each = "; ".join(f"pipeline rank {rank} on devices {share.numbers} ({share.devices}) has "
                      + (f"{share.blocks} blocks" if share.blocks else f"{share.ops} ops")
                      for rank, share in enumerate(shares))
-    return f" Unequal devices: {each}."
+    unlike = len({share.memory_bytes for share in shares}) > 1
+    return f" Unequal devices: {each}." + (" Bytes on a larger device are told as its share of the smallest one's "
+                                           "memory." if unlike else "")
 
 
 def attention_first(report: Report) -> list[str]:
