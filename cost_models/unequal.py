@@ -80,8 +80,9 @@ def check(cluster: Cluster) -> None:
                                f"load it with num_devices={max(beyond) + 1} or more, or describe the {count} that "
                                "are used")
     if len(set(listed)) < len(listed):
-        raise ClusterError(f"{name}: devices {told(sorted({n for n in listed if listed.count(n) > 1}))} are of two other "
-                           "kinds: name each host in one [[hosts]] table")
+        twice = sorted(number for number, times in Counter(listed).items() if times > 1)
+        raise ClusterError(f"{name}: devices {told(twice)} are of two other kinds: name each host in one "
+                           "[[hosts]] table")
     for other in cluster.others:
         hosts = {number // each for number in other.devices}
         if len(other.devices) != sum(min(each, count - host * each) for host in hosts):

@@ -10,10 +10,13 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from typer.testing import CliRunner
 
 import autoparallel
 from autoparallel.capture import capture
-from autoparallel.errors import PlanError
+from autoparallel.cli import app
+from autoparallel.errors import InfeasibleError, PlanError
+from autoparallel.export.degrees import degrees_of
 from autoparallel.partition import Splits, stages_of
 from autoparallel.planning.one_mesh import plan_on
 from autoparallel.planning.options import options_of
@@ -141,7 +144,7 @@ def test_the_joint_search_finds_a_pipeline_for_a_slow_host() -> None:
     found beats the best plan for equal devices."""
     cluster = Cluster.load("h100-sxm", num_devices=16)
     model, args = Products(12, 4096), (torch.zeros(65536, 4096),)
-    on_equal, made = (autoparallel.plan(model, one, example_inputs=args, joint=True, time_limit_s=20.0)
+    on_equal, made = (autoparallel.plan(model, one, example_inputs=args, joint=True, time_limit_s=10.0)
                       for one in (cluster, slow(cluster, *range(8, 16))))
     held = plan_on(Splits(capture(model, args))(on_equal.hybrid.micro_batches), slow(cluster, *range(8, 16)),
                    on_equal.mesh_shape, None, options_of({}), on_equal.hybrid)
@@ -159,6 +162,69 @@ def test_no_plan_on_unequal_devices_is_below_its_bound(seed: int) -> None:
         while bounds.tighten(candidate):
             pass
         assert 0 < even_s <= bounds.step_s(candidate) <= step * (1 + 1e-9), candidate
+
+
+# --- memory -------------------------------------------------------------------------------------------------------
+
+
+def of_two_memories(first: float, second: float, more: Device = FAST) -> Cluster:
+    """Two devices of equal speed and so many bytes."""
+    small = dataclasses.replace(more, name="small", memory_bytes=second)
+    return dataclasses.replace(PLAIN, device=dataclasses.replace(FAST, memory_bytes=first),
+                               others=(OtherHosts("small", (1,), small),))
+
+
+def test_a_stage_may_fill_its_own_devices() -> None:
+    """The first of two stages needs most, as it holds more micro-batches: it fits where its device has the memory,
+    though the other has half as much. Its bytes count as its share of the smallest device's."""
+    alike = planned(PLAIN)
+    first, second = (stage.state_bytes + 8 * stage.activation_bytes for stage in alike.known.stages)
+    uneven = of_two_memories(2.2 * first, 1.1 * max(first, second))
+    made = planned(uneven)
+    assert made.prediction.limit_bytes == pytest.approx(1.1 * max(first, second))
+    assert made.prediction.peak_bytes < alike.prediction.peak_bytes * (1 + 1e-9)
+    assert [s.state_bytes for s in made.known.stages] == [s.state_bytes for s in alike.known.stages]
+    assert made.prediction.state_bytes == pytest.approx(alike.prediction.state_bytes)
+    assert "Bytes on a larger device are told as its share" in made.summary()
+
+
+def test_memory_of_the_faster_devices_is_used() -> None:
+    """The fast device gets four of six layers and has memory for them; on a device as small as the other they do not
+    fit, nor with a limit that is the same for all."""
+    states = [stage.state_bytes for stage in planned(slow(PLAIN, 1)).known.stages]
+    assert states[0] > 1.4 * states[1]
+    slower = dataclasses.replace(FAST, peak_flops_per_s={"float32": 5e11})
+    limit = 0.9 * states[0]
+    made = planned(of_two_memories(4 * states[0], limit, slower))
+    assert made.hybrid.cuts == ("linear_4",)
+    for cluster, options in ((of_two_memories(limit, limit, slower), {}),
+                             (of_two_memories(4 * states[0], limit, slower), {"memory_limit_bytes": limit})):
+        with pytest.raises(InfeasibleError):
+            planned(cluster, **options)
+
+
+# --- what is told -------------------------------------------------------------------------------------------------
+
+
+def test_the_command_line_says_what_a_cluster_is(tmp_path: Path) -> None:
+    path = tmp_path / "ours.toml"
+    path.write_text('based_on = "h100-sxm"\nname = "ours"\n[[slow]]\nhosts = [1]\nspeed = 0.5\n')
+    shown = CliRunner().invoke(app, ["clusters", str(path), "--devices", "16"])
+    assert shown.output.splitlines()[:3] == ["ours: 16 devices, 8 a host, unequal",
+                                             "  devices 0-7: H100 SXM5 80GB, 80 GiB",
+                                             "  devices 8-15: H100 SXM5 80GB at 50% speed, 80 GiB"]
+    refused = CliRunner().invoke(app, ["clusters", str(path)])
+    assert refused.exit_code and "host 1 is named, and 8 devices are on hosts 0-0" in str(refused.exception)
+
+
+def test_an_export_lists_the_order_of_hosts() -> None:
+    cluster = slow(Cluster.load("h100-sxm", num_devices=16), *range(8))
+    case = CASES["llama"]
+    args, kwargs = case.inputs(16)
+    plan = autoparallel.plan(case.build(), cluster, example_inputs=args, example_kwargs=kwargs,
+                             by_hand="dp=8,pp=2,micro_batch=1")
+    assert plan.devices == (*range(8, 16), *range(8))
+    assert "start the ranks on the cluster's devices 8-15, 0-7" in str(degrees_of(plan).lost)
 
 
 # --- on ranks -----------------------------------------------------------------------------------------------------
