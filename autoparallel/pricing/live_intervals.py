@@ -147,11 +147,6 @@ class Liveness:
         known = {stages: what(stages[0]) for stages in set(self.stages_of)}
         return np.array([known[stages] for stages in self.stages_of])
 
-    def _by_stages(self, what: Callable[..., float]) -> np.ndarray:
-        """``what(*stages)`` of all stages of each decision."""
-        known = {stages: what(*stages) for stages in set(self.stages_of)}
-        return np.array([known[stages] for stages in self.stages_of])
-
     @cached_property
     def _held(self) -> np.ndarray:
         return np.array(self.counts.held, float)
@@ -166,7 +161,8 @@ class Liveness:
         """Extend intervals in the first stages of these decisions to all their stages. Stages between count as well: an
         interval is contiguous. Bytes count by the smallest memory."""
         if self._shares:
-            np.multiply(found.copies, self._by_stages(self.share)[decisions], out=found.copies)
+            shares = np.array([self.share(*stages) for stages in self.stages_of])
+            np.multiply(found.copies, shares[decisions], out=found.copies)
         for number, index in enumerate(decisions.tolist() if not self.counts.in_one else ()):
             if len(stages := self.stages_of[index]) > 1:
                 shifts = [self._start(stage) - self._start(stages[0]) for stage in stages]

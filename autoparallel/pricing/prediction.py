@@ -17,7 +17,7 @@ from autoparallel.plans.record import StageSeconds
 from autoparallel.pricing.counts import ExecutionCounts
 from autoparallel.pricing.overlap_simulation import hidden_s
 from autoparallel.pricing.problem import SpacePricer
-from autoparallel.pricing.step_cost import Move
+from autoparallel.pricing.step_cost import Move, prices_of
 from autoparallel.pricing.unit_costs import Inside, Prices
 from autoparallel.schedule.pipeline_tasks import StageTimes, simulated_s
 from autoparallel.search.model.problem import Problem
@@ -398,7 +398,7 @@ def _add_op(pricer: SpacePricer, index: int, number: int, count: int, place: int
     stage.again += count * float(cost.again[number])
     stage.backward += count * float(cost.backward[number])
     forward, backward = pricer.counts.op_times(index, place)
-    prices = pricer.costs.prices_of(index, place)
+    prices = prices_of(pricer.prices, pricer.counts, index, place)
     _add_ahead(pricer, prices, index, number, (count * forward, count * backward), stage)
     for exchanged in prices.op_of(index).inside:
         _add_inside(pricer, exchanged, number, (count * forward, count * backward), stage, found)

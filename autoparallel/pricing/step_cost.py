@@ -60,6 +60,14 @@ class Move(NamedTuple):
     kind: int
 
 
+def prices_of(prices: Prices, counts: ExecutionCounts, index: int, stage: int | None = None) -> Prices:
+    """The unit costs of a decision on the devices of the stage (default: on the slowest of all its stages)."""
+    if counts.one_for_all or counts.hybrid.stages == 1:
+        return prices
+    stages = counts.stages_of[index] if stage is None else (stage,)
+    return prices.of_ranks(counts.hybrid.ranks_of(*stages))
+
+
 class StepCosts:
     """The costs of one step: unit costs (`Prices`) times execution counts, memoised by equivalence class.
 
@@ -77,20 +85,12 @@ class StepCosts:
     def of(self, index: int, stage: int | None = None) -> StepCost:
         """The seconds of a decision in a step, on a rank of the stage (default: its first)."""
         s, kind, counts = self.space.strategy_sets[index], self.space.decisions[index].kind, self.counts
-        prices = self.prices_of(index, stage)
+        prices = prices_of(self.prices, counts, index, stage)
         times, moves = counts.op_times(index, stage), counts.offloads(index)
         readers = int(self.kinds.readers[index]) if kind == "shared_read" else 0
         key = (id(s), kind, readers, self.prices.chains[index], times, moves, counts.ranks_with(index),
                self.gradients.leave(index), id(prices))
         return self.memo.once(("cost", *key), lambda: self._cost(index, times, prices))
-
-    def prices_of(self, index: int, stage: int | None = None) -> Prices:
-        """The unit costs of a decision on the devices of the stage (default: on the slowest of all its stages)."""
-        counts = self.counts
-        if counts.one_for_all or counts.hybrid.stages == 1:
-            return self.prices
-        stages = counts.stages_of[index] if stage is None else (stage,)
-        return self.prices.of_ranks(counts.hybrid.ranks_of(*stages))
 
     def _cost(self, index: int, times: tuple[int, int], prices: Prices) -> StepCost:
         s, kind = self.space.strategy_sets[index], self.space.decisions[index].kind
@@ -127,7 +127,7 @@ class StepCosts:
     def shared_read_s(self, index: int, prices: Prices | None = None) -> np.ndarray:
         """Seconds of summing the gradients from a value's readers once, by strategy."""
         s, readers = self.space.strategy_sets[index], int(self.kinds.readers[index])
-        there = self.prices_of(index) if prices is None else prices
+        there = prices_of(self.prices, self.counts, index) if prices is None else prices
         chain = there.chains[index]
         return self.memo.once(("shared_read", id(s), readers, chain, id(there)),
                               lambda: there.costs.sum_s(s, readers, chain))
