@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import logging
 import sys
 from pathlib import Path
 from typing import Any
@@ -10,12 +11,13 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
 from typer.testing import CliRunner
 
 import autoparallel
 from autoparallel.capture import capture
 from autoparallel.cli import app
-from autoparallel.errors import InfeasibleError, PlanError
+from autoparallel.errors import InfeasibleError, MeshError, PlanError
 from autoparallel.export.degrees import degrees_of
 from autoparallel.partition import Splits, stages_of
 from autoparallel.planning.one_mesh import plan_on
@@ -27,6 +29,16 @@ from cost_models import Cluster, Device, Link
 from cost_models.unequal import OtherHosts, Slow
 from tests.support.launching import output_of
 from tests.support.models import CASES
+from tests.support.ranks import mesh_of
+from tests.support.reference import (
+    SEED,
+    Trained,
+    assert_same_parameters,
+    gathered,
+    make_optimizer,
+    scalar,
+    train_reference,
+)
 from tests.support.small_joint import SmallCase
 from tests.support.steps import assert_one_process
 
@@ -241,6 +253,63 @@ def test_an_uneven_pipeline_equals_one_process(ranks: Any) -> None:
              for one in (Cluster.load("local-cpu", num_devices=4), cluster)]
     assert plans[0].hybrid.cuts != plans[1].hybrid.cuts
     assert_one_process(ranks, "llama", (2, 2), {"plan": dataclasses.replace(plans[1], record=plans[1].known)})
+
+
+def train_reordered(plan: Plan) -> tuple[Trained, list[list[int]], list[str]]:
+    """Run on each rank: two steps of Llama on the devices of the plan; the mesh; what is warned of on another mesh."""
+    case, told = CASES["llama"], list[str]()
+    args, kwargs = case.inputs(8)
+    handler = logging.Handler()
+    handler.emit = lambda record: told.append(record.getMessage())    # type: ignore[method-assign]    # one test's own
+    logging.getLogger("autoparallel").addHandler(handler)
+    autoparallel.compile(case.build(), mesh_of(2, 2), plan=plan)
+    parallel = autoparallel.compile(case.build(), 4, plan=plan, example_inputs=args, example_kwargs=kwargs)
+    logging.getLogger("autoparallel").removeHandler(handler)
+    torch.manual_seed(SEED)
+    stepper, losses = make_optimizer("sgd", parallel.parameters()), []
+    for _ in range(2):
+        losses.append(scalar(parallel.step(*args, **kwargs)))
+        stepper.step()
+        stepper.zero_grad()
+    return Trained(losses[0], losses, {}, gathered(parallel.named_parameters()), {}), parallel.mesh.mesh.tolist(), told
+
+
+@pytest.mark.ranks
+def test_a_reordered_pipeline_equals_one_process(ranks: Any) -> None:
+    """Ranks 0 and 2 are slow: the second stage is theirs."""
+    wide = dataclasses.replace(PLAIN, links=(PLAIN.links[0], dataclasses.replace(PLAIN.links[1], num_devices=4)),
+                               num_devices=4)
+    case = CASES["llama"]
+    args, kwargs = case.inputs(8)
+    plan = autoparallel.plan(case.build(), slow(wide, 0, 2), example_inputs=args, example_kwargs=kwargs,
+                             mesh_shape=(2, 2), pipeline_stages=2, micro_batches=4)
+    assert plan.devices == (1, 3, 0, 2)
+    expected = train_reference(case, "sgd", num_steps=2, batch_size=8)
+    found = ranks(4).run(train_reordered, dataclasses.replace(plan, record=None), timeout_s=120)
+    for rank, (trained, mesh, told) in enumerate(found):
+        assert mesh == [[1, 3], [0, 2]]
+        assert trained.losses == pytest.approx(expected.losses, rel=1e-5)
+        assert_same_parameters(expected.parameters | trained.parameters, expected)
+        first = "model.layers.0.self_attn.q_proj.weight" in trained.parameters
+        assert first == (rank in (1, 3))
+        assert any("in the order [1, 3, 0, 2], and the mesh has the ranks [0, 1, 2, 3]" in line for line in told)
+    assert {name for trained, *_ in found for name in trained.parameters} == set(expected.parameters)
+
+
+def compile_descending() -> str:
+    """Run on each rank: what is said of a mesh whose groups torch sorts."""
+    case = CASES["mlp"]
+    try:
+        autoparallel.compile(case.build(), DeviceMesh("cpu", torch.tensor([1, 0])))
+    except MeshError as error:
+        return str(error)
+    return ""
+
+
+@pytest.mark.ranks
+def test_a_mesh_whose_groups_are_in_another_order_is_refused(ranks: Any) -> None:
+    for said in ranks(2).run(compile_descending):
+        assert "process group is of the ranks [0, 1] in this order: give a mesh whose ranks ascend" in said
 
 
 @pytest.mark.ranks

@@ -20,7 +20,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from autoparallel.errors import LaunchError, MeshError, shown
-from autoparallel.kernels.groups import destroy_groups
+from autoparallel.kernels.groups import destroy_groups, ordered_mesh
 from autoparallel.launch.environment import Identity, identity_of, is_scheduler
 from autoparallel.plans import Plan
 
@@ -94,14 +94,12 @@ def _mesh(kind: str, shape: tuple[int, ...], names: tuple[str, ...] | None, devi
     if len(hosts) > 1:
         dist.all_gather_object(hosts, socket.gethostname())
     order = sorted(range(len(hosts)), key=lambda rank: hosts.index(hosts[rank]))
-    if devices:
-        order = [order[device] for device in devices]
-        _LOG.info("the plan puts equal hosts side by side: the mesh takes the ranks in the order %s", order)
-        return DeviceMesh(kind, torch.tensor(order).view(shape), mesh_dim_names=names)
+    order = [order[device] for device in devices] if devices else order
     if order == list(range(len(hosts))):
         return init_device_mesh(kind, shape, mesh_dim_names=names)
-    _LOG.info("ranks of a host do not follow one another: the mesh takes them in the order %s", order)
-    return DeviceMesh(kind, torch.tensor(order).view(shape), mesh_dim_names=names)
+    why = "the plan has equal hosts side by side" if devices else "ranks of a host do not follow one another"
+    _LOG.info("%s: the mesh takes them in the order %s", why, order)
+    return ordered_mesh(kind, order, shape, names or [f"axis{number}" for number in range(len(shape))])
 
 
 def _check(launcher: Any, backend: Any, timeout_s: Any) -> None:

@@ -11,6 +11,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from autoparallel.errors import MeshError, shown
+from autoparallel.kernels import groups
 from autoparallel.plans import Plan
 from autoparallel.runtime.failing import check_groups
 from cost_models import Cluster
@@ -37,11 +38,12 @@ def check_mesh(mesh: DeviceMesh | int, plan: Plan | None = None) -> DeviceMesh:
                             f"{math.prod(shape)} processes, or plan again")
         kind = "cuda" if torch.cuda.is_available() else "cpu"
         if plan is not None and plan.devices:
-            return DeviceMesh(kind, torch.tensor(plan.devices).view(shape), mesh_dim_names=names)
+            return groups.ordered_mesh(kind, plan.devices, shape, names)
         return init_device_mesh(kind, shape, mesh_dim_names=names)
     if mesh.size() != world:
         raise MeshError(f"the mesh has {mesh.size()} devices {tuple(mesh.shape)} and the world {world} ranks: "
                         "every rank must be on the mesh")
+    groups.check_order(mesh)
     if plan is not None and plan.devices and mesh.mesh.flatten().tolist() != list(plan.devices):
         _LOG.warning("the plan takes the devices of an unequal cluster in the order %s, and the mesh has the ranks %s: "
                      "autoparallel.init(plan=plan) makes the mesh so; here steps may take longer than planned",
