@@ -26,6 +26,7 @@ from autoparallel.planning.options import (
     with_options,
     with_plan_by_hand,
 )
+from autoparallel.planning.unequal_hosts import on_grouped_hosts
 from autoparallel.plans import Plan
 from cost_models import Cluster
 
@@ -126,8 +127,8 @@ def plan(
                                    mesh_shape=mesh_shape, axis_names=axis_names, joint=joint)
     if compare_by_hand is not None:
         chosen = compared_by_hand(chosen, compare_by_hand, cluster.num_devices)
-    return compiler.plan(model, cluster, example_inputs or (), example_kwargs or {}, mesh_shape, axis_names, joint,
-                         chosen)
+    return on_grouped_hosts(cluster, lambda hosts: compiler.plan(
+        model, hosts, example_inputs or (), example_kwargs or {}, mesh_shape, axis_names, joint, chosen))
 
 
 @with_options

@@ -422,12 +422,19 @@ def selftest(
 
 
 @app.command()
-def clusters() -> None:
-    """List the known clusters."""
-    from cost_models import known_clusters
+def clusters(
+    cluster: Annotated[str | None, typer.Argument(help="a known cluster, or a TOML file, to describe")] = None,
+    devices: Annotated[int | None, typer.Option(help="number of devices (default: the description's)")] = None,
+) -> None:
+    """List the known clusters; or say what one is: its devices by kind, and the links that join them."""
+    from cost_models import Cluster, known_clusters, unequal
 
-    for name in known_clusters():
-        typer.echo(name)
+    if cluster is None:
+        for name in known_clusters():
+            typer.echo(name)
+        return
+    for line in unequal.lines(Cluster.load(cluster, devices)):
+        typer.echo(line)
 
 
 def _by_hand(text: str | None, devices: int | None) -> str | None:

@@ -93,12 +93,14 @@ def memory_excess(confidence: float) -> float:
 def usable_bytes(cluster: Cluster, confidence: float = 0.95) -> float:
     """Bytes of a device that predicted tensors may take so that this share of runs fits: without the process's own
     (`Device.reserved_bytes`), communicators' buffers and the allocator's fragments, and with room for the error of
-    predictions. Without a profile only the first is known.
+    predictions. Without a profile only the first is known. Of an unequal cluster those of the smallest device.
 
     >>> cluster = Cluster.load("h100-sxm")
     >>> usable_bytes(cluster, 0.95) < usable_bytes(cluster, 0.5) < cluster.device.usable_bytes
     True
     """
+    if cluster.is_unequal:
+        return min(usable_bytes(kind, confidence) for kind in cluster.kinds())
     profile, device = cluster.profile, cluster.device
     if profile is None:
         return device.usable_bytes

@@ -11,7 +11,7 @@ import json
 import re
 import tomllib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from itertools import pairwise
 from numbers import Integral
 from pathlib import Path
@@ -308,7 +308,8 @@ def write_cluster(path: str | Path, cluster: Cluster, source: str = "") -> None:
     except (ValueError, RecursionError) as error:
         raise ClusterError(f"the cluster {cluster.name!r} cannot be written: {error}") from error
     if found != cluster:
-        odd = [name for name, value in vars(cluster).items() if name != "sources" and vars(found).get(name) != value]
+        odd = [one.name for one in fields(cluster) if one.compare
+               and getattr(found, one.name) != getattr(cluster, one.name)]
         raise ClusterError(f"the cluster {cluster.name!r} cannot be written: {', '.join(odd)} would be read back as "
                            "another one")
     write_whole(path, text)
@@ -359,6 +360,13 @@ def cluster_toml(cluster: Cluster, source: str = "") -> str:
         lines += table(f"links.{i}.slowdown", link.slowdown, "links.slowdown")
         ways = {name: [p.base_s, p.alpha_s, p.share] for name, p in link.protocols.items()}
         lines += table(f"links.{i}.protocols", ways, "links.protocols")
+    each = cluster.devices_per_host
+    for other in cluster.others:
+        lines += ["", "[[hosts]]", f"device = {_toml(other.like)}",
+                  f"hosts = {_toml(sorted({n // each for n in other.devices}))}"]
+    for number, slow in enumerate(cluster.slow):
+        lines += ["", "[[slow]]", f"devices = {_toml(slow.devices)}"]
+        lines += [line(f"slow.{number}.{key}", getattr(slow, key)) for key in ("speed", "bandwidth")]
     return "\n".join(lines) + "\n"
 
 

@@ -13,7 +13,9 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from cost_models import unequal
 from cost_models.errors import ClusterError
+from cost_models.unequal import OtherHosts, Slow
 
 if TYPE_CHECKING:
     from cost_models.profile import Profile
@@ -380,7 +382,8 @@ class Correction:
 
 @dataclass(frozen=True)
 class Cluster:
-    """``num_devices`` equal devices joined by ``links``, from inside a host outwards.
+    """``num_devices`` devices joined by ``links``, from inside a host outwards; equal but for the ``slow`` ones and
+    those of ``others`` (`cost_models.unequal`).
 
     Ranks are laid out row-major on a mesh: the last axis runs over neighbours, so over the fastest links. The last host
     may be partly used. ``call_s`` by collective is what one call costs beside its messages (waking ranks and threads),
@@ -400,6 +403,8 @@ class Cluster:
     sources: Mapping[str, str] = field(default_factory=dict, repr=False, compare=False)
     profile: Profile | None = None
     correction: Correction = Correction()
+    slow: tuple[Slow, ...] = ()
+    others: tuple[OtherHosts, ...] = ()
 
     def __post_init__(self) -> None:
         sizes = [link.num_devices for link in self.links]
@@ -418,6 +423,8 @@ class Cluster:
         if not self.algorithms or not set(self.algorithms) <= set(ALGORITHMS):
             raise ClusterError(f"cluster {self.name}: algorithms {list(self.algorithms)} must be some of "
                                f"{', '.join(ALGORITHMS)}")
+        if self.slow or self.others:
+            unequal.check(self)
 
     def _nics(self, link: Link, inside: int) -> float:
         """NICs of the ``inside`` devices that the next inner link joins: a host's, or those of several hosts."""
@@ -454,9 +461,38 @@ class Cluster:
 
         return description.load(name_or_path, num_devices, software)
 
+    @property
+    def is_unequal(self) -> bool:
+        """Whether some devices, or what their hosts send by, differ from others."""
+        return bool(self.slow or self.others)
+
+    @cached_property
+    def kinds_by_device(self) -> tuple[tuple[int, float], ...]:
+        """By device: which of ``others`` it is (-1: none), and its speed."""
+        return unequal.kinds_of(self)
+
+    def kinds(self, devices: Sequence[int] | None = None) -> tuple[Cluster, ...]:
+        """The kinds of these devices (numbers; default: all), each as a cluster of equal ones: an op cut over them
+        takes as long as on the slowest of these."""
+        if not self.is_unequal:
+            return (self,)
+        numbers = range(self.num_devices) if devices is None else devices
+        found = sorted({self.kinds_by_device[number] for number in numbers})
+        for kind in found:
+            if kind not in self._kinds:
+                self._kinds[kind] = unequal.only(self, kind)
+        return tuple(self._kinds[kind] for kind in found)
+
+    @cached_property
+    def _kinds(self) -> dict[tuple[int, float], Cluster]:
+        return {}
+
     @cached_property
     def working_device(self) -> Device:
-        """The device as the profile's software finds it (as described, without a profile), corrected."""
+        """The device as the profile's software finds it (as described, without a profile), corrected; of several kinds
+        one that is no faster than any."""
+        if self.is_unequal:
+            return unequal.weakest([kind.working_device for kind in self.kinds()])
         found, slower = self.device, self.correction.compute
         if self.profile is not None:
             found = self.profile.device(found, devices=self.num_devices)
@@ -474,6 +510,17 @@ class Cluster:
         outer = self.links[-1]
         rate = outer.bandwidth_bytes_per_s * self.profile.network
         return (*self.links[:-1], replace(outer, bandwidth_bytes_per_s=rate))
+
+    def _links_of(self, count: int) -> tuple[Link, ...]:
+        """The links; those between hosts as the host with the slowest NICs of the first ``count`` devices has them."""
+        share = unequal.bandwidth_share(self, range(count)) if self.slow else 1.0
+        if share == 1.0:
+            return self._links
+        inside = [0, *(link.num_devices for link in self._links[:-1])]
+        last = len(self._links) - 1
+        return tuple(replace(link, bandwidth_bytes_per_s=share * link.bandwidth_bytes_per_s)
+                     if level == last or within >= self.devices_per_host else link
+                     for level, (link, within) in enumerate(zip(self._links, inside, strict=True)))
 
     def group(self, mesh_shape: Sequence[int], axis: int, places: Sequence[int] = ()) -> Group:
         """How the groups along one mesh axis (or of the ranks at some ``places`` of it) cross the links (of several
@@ -498,21 +545,21 @@ class Cluster:
                                f"{self.num_devices}: load it with num_devices={needed}")
         domains = tuple(link.num_devices for link in self.links[:-1])
         counts, members, sharing = _crossings(mesh_shape, axes, domains, tuple(places))
-        lanes = [1.0]
-        for level, link in enumerate(self._links[1:]):
+        lanes, links = [1.0], self._links_of(needed)
+        for level, link in enumerate(links[1:]):
             lanes.append(_lanes(domains[level], self._nics(link, domains[level]), members[level],
                                 sharing[level]))
         crossed = [level for level, count in enumerate(counts[1:]) if count > 1]
         size = len(places) or math.prod(mesh_shape[a] for a in axes)
         return Group(
-            levels=tuple(zip(counts, self._links, strict=True)),
+            levels=tuple(zip(counts, links, strict=True)),
             launch_s=self.working_device.launch_s,
             lanes=tuple(lanes),
             size=size,
             sharing=sharing[crossed[-1]] if crossed else 1,
             algorithms=self.algorithms,
             call_s=self.call_s,
-            late_s=self.profile.late_s(size) if self.profile else 0.0,
+            late_s=max(kind.profile.late_s(size) if kind.profile else 0.0 for kind in self.kinds()),
             slower=self.correction.communication,
         )
 

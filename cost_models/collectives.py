@@ -86,7 +86,7 @@ def host_copy_s(nbytes: Bytes, cluster: Cluster, to_device: bool) -> Any:
     """Moving ``nbytes`` between a device's memory and its host's, while all devices of the cluster do. Raises
     ClusterError where the cluster does not say how fast that is."""
     rate = known_rate(cluster, "to_device_bytes_per_s" if to_device else "from_device_bytes_per_s")
-    return cluster.device.launch_s + np.asarray(nbytes, dtype=float) / rate
+    return max(kind.device.launch_s for kind in cluster.kinds()) + np.asarray(nbytes, dtype=float) / rate
 
 
 def _cheapest(nbytes: Bytes, group: Group, collective: str, cost: Callable[[Any, Group], Any]) -> Any:

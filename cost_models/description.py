@@ -7,8 +7,8 @@ A number is written plainly or, better, with its source: ``alpha_s = { value = 5
 from __future__ import annotations
 
 import tomllib
-from collections.abc import Collection, Mapping
-from dataclasses import fields
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import fields, replace
 from importlib import resources
 from pathlib import Path
 from typing import Any
@@ -33,6 +33,7 @@ from cost_models.cluster import (
 from cost_models.errors import ClusterError
 from cost_models.files import is_nested, nearest, read_regular
 from cost_models.profile import Profile, check_software
+from cost_models.unequal import OtherHosts, Slow, worse_host, worse_link
 
 #: Entries of networks in `profiles.toml`, by the first word of a link's name.
 NETWORKS = {"infiniband": "infiniband", "roce": "roce", "omni-path": "omni-path"}
@@ -261,13 +262,117 @@ def from_table(data: Any, where: str, num_devices: int | None = None, software: 
     correction = _correction(told)
     profile = _profile(top, links[-1].name, software)
     default = top.whole("num_devices", "devices when none are asked for", float(devices_of_host(links, host)))
+    slow, others = _tables(top, "slow"), _tables(top, "hosts")
     top.finish()
     count = default if num_devices is None else num_devices
     try:
-        return Cluster(name, device, links, count, tuple(algorithms), host, call_s, sources, profile,
-                       correction)
+        found = Cluster(name, device, links, count, tuple(algorithms), host, call_s, sources, profile, correction)
     except ClusterError as error:
         raise ClusterError(f"{where}: {error}") from error
+    return _with_unequal(found, slow, others) if slow or others else found
+
+
+def _tables(top: _Table, key: str) -> list[_Table]:
+    """The tables of a list, which may be left out."""
+    listed = top.raw(key, f"[[{key}]] tables", [])
+    if not isinstance(listed, list):
+        raise ClusterError(f"{top.is_said(key, listed)}; required: [[{key}]] tables, with two brackets")
+    return [_Table(entry, top.file, f"{key}.{number}", top.sources) for number, entry in enumerate(listed)]
+
+
+def _with_unequal(cluster: Cluster, slow: Sequence[_Table], hosts: Sequence[_Table]) -> Cluster:
+    """The cluster with its slow devices and its hosts of another kind, which take what links, calls and host memory
+    are to the slower of both kinds."""
+    where = (slow or hosts)[0].file
+    try:
+        taken = 0
+        for table in reversed(hosts):    # a count is of the last hosts that no later table has
+            other, counted = _other_hosts(table, cluster, taken)
+            taken += counted
+            cluster = _worse(replace(cluster, others=(other, *cluster.others)), _named(table, cluster))
+        return replace(cluster, slow=tuple(_slow(table, cluster) for table in slow))
+    except ClusterError as error:
+        raise error if str(error).startswith(where) else ClusterError(f"{where}: {error}") from error
+
+
+def _slow(table: _Table, cluster: Cluster) -> Slow:
+    speed = table.number("speed", "the share of the others' speed, 0.5 for half", 1.0)
+    bandwidth = table.number("bandwidth", "the share of the others' bandwidth between hosts", 1.0)
+    given = [key for key in ("devices", "hosts") if key in table.data]
+    if len(given) != 1 or not {"speed", "bandwidth"} & table.data.keys():
+        raise ClusterError(f"{table.file}: [[{table.path.partition('.')[0]}]] has {sorted(table.data)}; required: "
+                           "devices = [8, 9] or hosts = [1], numbered from 0, and speed = 0.5, bandwidth = 0.5 or both")
+    numbers = _numbers(table, given[0])
+    table.finish()
+    try:
+        return Slow(numbers if given[0] == "devices" else _devices_on(numbers, cluster), speed, bandwidth)
+    except ClusterError as error:
+        raise ClusterError(f"{table.file}: {table.path}: {error}") from error
+
+
+def _other_hosts(table: _Table, cluster: Cluster, taken: int) -> tuple[OtherHosts, int]:
+    """The hosts of a table, and how many were given by their count; ``taken``: of the last ones by later tables."""
+    found, given = _named(table, cluster), [key for key in ("count", "hosts") if key in table.data]
+    if len(given) != 1:
+        raise ClusterError(f"{table.file}: {table.path} has {sorted(table.data)}; required: device = \"h100-sxm\" and "
+                           "either count = 2 (the last hosts) or hosts = [2, 3], numbered from 0")
+    whole = cluster.num_devices // cluster.devices_per_host
+    if given == ["hosts"]:
+        numbers, count = _numbers(table, "hosts"), 0
+    else:
+        count = table.whole("count", "how many hosts, the last of the cluster")
+        if not 1 <= count <= whole - taken:
+            raise ClusterError(f"{table.is_said('count', count)}: {cluster.num_devices} devices have "
+                               f"{whole - taken} whole hosts of {cluster.devices_per_host} for it: set num_devices "
+                               "to those of all hosts together, or load the cluster with as many")
+        numbers = tuple(range(whole - taken - count, whole - taken))
+    table.finish()
+    return OtherHosts(table.data["device"], _devices_on(numbers, cluster), found.device, found.profile), count
+
+
+def _named(table: _Table, cluster: Cluster) -> Cluster:
+    """The known cluster whose device and hosts a table of hosts names, under the software of ``cluster``."""
+    name = table.text("device", "a known cluster, whose device these hosts have")
+    if name not in known_clusters():
+        raise ClusterError(f"{table.is_said('device', name)}{nearest(name, known_clusters())} is not known; required: "
+                           f"one of {', '.join(known_clusters())}")
+    return load(name, software="none" if cluster.profile is None else cluster.profile.software)
+
+
+def _numbers(table: _Table, key: str) -> tuple[int, ...]:
+    given = table.raw(key, "a list of numbers from 0")
+    if not isinstance(given, list) or not given or not all(type(one) is int and one >= 0 for one in given):
+        raise ClusterError(f"{table.is_said(key, given)}; required: a list of whole numbers from 0 on, as [0, 1]")
+    if len(set(given)) < len(given):
+        raise ClusterError(f"{table.is_said(key, given)} has a number twice")
+    return tuple(given)
+
+
+def _devices_on(hosts: Collection[int], cluster: Cluster) -> tuple[int, ...]:
+    """The devices of hosts; of one that is partly used those that are. Raises ClusterError for a host that the cluster
+    has not."""
+    each, count = cluster.devices_per_host, cluster.num_devices
+    if max(hosts) * each >= count:
+        raise ClusterError(f"host {max(hosts)} is named, and {count} devices are on hosts 0-{(count - 1) // each}, of "
+                           f"{each} each: load the cluster with num_devices={(max(hosts) + 1) * each}, or name devices")
+    return tuple(n for host in sorted(hosts) for n in range(host * each, min(count, (host + 1) * each)))
+
+
+def _worse(cluster: Cluster, other: Cluster) -> Cluster:
+    """The cluster with links, calls and host memory that are no better than those of ``other``'s hosts; the link
+    between hosts is the cluster's, by the NICs of the slower."""
+    mine, theirs = ([link.num_devices if link.num_devices < UNLIMITED else "all" for link in one.links]
+                    for one in (cluster, other))
+    if mine != theirs or cluster.devices_per_host != other.devices_per_host:
+        raise ClusterError(f"hosts like {other.name} have {other.devices_per_host} devices, on links that join "
+                           f"{theirs}, and those of {cluster.name} {cluster.devices_per_host}, on links that join "
+                           f"{mine}: all hosts must have as many; plan for each kind of hosts apart")
+    algorithms = tuple(way for way in cluster.algorithms if way in other.algorithms)
+    calls = {kind: max(one.call_s.get(kind, one.device.launch_s) for one in (cluster, other))
+             for kind in dict.fromkeys([*cluster.call_s, *other.call_s])}
+    links = tuple(map(worse_link, cluster.links, other.links))
+    return replace(cluster, links=(*links[:-1], replace(links[-1], name=cluster.links[-1].name)), call_s=calls,
+                   host=worse_host(cluster.host, other.host), algorithms=algorithms)
 
 
 def _correction(table: _Table) -> Correction:

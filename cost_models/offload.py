@@ -98,7 +98,8 @@ def fetch_s(num_bytes: Any, cluster: Cluster) -> Any:
 def _memory_rate(cluster: Cluster) -> float:
     """Bytes per second of the host's memory for one device."""
     if cluster.host.shared_memory:
-        return cluster.device.memory_bandwidth_bytes_per_s * cluster.device.memory_bandwidth_efficiency
+        return min(kind.device.memory_bandwidth_bytes_per_s * kind.device.memory_bandwidth_efficiency
+                   for kind in cluster.kinds())
     return known_rate(cluster, "memory_bandwidth_bytes_per_s")
 
 

@@ -11,8 +11,8 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parent.parent
-PAGES = sorted([ROOT / "README.md", *(page for package in ("autoparallel", "cost_models")
-                                        for page in (ROOT / package).glob("**/README.md"))])
+MANUALS = [page for package in ("autoparallel", "cost_models") for page in (ROOT / package).glob("**/README.md")]
+PAGES = sorted([ROOT / "README.md", ROOT / "docs/concepts/cost-model.md", *MANUALS])
 SOURCES = sorted(path for package in ("autoparallel", "cost_models") for path in (ROOT / package).rglob("*.py"))
 EXAMPLES = [path for path in SOURCES if ">>> " in path.read_text()]
 

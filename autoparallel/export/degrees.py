@@ -13,6 +13,7 @@ from autoparallel.planning.by_hand import ByHand
 from autoparallel.plans import Plan
 from autoparallel.plans.roles import AxisRole, Roles, roles_of
 from autoparallel.schedule.schedules import usual
+from cost_models.unequal import told
 
 #: Roles from the slowest links to the fastest, as frameworks lay out their ranks.
 _ORDER = ("data", "expert", "context", "tensor")
@@ -210,6 +211,9 @@ def _lost(plan: Plan, roles: Roles, layers: tuple[str, ...]) -> list[Lost]:
     if (copies := plan.hybrid.copies) > 1:
         found.append(Lost(f"{copies} micro-batches at a time (multi-copy)", "one after the other",
                           plan.prediction.hidden_communication_s))
+    if plan.devices:
+        found.append(Lost("hosts in another order, so that equal ones share pipeline stages", "the hosts as they are "
+                          f"listed: start the ranks on the cluster's devices {told(plan.devices)}"))
     again = plan.hybrid.recompute_blocks
     if again is not None and set(again) != set(layers):
         share = 1 - len(again) / max(1, len(layers))

@@ -141,6 +141,34 @@ def position_on(mesh: DeviceMesh, pipeline_ranks: int) -> MeshPosition:
     return MeshPosition(mesh, mesh[axis_names(mesh)[1:]], coordinate[0], pipeline_ranks)
 
 
+def ordered_mesh(kind: str, ranks: Sequence[int], shape: Sequence[int], names: Sequence[str]) -> DeviceMesh:
+    """The mesh whose places, row by row, are these ranks in any order. All ranks call this. (torch's own DeviceMesh
+    sorts the ranks of each group, so that ranks of a group and places on the mesh would differ.)"""
+    from torch.distributed.device_mesh import DeviceMesh
+
+    places = torch.tensor(list(ranks), dtype=torch.int).view(*shape)
+    own = list[dist.ProcessGroup]()
+    for axis in range(places.ndim):
+        for column in places.movedim(axis, -1).reshape(-1, places.shape[axis]).tolist():
+            made = dist.new_group(column, sort_ranks=False)
+            if dist.get_rank() in column:
+                own.append(made)
+    if places.ndim == 1:
+        return DeviceMesh.from_group(own[0], kind, mesh_dim_names=tuple(names))
+    return DeviceMesh.from_group(own, kind, places, mesh_dim_names=tuple(names))
+
+
+def check_order(mesh: DeviceMesh) -> None:
+    """Raises MeshError where this rank has another place in an axis's group than on the mesh, so that shards would be
+    taken for others."""
+    for axis, (name, place) in enumerate(zip(axis_names(mesh), mesh.get_coordinate() or (), strict=False)):
+        if dist.get_rank(group := mesh.get_group(axis)) != place:
+            raise MeshError(f"axis {name!r} of the mesh {mesh.mesh.tolist()} has this rank at place {place}, and its "
+                            f"process group is of the ranks {dist.get_process_group_ranks(group)} in this order: give "
+                            "a mesh whose ranks ascend along each axis (autoparallel.init(plan=plan) makes one in a "
+                            "plan's order)")
+
+
 def apart() -> dist.ProcessGroup | None:
     """A new gloo group of all ranks, for messages apart from the programs' collectives; None if the default process
     group has no gloo. All ranks call this."""

@@ -20,7 +20,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from autoparallel.errors import LaunchError, MeshError, shown
-from autoparallel.kernels.groups import destroy_groups
+from autoparallel.kernels.groups import destroy_groups, ordered_mesh
 from autoparallel.launch.environment import Identity, identity_of, is_scheduler
 from autoparallel.plans import Plan
 
@@ -82,20 +82,24 @@ def init(mesh_shape: Sequence[int] | None = None, axis_names: Sequence[str] | No
     _leave_at_exit()
     name = identity.launcher if identity else "alone" if dist.get_world_size() == 1 else "unknown"
     return World(name, dist.get_rank(), dist.get_world_size(), local_rank, local_size, mine,
-                 _mesh(kind, shape, names), chosen)
+                 _mesh(kind, shape, names, chosen.devices if chosen is not None else ()), chosen)
 
 
-def _mesh(kind: str, shape: tuple[int, ...], names: tuple[str, ...] | None) -> DeviceMesh:
+def _mesh(kind: str, shape: tuple[int, ...], names: tuple[str, ...] | None, devices: Sequence[int] = ()
+          ) -> DeviceMesh:
     """The mesh, host after host: where a launcher deals ranks out in another way (mpirun --map-by node, srun
-    --distribution=cyclic), the last axes, with the fastest links, still lie within hosts."""
+    --distribution=cyclic), the last axes, with the fastest links, still lie within hosts. ``devices``: their numbers in
+    this order at each place of the mesh (`Plan.devices`); empty: as they are."""
     hosts = [""] * dist.get_world_size()
     if len(hosts) > 1:
         dist.all_gather_object(hosts, socket.gethostname())
     order = sorted(range(len(hosts)), key=lambda rank: hosts.index(hosts[rank]))
+    order = [order[device] for device in devices] if devices else order
     if order == list(range(len(hosts))):
         return init_device_mesh(kind, shape, mesh_dim_names=names)
-    _LOG.info("ranks of a host do not follow one another: the mesh takes them in the order %s", order)
-    return DeviceMesh(kind, torch.tensor(order).view(shape), mesh_dim_names=names)
+    why = "the plan has equal hosts side by side" if devices else "ranks of a host do not follow one another"
+    _LOG.info("%s: the mesh takes them in the order %s", why, order)
+    return ordered_mesh(kind, order, shape, names or [f"axis{number}" for number in range(len(shape))])
 
 
 def _check(launcher: Any, backend: Any, timeout_s: Any) -> None:

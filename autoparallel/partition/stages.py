@@ -133,7 +133,8 @@ def _needed(space: StrategySpace, ends: Sequence[int]) -> set[int]:
 def place_cuts(prices: Prices, loss: int | None, hybrid: Hybrid, strategies: Sequence[Strategy] | None = None
                ) -> tuple[str, ...]:
     """The names of the decisions at which stages 1, 2, ... begin, minimising the seconds (compute and sends) of the
-    slowest pipeline rank. Costs are those of ``strategies``, or of each op's cheapest strategy if None.
+    slowest pipeline rank; on unequal devices a stage gets work by the speed of those that it has. Costs are those of
+    ``strategies``, or of each op's cheapest strategy if None.
 
     Raises InputError without a scalar loss, InfeasibleError if there are fewer ops than stages.
     """
@@ -149,7 +150,9 @@ def place_cuts(prices: Prices, loss: int | None, hybrid: Hybrid, strategies: Seq
         return np.where(num_bytes > 0, collectives.send_recv_s(num_bytes, network), 0.0)
 
     flow = flow_of(space, _loss(loss))
-    cuts = cut_evenly(flow, seconds, hybrid.stages, hybrid.groups, lambda k: _local_bytes(space, k, strategies), send_s)
+    paces = prices.paces([hybrid.ranks_of(number) for number in range(len(hybrid.groups))])
+    cuts = cut_evenly(flow, seconds, hybrid.stages, hybrid.groups, lambda k: _local_bytes(space, k, strategies), send_s,
+                      paces)
     return tuple(space.decisions[index].name for index in cuts)
 
 
@@ -229,19 +232,23 @@ def cut_evenly(
     groups: Sequence[int],
     num_bytes: Callable[[TensorUse], float],
     send_s: Callable[[np.ndarray], np.ndarray],
+    paces: Sequence[float] | None = None,
 ) -> tuple[int, ...]:
     """The decisions at which stages 1, ..., count - 1 begin, so that the slowest rank takes least.
 
     For each bound on the bytes sent, the cuts that make the slowest stage fastest are found by bisection; the best of
     these is improved by moving single cuts. ``seconds``: by decision. ``groups``: ranks of each group of stages, which
     share its seconds; stage s belongs to group ``s % len(groups)``. ``send_s``: seconds of sending bytes, for which
-    both stages at a cut wait. Raises InfeasibleError if there are fewer ops than stages.
+    both stages at a cut wait. ``paces``: how many times as fast as by ``seconds`` each group computes.
+
+    Raises InfeasibleError if there are fewer ops than stages.
     """
     ops = [i for i in flow.main if flow.space.decisions[i].kind == "op"]
     if len(ops) < count:
         raise InfeasibleError(f"{len(ops)} ops cannot be cut into {count} pipeline stages: take at most {len(ops)}")
     before, sent = np.concatenate([[0.0], np.cumsum(seconds[ops])]), _sent_bytes(flow, ops, num_bytes)
-    loads = _Loads(before, np.concatenate([[0.0], send_s(sent[1:]), [0.0]]), np.array(groups))
+    loads = _Loads(before, np.concatenate([[0.0], send_s(sent[1:]), [0.0]]), np.array(groups, float),
+                   np.ones(len(groups)) if paces is None else np.array(paces, float))
     limits = np.unique(sent[1:])
     tried = [1 + np.flatnonzero(sent[1:] <= limit) for limit in (*limits[:MOST_LIMITS], limits[-1])]
     best = min((loads.even(places, count) for places in tried if len(places) >= count - 1),
@@ -252,28 +259,32 @@ def cut_evenly(
 @dataclass(frozen=True, eq=False)
 class _Loads:
     """Seconds per rank. A cut at position c has ``before[c]`` seconds of compute before it, and costs both stages
-    ``sends[c]``; the ranks of a group share the seconds of its stages."""
+    ``sends[c]``; the ranks of a group share the seconds of its stages, and compute ``paces`` times as fast."""
 
     before: np.ndarray
     sends: np.ndarray
     groups: np.ndarray
+    paces: np.ndarray
 
-    def _ranks(self, stage: int) -> int:
-        return int(self.groups[stage % len(self.groups)])
+    def _group(self, stage: int) -> tuple[float, float]:
+        """Ranks and pace of a stage."""
+        number = stage % len(self.groups)
+        return float(self.groups[number]), float(self.paces[number])
 
     def of_ranks(self, cuts: np.ndarray) -> np.ndarray:
         """Seconds per rank of each group, with these cuts."""
         places = np.concatenate([[0], cuts, [len(self.before) - 1]])
-        stages = np.diff(self.before[places]) + self.sends[places[:-1]] + self.sends[places[1:]]
-        of_group = np.array([stages[g :: len(self.groups)].sum() for g in range(len(self.groups))])
+        count = len(self.groups)
+        compute, sent = np.diff(self.before[places]), self.sends[places[:-1]] + self.sends[places[1:]]
+        of_group = np.array([compute[g::count].sum() / self.paces[g] + sent[g::count].sum() for g in range(count)])
         return of_group / self.groups
 
     def even(self, places: np.ndarray, count: int) -> np.ndarray:
         """The ``count - 1`` of ``places`` that minimise the slowest stage; among equals the most even ones."""
         end = len(self.before) - 1
         stops = np.append(places, end)
-        ranks = np.cumsum([self._ranks(stage) for stage in range(count)])
-        low, high = self.before[-1] / ranks[-1], float(self.before[-1] + 2 * self.sends.max())
+        ranks = np.cumsum([math.prod(self._group(stage)) for stage in range(count)])
+        low, high = self.before[-1] / ranks[-1], float(self.before[-1] / self.paces.min() + 2 * self.sends.max())
         while high - low > 1e-4 * high:
             middle = (low + high) / 2
             low, high = (low, middle) if self._enough(stops, middle, count) else (middle, high)
@@ -282,27 +293,28 @@ class _Loads:
         cuts: list[int] = []
         for stage in range(1, count):
             last = cuts[-1] if cuts else -1
-            furthest_stop = int(furthest[self._ranks(stage - 1)][last + 1])
+            furthest_stop = int(furthest[self._group(stage - 1)][last + 1])
             most = min(max(furthest_stop, last + 1), len(places) - (count - stage))
             least = min(max(last + 1, reaching[stage]), most)
             near = np.abs(self.before[stops[least : most + 1]] - self.before[-1] * ranks[stage - 1] / ranks[-1])
             cuts.append(least + int(near.argmin()))
         return places[cuts]
 
-    def _furthest(self, stops: np.ndarray, most_s: float) -> dict[int, np.ndarray]:
-        """By number of ranks: for a stage that begins at the start or at each stop, the last stop that it reaches in at
-        most ``most_s`` seconds per rank."""
-        reached = np.minimum.accumulate((self.before[stops] + self.sends[stops])[::-1])[::-1]
-        begins = np.append(0, stops)
-        starts = self.before[begins] - self.sends[begins]
-        return {ranks: np.searchsorted(reached, starts + ranks * most_s, side="right") - 1
-                for ranks in set(self.groups.tolist())}
+    def _furthest(self, stops: np.ndarray, most_s: float) -> dict[tuple[float, float], np.ndarray]:
+        """By number of ranks and pace: for a stage that begins at the start or at each stop, the last stop that it
+        reaches in at most ``most_s`` seconds per rank."""
+        found, begins = {}, np.append(0, stops)
+        for ranks, pace in {self._group(number) for number in range(len(self.groups))}:
+            reached = np.minimum.accumulate((self.before[stops] + pace * self.sends[stops])[::-1])[::-1]
+            starts = self.before[begins] - pace * self.sends[begins] + ranks * pace * most_s
+            found[ranks, pace] = np.searchsorted(reached, starts, side="right") - 1
+        return found
 
     def _enough(self, stops: np.ndarray, most_s: float, count: int) -> bool:
         """Whether ``count`` stages of at most ``most_s`` seconds per rank cover the program."""
         furthest, begin = self._furthest(stops, most_s), 0
         for stage in range(count):
-            last = int(furthest[self._ranks(stage)][begin])
+            last = int(furthest[self._group(stage)][begin])
             if last < begin:
                 return False
             begin = last + 1
@@ -310,12 +322,12 @@ class _Loads:
                 return True
         return False
 
-    def _reaching(self, furthest: Mapping[int, np.ndarray], count: int) -> list[int]:
+    def _reaching(self, furthest: Mapping[tuple[float, float], np.ndarray], count: int) -> list[int]:
         """For each stage, the first stop from which it and the later stages reach the end."""
-        numbers = np.arange(len(furthest[self._ranks(0)]))  # of the beginning and of each stop
+        numbers = np.arange(len(furthest[self._group(0)]))  # of the beginning and of each stop
         reaches, found = numbers == numbers[-1], [0] * count
         for stage in range(count - 1, 0, -1):
-            last = furthest[self._ranks(stage)]
+            last = furthest[self._group(stage)]
             reaches = reaches | (np.append(reaches[1:], True)[last] & (last >= numbers))
             found[stage] = int(reaches[1:].argmax())
         return found
@@ -341,8 +353,9 @@ class _Loads:
         places = np.arange(low + 1, high)
         later = self.before[places] - self.before[here]
         sent = self.sends[places] - self.sends[here]
-        left = loads[number % len(loads)] + (sent + later) / self._ranks(number)
-        right = loads[(number + 1) % len(loads)] + (sent - later) / self._ranks(number + 1)
+        (ranks, pace), (next_ranks, next_pace) = self._group(number), self._group(number + 1)
+        left = loads[number % len(loads)] + (sent + later / pace) / ranks
+        right = loads[(number + 1) % len(loads)] + (sent - later / next_pace) / next_ranks
         most = np.maximum(left, right)
         return float(most.min()), number, int(places[most.argmin()])
 

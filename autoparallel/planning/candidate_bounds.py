@@ -25,12 +25,14 @@ BISECTIONS = 40
 
 
 class CandidateBounds:
-    """Lower bounds for the candidates of one program of ``batch`` samples; ``limit_bytes``: memory of one device."""
+    """Lower bounds for the candidates of one program of ``batch`` samples; ``limit_bytes``: memory of one device,
+    ``most_bytes``: of the largest, which counts for stages of a pipeline (default: as much)."""
 
-    def __init__(self, reduced_model: ReducedModel, cluster: Cluster, optimizer: str, limit_bytes: float, batch: int
-                 ) -> None:
+    def __init__(self, reduced_model: ReducedModel, cluster: Cluster, optimizer: str, limit_bytes: float, batch: int,
+                 most_bytes: float | None = None) -> None:
         self.reduced_model, self.cluster, self.optimizer = reduced_model, cluster, optimizer
         self.limit, self.batch = limit_bytes, batch
+        self._most = limit_bytes if most_bytes is None else most_bytes
         #: By recompute mode, of which there are four, and tier of states.
         self._live: dict[tuple[str, Offload], Mapping[tuple[str, bool], float]] = {}
         #: By number of shards, of which candidates have a few dozen; the next also by recompute mode.
@@ -50,6 +52,14 @@ class CandidateBounds:
             kept["micro_batch", True] * copies / h.pipeline_ranks + kept["micro_batch", False]
         ) / h.micro_batches
         return (always + micro_batches) / math.prod(candidate.mesh_shape)
+
+    def limit_of(self, candidate: Candidate) -> float:
+        """Bytes that no device of the candidate may exceed."""
+        return self._most if candidate.hybrid.pipeline_ranks > 1 else self.limit
+
+    def may_fit(self, candidate: Candidate) -> bool:
+        """Whether the bound of its memory does not rule the candidate out."""
+        return self.least_bytes(candidate) <= self.limit_of(candidate)
 
     def work_s(self, candidate: Candidate) -> float:
         """A lower bound of the seconds of all micro-batches of the whole model on one rank: each op divided evenly over
@@ -77,7 +87,7 @@ class CandidateBounds:
         per_share = devices * h.micro_batches
         held = np.array([min(in_flight(h, stage) for stage in h.stages_of(rank)) for rank in range(ranks)], float)
         most, least = (kept["micro_batch", True] / per_share * held for kept in (keeping, again))
-        state, limit = keeping["state", True] / devices, self.limit
+        state, limit = keeping["state", True] / devices, self.limit_of(candidate)
         if ranks == 1:
             limit -= keeping["state", False] / devices + again["micro_batch", False] / per_share
         each = np.maximum(most - least, 1.0)    # bytes that recompute saves of a share
@@ -152,14 +162,9 @@ class CandidateBounds:
 
     def _least_prices(self, shards: int) -> Mapping[int, tuple[int, OpPrice]]:
         """By decision of an op: how many it stands for, and what the device takes of it alone."""
-        space, prices = self._whole, self._whole_prices(shards)
-        found = {}
-        for decision in space.decisions:
-            if decision.kind == "op":
-                apart = prices.host_and_device(decision.index)
-                price = prices.op_of(decision.index) if apart is None else apart[1]
-                found[decision.index] = self.reduced_model.stands_for.get(decision.name, 1), price
-        return found
+        space, prices = self._whole, self._whole_prices(shards).of_device()
+        return {decision.index: (self.reduced_model.stands_for.get(decision.name, 1), prices.op_of(decision.index))
+                for decision in space.decisions if decision.kind == "op"}
 
     @cached_property
     def _whole(self) -> StrategySpace:

@@ -19,7 +19,7 @@ from autoparallel.planning.reduced_model import ReducedModel, reduced_model
 from autoparallel.planning.step_bounds import StepBounds
 from autoparallel.pricing import ExecutionCounts, Prices, SpacePricer, equal_stages_s
 from autoparallel.pricing.overlap_simulation import least_exposed
-from autoparallel.pricing.prediction import estimate
+from autoparallel.pricing.prediction import estimate, evened
 from autoparallel.search import plan_within
 from autoparallel.search.low_width.solve import Outcome
 from autoparallel.search.model.problem import Problem
@@ -68,14 +68,16 @@ class JointSearch:
     """
 
     def __init__(self, graph: OpGraph, cluster: Cluster, fixed: Fixed, optimizer: str, limit_bytes: float,
-                 tell: Callable[[int], None] = lambda count: None, known_s: float = math.inf) -> None:
+                 tell: Callable[[int], None] = lambda count: None, known_s: float = math.inf,
+                 wider_limits: tuple[float, float] | None = None) -> None:
         self.tell, self.known_s = tell, known_s
         self.known: dict[Combination, Candidate] = {}
         self.cluster, self.optimizer, self.limit = cluster, optimizer, limit_bytes
         self.reduced_model: ReducedModel = reduced_model(graph)
         batch = batch_size(graph)
         self.space = CandidateSpace(cluster, fixed, self.reduced_model.num_blocks, batch)
-        self.bounds = CandidateBounds(self.reduced_model, cluster, optimizer, limit_bytes, batch)
+        self.mean_limit, most = wider_limits or (limit_bytes, limit_bytes)
+        self.bounds = CandidateBounds(self.reduced_model, cluster, optimizer, limit_bytes, batch, most)
         self.step_bounds = StepBounds(self.reduced_model, cluster, self.bounds, self._prices_of_device,
                                       self.space.micro_batches)
         #: By number of micro-batches; a divisor of the batch each.
@@ -105,7 +107,8 @@ class JointSearch:
 
     def estimate(self, candidate: Candidate, best_s: float = math.inf) -> Candidate:
         """The candidate with its estimate; above `WORTH` times ``best_s`` with a lower bound only (`first` is None)."""
-        h, limit = candidate.hybrid, candidate.room * self.limit
+        h = candidate.hybrid
+        limit = candidate.room * (self.mean_limit if h.pipeline_ranks > 1 else self.limit)
         prices = self._prices_of(h.micro_batches, h.pipeline_ranks, candidate.mesh_shape)
         counts, held = self.reduced_model.counts(prices.space), self.reduced_model.held(prices.space, h)
         pricer = SpacePricer(prices, limit, counts=ExecutionCounts(prices.space, h, multiplicities=counts, held=held,
@@ -113,7 +116,8 @@ class JointSearch:
         problem = pricer.full()
         if least_live_bytes(problem, len(prices.space)) > limit:
             return replace(candidate, estimate_s=math.inf)
-        least = min(equal_stages_s(h, 1.0), 1.0 / h.pipeline_ranks)  # step seconds per second of work on one rank
+        # step seconds per second of work on one rank
+        least = evened(prices, h) * min(equal_stages_s(h, 1.0), 1.0 / h.pipeline_ranks)
         pricers = [pricer]  # first with overlap counted as far as possible, then without
         if (share := least_exposed(pricer)) != pricer.costs.exposed:
             pricers.insert(0, pricer.exposing(share))
@@ -157,7 +161,7 @@ class JointSearch:
                 tried.update(second)
         best_s = self.best_s
         tried |= self.known
-        may_fit = [c for c in tried.values() if self.bounds.least_bytes(c) <= self.limit]
+        may_fit = [c for c in tried.values() if self.bounds.may_fit(c)]
         bound_s = self._least_bound_s(may_fit, best_s, bounds_end)
         left = sum(c.key not in self.known and bool(self.step_bounds.estimate_s(c) < best_s) for c in may_fit)
         estimated = [c for c in self.known.values() if not c.is_bound]
@@ -190,7 +194,7 @@ class JointSearch:
         """Estimate at most ``most`` of those that may fit and whose bound is below the best estimate, the most
         promising first, while their expected seconds are below ``patience`` times the best."""
         best = self.best_s
-        new = [c for c in candidates if c.key not in self.known and self.bounds.least_bytes(c) <= self.limit]
+        new = [c for c in candidates if c.key not in self.known and self.bounds.may_fit(c)]
 
         def tighten(candidate: Candidate) -> bool:
             return len(self.known) >= UNBOUNDED and self.step_bounds.tighten(candidate, best)

@@ -79,7 +79,7 @@ def plan_jointly(split: Splits, cluster: Cluster, mesh_shape: Sequence[int] | No
 
     found = search_jointly(graph, cluster, fixed, options.optimizer, options.limit_bytes(cluster),
                            options.time_limit_s, in_full, recompute_less if open_ else None,
-                           [_again(plan) for plan in starts], options.progress)
+                           [_again(plan) for plan in starts], options.progress, options.wider_limits(cluster))
     best = found.plan
     if open_ and best.hybrid.recompute != "none":
         ends = min(deadline, clock.now() + FEWER_S)

@@ -68,7 +68,7 @@ class RecomputeLess(Protocol):
 def search_jointly(
     graph: OpGraph, cluster: Cluster, fixed: Fixed, optimizer: str, limit_bytes: float, time_limit_s: float,
     in_full: InFull, recompute_less: RecomputeLess | None = None, starts: Sequence[Candidate] = (),
-    progress: Progress | None = None,
+    progress: Progress | None = None, wider_limits: tuple[float, float] | None = None,
 ) -> JointResult:
     """The best plan over all combinations that ``fixed`` leaves open.
 
@@ -77,7 +77,8 @@ def search_jointly(
     shown. The best that recompute are tried with fewer recomputed blocks
     (``recompute_less``; None: all or nothing). The remaining time goes to a full search from the best ones.
     ``progress`` is told of each estimate and plan, with the best step so far and the bound on that of all
-    combinations. Raises InfeasibleError if nothing fits, or nothing was planned in time.
+    combinations. ``wider_limits``: bytes of the mean device and of the largest, of which pipelines make use, where
+    ``limit_bytes`` is that of the smallest. Raises InfeasibleError if nothing fits, or nothing was planned in time.
     """
     started, bound_s = clock.now(), -math.inf
 
@@ -87,7 +88,7 @@ def search_jointly(
 
     search = JointSearch(graph, cluster, fixed, optimizer, limit_bytes,
                          lambda count: tell(f"{count} combination{'s' * (count != 1)} estimated"),
-                         min((c.estimate_s for c in starts), default=math.inf))
+                         min((c.estimate_s for c in starts), default=math.inf), wider_limits)
     trials = _TrialPlans(in_full, search.estimate, tell, search.step_bounds.step_s)
     trials.left += starts
     trials.sure |= {c.key for c in starts}

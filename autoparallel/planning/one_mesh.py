@@ -34,6 +34,7 @@ from autoparallel.planning.offloading import fastest_tier
 from autoparallel.planning.options import Options
 from autoparallel.planning.recompute import fewest_recomputed
 from autoparallel.planning.study import TIME_LIMIT_S, Study
+from autoparallel.planning.unequal_hosts import shares_of
 from autoparallel.plans import Evidence, Hybrid, Plan, Prediction, apply_pins, pin_strings
 from autoparallel.plans.record import Record
 from autoparallel.pricing import ExecutionCounts, Penalties, Prices, SpacePricer, predict
@@ -88,7 +89,7 @@ def plan_in(space: StrategySpace, micro: MicroBatches, cluster: Cluster, options
         return _plan_recomputing(space, micro, cluster, options, placed, hybrid)
     laps = laps or _Laps()
     prices = Prices(space, cluster, options.optimizer, direct=bool(options.baseline or options.by_hand),
-                    stages=hybrid.pipeline_ranks)
+                    stages=hybrid.pipeline_ranks, same_limit=options.memory_limit_bytes is not None)
     allowed = apply_pins(space, options.pins or {})
     if options.zero_stage:
         allowed = {**stored_sharded(space), **allowed}
@@ -310,7 +311,8 @@ def _plan_of(
 def _record(pricer: SpacePricer, problem: Problem, strategies: Sequence[Strategy], stages: Stages) -> Record:
     """The record of a plan for reports, without answers (alternatives, explanations) that are computed later."""
     shown = [block.paths[0] for block in block_layouts(pricer.space, strategies)]
-    found = Record(workload(pricer, strategies), memory=memory_profile(pricer, problem, strategies),
+    work = replace(workload(pricer, strategies), shares=shares_of(pricer, stages))
+    found = Record(work, memory=memory_profile(pricer, problem, strategies),
                    redistributions=redistributions(pricer, strategies, shown),
                    compute_s=compute_seconds(pricer, strategies))
     if pricer.counts.hybrid.stages == 1:

@@ -6,6 +6,7 @@ import difflib
 import functools
 import inspect
 import math
+from collections import Counter
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from numbers import Integral, Real
@@ -37,6 +38,7 @@ from autoparallel.schedule.tiers import ON_DEVICE, PLACES, Offload, largest_tile
 from autoparallel.search import SEARCHES, Progress
 from cost_models import Cluster, memory
 from cost_models.accuracy import usable_bytes
+from cost_models.unequal import only
 
 #: A line for each option, in the docstrings of `plan` and `compile`.
 OPTIONS = f"""
@@ -163,6 +165,14 @@ class Options:
         if self.memory_limit_bytes is not None:
             return self.memory_limit_bytes
         return usable_bytes(cluster, self.memory_confidence)
+
+    def wider_limits(self, cluster: Cluster) -> tuple[float, float]:
+        """The memory limits of the mean device of a cluster, and of its largest, in bytes."""
+        if self.by_hand is not None or self.memory_limit_bytes is not None or not cluster.is_unequal:
+            return (self.limit_bytes(cluster),) * 2
+        counts = Counter(cluster.kinds_by_device)
+        usable = {kind: usable_bytes(only(cluster, kind), self.memory_confidence) for kind in counts}
+        return sum(counts[kind] * usable[kind] for kind in counts) / cluster.num_devices, max(usable.values())
 
 
 def check_joint(joint: Any, options: Options, axis_names: Sequence[str] | None) -> None:

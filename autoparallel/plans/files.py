@@ -97,6 +97,8 @@ def check_plan(plan: Plan) -> None:
     if (devices := math.prod(plan.mesh_shape) * plan.hybrid.pipeline_ranks) > MOST_DEVICES:
         raise PlanError(f"mesh_shape and hybrid.pipeline_ranks are {devices:.3g} devices; at most {MOST_DEVICES:,} are "
                         "possible")
+    if plan.devices and sorted(plan.devices) != list(range(devices)):
+        raise PlanError(f"devices are {shown(list(plan.devices))}: give each of 0-{devices - 1} once, or none")
     for name, strategy in plan.strategies.items():
         if len(strategy) != axes:
             raise PlanError(f"strategies[{name!r}] is {shown(strategy)}: give one name for each of {axes} mesh axes")

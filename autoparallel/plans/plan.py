@@ -93,8 +93,9 @@ class Prediction:
     ahead, the rest since communication overlaps with compute. ``fixed_s``: of a step and of its micro-batches that no
     op takes (the framework's own). ``p50``, ``p90``: half, and nine in ten, of the predictions of the kind were off by
     no more than this share of the measured step, above or below it; ``basis``: which predictions
-    (`cost_models.accuracy`). ``limit_bytes``: the memory limit of the search (0: none). ``host_bytes``: of the
-    host's memory for saved tensors (recompute="offload"), optimizer states, gradients and parameters that live there,
+    (`cost_models.accuracy`). ``limit_bytes``: the memory limit of the search (0: none); on devices of unequal memory
+    that of the smallest, and ``peak_bytes`` of a larger one count as its share of that. ``host_bytes``: of the host's
+    memory for saved tensors (recompute="offload"), optimizer states, gradients and parameters that live there,
     or for tiles of states on disk; ``disk_bytes``: of optimizer states on disk. ``repeated_ops``: ops without a rule,
     repeated on every rank.
     """
@@ -169,9 +170,11 @@ class Plan:
     Lowering needs ``strategies`` (by decision name, the name of an axis strategy for each mesh axis), ``hybrid`` (the
     step configuration; with a pipeline ``mesh_shape`` is the mesh of one stage) and ``direct`` (redistribution with the
     fewest steps instead of the cheapest, for baselines). The other fields explain the plan. ``fingerprint`` identifies
-    the traced program, and ``model`` has facts of it for reports and exports. A plan may be edited by hand: compiling
-    checks it. ``record``: what reports tell beside the decisions. ``study`` answers questions, and ``recorder`` makes
-    the record; plans read from files have neither.
+    the traced program, and ``model`` has facts of it for reports and exports. ``devices``: the cluster's device at each
+    place of the whole mesh, row by row, where a pipeline takes unequal hosts in another order (empty: as they are);
+    `autoparallel.init` makes such a mesh. A plan may be edited by hand: compiling checks it. ``record``: what reports
+    tell beside the decisions. ``study`` answers questions, and ``recorder`` makes the record; plans read from files
+    have neither.
     """
 
     fingerprint: str
@@ -186,6 +189,7 @@ class Plan:
     direct: bool = False
     hybrid: Hybrid = field(default_factory=Hybrid)
     model: ModelFacts = field(default_factory=ModelFacts)
+    devices: tuple[int, ...] = ()
     study: Study | None = field(default=None, compare=False, repr=False)
     version: int = VERSION
     record: Record | None = field(default=None, repr=False)

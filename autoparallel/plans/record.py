@@ -14,6 +14,19 @@ from autoparallel.plans.answers import Choice, Comparison, Sensitivity
 
 
 @dataclass(frozen=True)
+class Share:
+    """What the devices of one rank of the pipeline axis are, on an unequal cluster, and what they get: their
+    ``numbers`` in the cluster ("0-7"), what they are, how many blocks and ops their stages have, and the memory of the
+    smallest of them."""
+
+    numbers: str
+    devices: str
+    blocks: int
+    ops: int
+    memory_bytes: float
+
+
+@dataclass(frozen=True)
 class Workload:
     """What a step computes, and the devices that do it.
 
@@ -28,7 +41,8 @@ class Workload:
     ``host_devices``: devices joined by the innermost link. ``link_names``: the links that these devices need, innermost
     first. ``software``: the profile by whose speed ops are priced ("": none).
     ``state_bytes``: of one element of most trained parameters, by what it is for ("parameter", "gradient", ...), before
-    any sharding; empty where nothing is trained.
+    any sharding; empty where nothing is trained. ``shares``: by pipeline rank, where devices are unequal (there
+    ``peak_flops_per_s``, price and power are means, and ``memory_bytes`` is the least).
     """
 
     unit: str
@@ -49,6 +63,7 @@ class Workload:
     state_bytes: Mapping[str, float] = field(default_factory=dict)
     software: str = ""
     tokens_of: str = ""
+    shares: tuple[Share, ...] = ()
 
 
 @dataclass(frozen=True)

@@ -8,7 +8,7 @@ Parameters, gradients and optimizer state live during the whole step.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from functools import cached_property
 from typing import NamedTuple
 
@@ -50,9 +50,11 @@ def sums_gradients(counts: ExecutionCounts, use: TensorUse) -> bool:
 
 
 class Liveness:
-    """The live intervals of one step with these execution counts."""
+    """The live intervals of one step with these execution counts. ``shares``: by group of pipeline ranks, what a byte
+    there counts, where memories differ and one limit holds for all (empty: 1 each)."""
 
-    def __init__(self, counts: ExecutionCounts) -> None:
+    def __init__(self, counts: ExecutionCounts, shares: Sequence[float] = ()) -> None:
+        self._shares = shares
         self.counts, self.space, self.hybrid = counts, counts.space, counts.hybrid
         self.blocks, self.saved, self.stages_of = counts.blocks, counts.saved, counts.stages_of
         self._num_decisions = len(self.space)
@@ -127,6 +129,10 @@ class Liveness:
         """The time between forward and backward on the stage's rank."""
         return self._start(stage) + self._num_decisions
 
+    def share(self, *stages: int) -> float:
+        """What a byte counts that is on these stages."""
+        return max((self._shares[stage % len(self._shares)] for stage in stages), default=1.0) if self._shares else 1.0
+
     def _start(self, stage: int) -> int:
         """The start time of the stage's rank; stages of one rank share their times, as they hold memory together."""
         return stage % len(self.hybrid.groups) * (2 * self._num_decisions + 2)
@@ -153,7 +159,10 @@ class Liveness:
 
     def _over(self, found: LiveIntervals, decisions: np.ndarray) -> LiveIntervals:
         """Extend intervals in the first stages of these decisions to all their stages. Stages between count as well: an
-        interval is contiguous."""
+        interval is contiguous. Bytes count by the smallest memory."""
+        if self._shares:
+            shares = np.array([self.share(*stages) for stages in self.stages_of])
+            np.multiply(found.copies, shares[decisions], out=found.copies)
         for number, index in enumerate(decisions.tolist() if not self.counts.in_one else ()):
             if len(stages := self.stages_of[index]) > 1:
                 shifts = [self._start(stage) - self._start(stages[0]) for stage in stages]

@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from dataclasses import replace
 from functools import cache
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 
@@ -251,11 +252,61 @@ class ProfileCosts(CurveCosts):
         return self._launched(seconds) if chain.writes else self._unlaunched(seconds)
 
 
-def costs_of(spaces: Spaces, cluster: Cluster, training: bool = True, spread: int = 1) -> CurveCosts:
-    """The costs of ops on a cluster: by its profile, if it has one."""
-    if cluster.profile is None:
-        return CurveCosts(spaces, cluster, training, spread)
-    return ProfileCosts(spaces, cluster, cluster.profile, training, spread)
+class OpCosts(Protocol):
+    """Seconds of one execution of an op on some devices, as `CurveCosts` has them for devices of one kind."""
+
+    def work_s(self, s: StrategySet, chain: InChain | None = None) -> Pair: ...
+
+    def view_s(self, s: StrategySet) -> np.ndarray: ...
+
+    def sum_s(self, s: StrategySet, readers: int, chain: InChain | None = None) -> np.ndarray: ...
+
+    def local_bytes(self, meta: TensorMeta, numbers: np.ndarray) -> np.ndarray: ...
+
+
+class MixedCosts:
+    """Costs on devices of several kinds, whose shards are equal: those of the slowest; ``least``: of the fastest, for
+    lower bounds."""
+
+    def __init__(self, each: Sequence[CurveCosts], least: bool = False) -> None:
+        self.each, self.least = each, least
+
+    def work_s(self, s: StrategySet, chain: InChain | None = None) -> Pair:
+        pairs = [one.work_s(s, chain) for one in self.each]
+        return self._of([forward for forward, _ in pairs]), self._of([backward for _, backward in pairs])
+
+    def view_s(self, s: StrategySet) -> np.ndarray:
+        return self._of([one.view_s(s) for one in self.each])
+
+    def sum_s(self, s: StrategySet, readers: int, chain: InChain | None = None) -> np.ndarray:
+        return self._of([one.sum_s(s, readers, chain) for one in self.each])
+
+    def local_bytes(self, meta: TensorMeta, numbers: np.ndarray) -> np.ndarray:
+        return self.each[0].local_bytes(meta, numbers)
+
+    def _of(self, seconds: Sequence[np.ndarray]) -> np.ndarray:
+        return worst(seconds, self.least)
+
+
+def worst(seconds: Sequence[np.ndarray], least: bool = False) -> np.ndarray:
+    """The largest of arrays of one shape, element by element; ``least``: the smallest."""
+    if len(seconds) == 1:
+        return seconds[0]
+    return np.min(np.stack(seconds), axis=0) if least else np.max(np.stack(seconds), axis=0)
+
+
+def costs_of(spaces: Spaces, kinds: Sequence[Cluster], training: bool = True, spread: int = 1, part: str = "both",
+             cached: bool = False, least: bool = False) -> OpCosts:
+    """The costs of ops on devices of these kinds (`Cluster.kinds`), each by its profile, if it has one. ``part``: as in
+    `ProfileCosts`; ``cached``: as if all element-wise traffic stayed in the device's cache; ``least``: on the fastest
+    of the devices."""
+    def of(kind: Cluster) -> CurveCosts:
+        if kind.profile is None:
+            return CurveCosts(spaces, kind, training, spread)
+        profile = replace(kind.profile, cache_bytes=math.inf) if cached else kind.profile
+        return ProfileCosts(spaces, kind, profile, training, spread, part)
+
+    return of(kinds[0]) if len(kinds) == 1 else MixedCosts([of(kind) for kind in kinds], least)
 
 
 def factor_lengths(s: StrategySet) -> dict[str, tuple[float, np.ndarray]]:

@@ -17,7 +17,7 @@ from autoparallel.plans.record import StageSeconds
 from autoparallel.pricing.counts import ExecutionCounts
 from autoparallel.pricing.overlap_simulation import hidden_s
 from autoparallel.pricing.problem import SpacePricer
-from autoparallel.pricing.step_cost import Move
+from autoparallel.pricing.step_cost import Move, prices_of
 from autoparallel.pricing.unit_costs import Inside, Prices
 from autoparallel.schedule.pipeline_tasks import StageTimes, simulated_s
 from autoparallel.search.model.problem import Problem
@@ -133,7 +133,8 @@ def predict(pricer: SpacePricer, problem: Problem, strategies: Sequence[Strategy
         ahead, bubbles = mean.beside_s(profile, hybrid.micro_batches), 0.0
         hidden = _hidden_s(pricer, strategies) + ahead
     waited = max(0.0, -hidden)    # ranks that wait for one another's hosts
-    bar = error_bar(profile, None, list(_kinds(pricer, found)), pricer.prices.cluster.num_devices)
+    bar = max((error_bar(one.profile, None, list(_kinds(pricer, found)), pricer.prices.cluster.num_devices)
+               for one in pricer.prices.kinds), key=lambda found: found.p90)
     return Prediction(
         forward_s=mean.forward / ranks,
         recompute_s=mean.again / ranks,
@@ -197,7 +198,8 @@ def step_s(pricer: SpacePricer, strategies: Sequence[Strategy], sends: Sends) ->
 
 
 def estimate(pricer: SpacePricer, strategies: Sequence[Strategy]) -> float:
-    """Seconds of a step with equal stages, for a reduced-depth model, which has no cuts."""
+    """Seconds of a step with equal stages, for a reduced-depth model, which has no cuts; on unequal devices with stages
+    that take equally long."""
     clock.did("decisions read", len(strategies))
     hybrid, stage = pricer.counts.hybrid, _Parts()
     _add_decisions(pricer, strategies, [stage], {})
@@ -205,14 +207,21 @@ def estimate(pricer: SpacePricer, strategies: Sequence[Strategy]) -> float:
     once = (stage.once - _hidden_s(pricer, strategies)) * max(hybrid.groups) / hybrid.pipeline_ranks
     fixed = fixed_s(pricer.prices.cluster, hybrid, pricer.prices.training)
     saved = stage.beside_s(pricer.prices.cluster.profile, hybrid.micro_batches)
-    return equal_stages_s(hybrid, stage.total - stage.once - saved) + once + fixed
+    return evened(pricer.prices, hybrid) * equal_stages_s(hybrid, stage.total - stage.once - saved) + once + fixed
+
+
+def evened(prices: Prices, hybrid: Hybrid) -> float:
+    """The seconds of a micro-batch over those on the slowest devices, where each stage gets as much work as its devices
+    do in the same time."""
+    paces = prices.paces([hybrid.ranks_of(number) for number in range(len(hybrid.groups))])
+    return hybrid.pipeline_ranks / sum(size * pace for size, pace in zip(hybrid.groups, paces, strict=True))
 
 
 def decision_seconds(prices: Prices, hybrid: Hybrid, strategies: Sequence[Strategy]) -> np.ndarray:
-    """Seconds that each decision of a plan, with the uses of its inputs, adds to one micro-batch; shape
-    (decisions,)."""
+    """Seconds that each decision of a plan, with the uses of its inputs, adds to one micro-batch, on the slowest
+    devices; shape (decisions,)."""
     counts = ExecutionCounts(prices.space, hybrid, [(index,) for index in range(len(prices.space))])
-    pricer, decisions = SpacePricer(prices, counts=counts), [_Parts() for _ in prices.space.decisions]
+    pricer, decisions = SpacePricer(prices.alike(), counts=counts), [_Parts() for _ in prices.space.decisions]
     _add_decisions(pricer, strategies, decisions, {})
     _add_uses(pricer, strategies, decisions, {})
     return np.array(
@@ -389,20 +398,22 @@ def _add_op(pricer: SpacePricer, index: int, number: int, count: int, place: int
     stage.again += count * float(cost.again[number])
     stage.backward += count * float(cost.backward[number])
     forward, backward = pricer.counts.op_times(index, place)
-    _add_ahead(pricer, index, number, (count * forward, count * backward), stage)
-    for exchanged in pricer.prices.op_of(index).inside:
+    prices = prices_of(pricer.prices, pricer.counts, index, place)
+    _add_ahead(pricer, prices, index, number, (count * forward, count * backward), stage)
+    for exchanged in prices.op_of(index).inside:
         _add_inside(pricer, exchanged, number, (count * forward, count * backward), stage, found)
     rule = pricer.space.strategy_sets[index].rule
     op_class = "" if rule is None else rule.op_class
     stage.by_class[op_class] = stage.by_class.get(op_class, 0.0) + stage.forward + stage.backward - before_s
 
 
-def _add_ahead(pricer: SpacePricer, index: int, number: int, times: tuple[int, int], stage: _Parts) -> None:
+def _add_ahead(pricer: SpacePricer, prices: Prices, index: int, number: int, times: tuple[int, int], stage: _Parts
+               ) -> None:
     """Add an op in a block to what the host launches ahead; exchanges inside are not launched so."""
     profile = pricer.prices.cluster.profile
-    if profile is None or (apart := pricer.prices.host_and_device(index)) is None:
+    if profile is None or (apart := prices.host_and_device(index)) is None:
         return
-    (host, device), price = apart, pricer.prices.op_of(index)
+    (host, device), price = apart, prices.op_of(index)
     inside_s = [sum(float(i.seconds[number]) * n for i, n in zip(price.inside, numbers, strict=True)) for numbers in (
         [i.exchange.forward for i in price.inside], [i.exchange.backward for i in price.inside])]
     summed_s = float(price.forward_s[number]) - inside_s[0], float(price.backward_s[number])
@@ -466,9 +477,10 @@ def _add_live_bytes(
         live = float(num_bytes[users][(begin <= min(moments)) & (max(moments) < end)].sum())
         half = len(pricer.space)  # from the turn to the start, and to the end
         always = float(num_bytes[users][(begin <= min(moments) - half) & (max(moments) + half < end)].sum())
+        counted = pricer.live.share(*holders)
         for stage in holders:
-            stages[stage].live_bytes += live
-            stages[stage].always_bytes += always
+            stages[stage].live_bytes += live / counted
+            stages[stage].always_bytes += always / counted
 
 
 def _holders(pricer: SpacePricer, problem: Problem) -> Mapping[tuple[int, ...], Sequence[int]]:

@@ -43,7 +43,8 @@ class Penalties(Protocol):
 class SpacePricer:
     """Builds search problems of one strategy graph, with all strategies or a subset for each decision.
 
-    ``limit_bytes``: the memory limit per device. ``allowed``: strategy numbers by decision that pins leave (other
+    ``limit_bytes``: the memory limit per device; of an unequal cluster that of the smallest, of which bytes on a larger
+    one take as small a share as of its own. ``allowed``: strategy numbers by decision that pins leave (other
     decisions are free); it holds in every problem. ``penalties`` outweigh all costs. ``exposed``: as in `StepCosts`.
 
     Side computations (positions, causal masks, rotary tables: no input, no gradient, few bytes) are repeated on every
@@ -61,7 +62,8 @@ class SpacePricer:
     ) -> None:
         self.penalties, self.prices, self.space, self.limit_bytes = penalties, prices, prices.space, limit_bytes
         self.counts = counts or ExecutionCounts(prices.space, training=prices.training)
-        self.costs, self.live = StepCosts(prices, self.counts, exposed), Liveness(self.counts)
+        self.costs = StepCosts(prices, self.counts, exposed)
+        self.live = Liveness(self.counts, () if self.counts.one_for_all else prices.memory_shares(self.counts.hybrid))
         self.allowed = {**_side_computations(self.space), **(allowed or {})}
         self.axis_names = self.space.axis_names
         self.tier_limits: Mapping[str, float] = {}
@@ -250,7 +252,8 @@ class _Builder:
         use = buffer.use
         s, shape = self.space.strategy_sets[use.source], (len(self.chosen[use.source]), len(self.chosen[use.target]))
         num_bytes = self.pricer.prices.local_bytes(use.meta, s.outputs[use.output])[self.chosen[use.source]]
-        usages = np.broadcast_to(buffer.copies * num_bytes[:, None], shape)
+        copies = buffer.copies * self.live.share(buffer.stage)
+        usages = np.broadcast_to(copies * num_bytes[:, None], shape)
         return Edge(use.source, use.target, np.zeros(shape), usages, self.live.buffer_interval(buffer.stage))
 
     def _gathered(self, use: TensorUse) -> Iterator[Edge]:
@@ -264,7 +267,8 @@ class _Builder:
         found, first = [], {use.source: use for use in reversed(self.space.uses)}
         for index, last in self.costs.gradients.last_in_flight().items() if self.costs.gradients.go else ():
             use, interval = first[index], self.live.leaving_interval(index, last)
-            num_bytes = self.costs.gradients.bytes_of(self.space.strategy_sets[index])[self.chosen[index]]
+            share = self.live.share(*self.counts.stages_of[index])
+            num_bytes = share * self.costs.gradients.bytes_of(self.space.strategy_sets[index])[self.chosen[index]]
             shape = len(self.chosen[index]), len(self.chosen[use.target])
             found.append(Edge(index, use.target, np.zeros(shape), np.broadcast_to(num_bytes[:, None], shape), interval))
         return found

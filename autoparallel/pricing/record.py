@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Collection, Iterator, Sequence
+from statistics import fmean
 
 import numpy as np
 
@@ -39,15 +40,24 @@ def workload(pricer: SpacePricer, strategies: Sequence[Strategy]) -> Workload:
     groups = {name: _link(group) for name, group in zip(space.axis_names, pricer.prices.groups, strict=True)}
     if hybrid.pipeline_ranks > 1:
         groups["pipeline"] = _link(cluster.group(sizes, 0))
+    kinds = [cluster.kinds((number,))[0].device for number in range(math.prod(sizes))] if cluster.is_unequal else [
+        cluster.device]
     parameters = sum(space.strategy_sets[d.index].output_metas[0].num_elements
                      for d in space.decisions if d.kind == "parameter")
     return Workload(
         unit, count * hybrid.micro_batches, float(parameters), model * hybrid.micro_batches, run * hybrid.micro_batches,
-        dtype, compute.peak_flops_per_s("matmul", dtype, cluster.device), math.prod(sizes), cluster.device.name,
-        cluster.device.memory_bytes, cluster.devices_on_host,
-        cluster.device.price_per_hour, cluster.device.watts, groups, tuple(_links_within(cluster)),
+        dtype, fmean(compute.peak_flops_per_s("matmul", dtype, one) for one in kinds), math.prod(sizes),
+        " and ".join(dict.fromkeys(one.name for one in kinds)),
+        min(one.memory_bytes for one in kinds), cluster.devices_on_host,
+        _mean([one.price_per_hour for one in kinds]), _mean([one.watts for one in kinds]), groups,
+        tuple(_links_within(cluster)),
         _state_bytes(pricer), cluster.profile.software if cluster.profile is not None else "", tokens_of,
     )
+
+
+def _mean(values: Sequence[float]) -> float:
+    """The mean of what is known of all (0: not of all)."""
+    return fmean(values) if all(values) else 0.0
 
 
 def _links_within(cluster: Cluster) -> Iterator[str]:
@@ -196,7 +206,7 @@ def memory_profile(pricer: SpacePricer, problem: Problem, strategies: Sequence[S
     np.subtract.at(steps, np.minimum(end, ranks * length), split)
     live = np.maximum(np.cumsum(steps, axis=0)[: ranks * length], 0.0)
     rank = int(live.sum(axis=1).argmax()) // length
-    return _sampled(pricer, live[rank * length : rank * length + 2 * len(space) + 1])
+    return _sampled(pricer, live[rank * length : rank * length + 2 * len(space) + 1] / pricer.live.share(rank))
 
 
 def _split(pricer: SpacePricer, strategies: Sequence[Strategy], usages: np.ndarray) -> np.ndarray:

@@ -26,9 +26,10 @@ class StatePrices:
         kept = self.prices.kept(s.output_metas[0])
         return memory.training_state(self._moved(s), kept, self.prices.optimizer).optimizer
 
-    def update_s(self, s: StrategySet) -> np.ndarray:
-        """Seconds of the optimizer's update: of what stays on the device, then of what is stepped on the host."""
-        whole_s = self.prices.parameter_s(s)
+    def update_s(self, s: StrategySet, prices: Prices) -> np.ndarray:
+        """Seconds of the optimizer's update, at the ``prices`` of the parameter's devices: of what stays on them, then
+        of what is stepped on the host."""
+        whole_s = prices.parameter_s(s)
         if not self.away.is_away or not whole_s.any():
             return whole_s
         moved, elements = self._moved(s), self.prices.elements(s)

@@ -60,6 +60,14 @@ class Move(NamedTuple):
     kind: int
 
 
+def prices_of(prices: Prices, counts: ExecutionCounts, index: int, stage: int | None = None) -> Prices:
+    """The unit costs of a decision on the devices of the stage (default: on the slowest of all its stages)."""
+    if counts.one_for_all or counts.hybrid.stages == 1:
+        return prices
+    stages = counts.stages_of[index] if stage is None else (stage,)
+    return prices.of_ranks(counts.hybrid.ranks_of(*stages))
+
+
 class StepCosts:
     """The costs of one step: unit costs (`Prices`) times execution counts, memoised by equivalence class.
 
@@ -77,26 +85,27 @@ class StepCosts:
     def of(self, index: int, stage: int | None = None) -> StepCost:
         """The seconds of a decision in a step, on a rank of the stage (default: its first)."""
         s, kind, counts = self.space.strategy_sets[index], self.space.decisions[index].kind, self.counts
+        prices = prices_of(self.prices, counts, index, stage)
         times, moves = counts.op_times(index, stage), counts.offloads(index)
         readers = int(self.kinds.readers[index]) if kind == "shared_read" else 0
         key = (id(s), kind, readers, self.prices.chains[index], times, moves, counts.ranks_with(index),
-               self.gradients.leave(index))
-        return self.memo.once(("cost", *key), lambda: self._cost(index, times))
+               self.gradients.leave(index), id(prices))
+        return self.memo.once(("cost", *key), lambda: self._cost(index, times, prices))
 
-    def _cost(self, index: int, times: tuple[int, int]) -> StepCost:
+    def _cost(self, index: int, times: tuple[int, int], prices: Prices) -> StepCost:
         s, kind = self.space.strategy_sets[index], self.space.decisions[index].kind
         nothing = self._nothing(len(s.strategies))[0]
         cost = StepCost(nothing, nothing, nothing, nothing, nothing, nothing)
         if kind == "op":
-            price, (there, back) = self.prices.op_of(index), self.offload_s(index)
+            price, (there, back) = prices.op_of(index), self.offload_s(index)
             return cost._replace(forward=times[1] * price.forward_s + there,
                                  again=(times[0] - times[1]) * price.forward_s,
                                  backward=times[1] * price.backward_s + back)
         if kind == "shared_read":
-            return cost._replace(backward=times[1] * self.shared_read_s(index))
+            return cost._replace(backward=times[1] * self.shared_read_s(index, prices))
         if kind == "parameter":
             some = self.counts.multiplicities[index]
-            return cost._replace(summed=some * self.shared_s(index), update=some * self.states.update_s(s),
+            return cost._replace(summed=some * self.shared_s(index), update=some * self.states.update_s(s, prices),
                                  moved=self.tiers.gradients_s(index, self.of) if self.gradients.go else nothing)
         return cost
 
@@ -115,12 +124,13 @@ class StepCosts:
         return self.prices.redistribution.bucket_s(self.prices.cluster.group(shape, 0, ranks), self.shared_bytes(index),
                                                    self.counts.hybrid.bucket_bytes)
 
-    def shared_read_s(self, index: int) -> np.ndarray:
+    def shared_read_s(self, index: int, prices: Prices | None = None) -> np.ndarray:
         """Seconds of summing the gradients from a value's readers once, by strategy."""
         s, readers = self.space.strategy_sets[index], int(self.kinds.readers[index])
-        chain = self.prices.chains[index]
-        return self.memo.once(("shared_read", id(s), readers, chain),
-                              lambda: self.prices.costs.sum_s(s, readers, chain))
+        there = prices_of(self.prices, self.counts, index) if prices is None else prices
+        chain = there.chains[index]
+        return self.memo.once(("shared_read", id(s), readers, chain, id(there)),
+                              lambda: there.costs.sum_s(s, readers, chain))
 
     def offload_s(self, index: int) -> tuple[np.ndarray, np.ndarray]:
         """Seconds per step of moving an op's results (to the host, back for backward), by strategy."""

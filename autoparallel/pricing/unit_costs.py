@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Sequence
 from copy import copy
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cached_property
 
 import numpy as np
@@ -18,12 +18,14 @@ from autoparallel import clock
 from autoparallel.capture import TensorMeta
 from autoparallel.layout import Layout, Step
 from autoparallel.pricing.chains import InChain, chains_of, with_losses
-from autoparallel.pricing.op_costs import CurveCosts, ProfileCosts, costs_of, kept_precision
+from autoparallel.pricing.op_costs import OpCosts, costs_of, kept_precision, worst
 from autoparallel.pricing.recomputing import Recomputing
 from autoparallel.pricing.redistribution_costs import RedistributionPrices
 from autoparallel.rules.rule import Exchange
+from autoparallel.schedule.step_config import Hybrid
 from autoparallel.strategies.space import StrategySet, StrategySpace
 from cost_models import Cluster, Group, collectives, compute, memory
+from cost_models.accuracy import usable_bytes
 
 
 @dataclass(frozen=True)
@@ -57,32 +59,79 @@ class Prices:
     ``optimizer``: names the recipe for state bytes and update time. ``direct``: redistributions take the fewest steps
     instead of the cheapest, as baselines do. ``stages``: the cluster has this many such meshes, one per pipeline rank.
     ``spread``: divide the work of each op by this number, for a lower bound over all meshes of that many devices.
+    ``same_limit``: devices of unequal memory are to take as much each.
+
+    On an unequal cluster an op takes what it takes on the slowest of the ``kinds`` of devices: here of all that the
+    mesh has; `of_ranks` has the prices of one stage.
     """
 
     def __init__(self, space: StrategySpace, cluster: Cluster, optimizer: str = "adamw", training: bool = True,
-                 direct: bool = False, stages: int = 1, spread: int = 1) -> None:
+                 direct: bool = False, stages: int = 1, spread: int = 1, same_limit: bool = False) -> None:
         clock.did("decisions made", len(space))
         self.space, self.cluster, self.optimizer, self.training = space, cluster, optimizer, training
-        self.direct, self.spread = direct, spread
+        self.direct, self.spread, self.same_limit = direct, spread, same_limit
         self.device = cluster.working_device
-        self.costs = costs_of(space.spaces, cluster, training, spread)
         mesh_shape = (stages, *space.mesh_shape)
+        self.kinds, self.least, self.differ = cluster.kinds(range(math.prod(mesh_shape))), False, True
+        self.costs = costs_of(space.spaces, self.kinds, training, spread)
         self.groups = [cluster.group(mesh_shape, axis) for axis in range(1, len(mesh_shape))]
         machine = (repr((self.groups, self.device)), mesh_shape, direct, training)
         self.redistribution = RedistributionPrices(space, cluster, self.groups, training, direct, machine)
         #: By strategy set and chain, of which equal blocks share theirs.
         self._ops: dict[tuple[int, InChain | None], OpPrice] = {}
         self._apart: dict[tuple[object, ...], tuple[OpPrice, OpPrice]] = {}
+        #: By the kinds of devices of a stage, of which there are a few.
+        self._of_kinds: dict[tuple[int, ...], Prices] = {}
+
+    def of_ranks(self, ranks: Sequence[int]) -> Prices:
+        """The prices on the devices of some ranks of the pipeline axis; of communication, and of the copies that it
+        needs, they stay those of the slowest links and devices of all."""
+        if len(self.kinds) == 1 or not self.differ:
+            return self
+        size = math.prod(self.space.mesh_shape)
+        kinds = self.cluster.kinds([number for rank in ranks for number in range(rank * size, (rank + 1) * size)])
+        key = tuple(map(id, kinds))
+        if key not in self._of_kinds:
+            _ = self.chains    # which all share
+            self._of_kinds[key] = made = copy(self)
+            made.kinds, made.costs = kinds, costs_of(self.space.spaces, kinds, self.training, self.spread)
+            made._ops, made._apart = {}, {}
+        return self._of_kinds[key]
+
+    def alike(self) -> Prices:
+        """A copy in which each stage takes as long as on the slowest devices of all."""
+        made = copy(self)
+        made.differ = False
+        return made
+
+    def paces(self, groups: Sequence[Sequence[int]]) -> list[float]:
+        """By group of pipeline ranks: how many times as fast its devices run all ops as the slowest of all devices do,
+        each op by its fastest strategy."""
+        if len(self.kinds) == 1 or len(groups) == 1:
+            return [1.0] * len(groups)
+        ops = [decision.index for decision in self.space.decisions if decision.kind == "op"]
+        whole, *each = (sum(float(prices.op_of(index).total_s.min()) for index in ops)
+                        for prices in (self, *map(self.of_ranks, groups)))
+        return [whole / seconds if seconds else 1.0 for seconds in each]
+
+    def memory_shares(self, hybrid: Hybrid) -> tuple[float, ...]:
+        """By group of pipeline ranks: what the smallest device of all can take over what the smallest of the group can;
+        empty where that is the same for all."""
+        if len(self.kinds) == 1 or hybrid.stages == 1 or self.same_limit or not self.differ:
+            return ()
+        usable = [min(map(usable_bytes, self.of_ranks(hybrid.ranks_of(number)).kinds))
+                  for number in range(len(hybrid.groups))]
+        least = min(map(usable_bytes, self.kinds))
+        return tuple(least / one for one in usable) if max(usable) > least else ()
 
     def of_device(self, cached: bool = False) -> Prices:
-        """A copy with the seconds of the device alone, as if the host launched everything ahead; ``cached``: and as if
-        all element-wise traffic stayed in the device's cache."""
-        if (profile := self.cluster.profile) is None:
+        """A copy for lower bounds: with the seconds of the device alone, as if the host launched everything ahead
+        (``cached``: and as if all element-wise traffic stayed in its cache), and of the fastest of several kinds."""
+        if self.cluster.profile is None and len(self.kinds) == 1:
             return self
         made = copy(self)
-        profile = replace(profile, cache_bytes=math.inf) if cached else profile
-        made.costs = ProfileCosts(self.space.spaces, self.cluster, profile, self.training, self.spread, "device")
-        made._ops = {}
+        made.costs = costs_of(self.space.spaces, self.kinds, self.training, self.spread, "device", cached, least=True)
+        made.least, made.differ, made._ops = True, False, {}
         return made
 
     @property
@@ -114,8 +163,8 @@ class Prices:
         s, chain = self.space.strategy_sets[index], self.chains[index]
         key = (id(s), chain, "apart")
         if key not in self._apart:
-            apart = [ProfileCosts(self.space.spaces, self.cluster, self.cluster.profile, self.training, self.spread,
-                                  part) for part in ("host", "device")]
+            apart = [costs_of(self.space.spaces, self.kinds, self.training, self.spread, part)
+                     for part in ("host", "device")]
             host, device = (self._price_op(s, chain, costs, inside=False) for costs in apart)
             self._apart[key] = host, device
         return self._apart[key]
@@ -133,7 +182,7 @@ class Prices:
         tensor's layouts)."""
         return self.costs.local_bytes(meta, numbers)
 
-    def _price_op(self, s: StrategySet, chain: InChain | None, costs: CurveCosts | None = None,
+    def _price_op(self, s: StrategySet, chain: InChain | None, costs: OpCosts | None = None,
                   inside: bool = True) -> OpPrice:
         costs = costs or self.costs
         rule, count = s.rule, len(s.strategies)
@@ -194,10 +243,11 @@ class Prices:
         (meta,), elements = strategy_set.output_metas, self.elements(strategy_set)
         if not (meta.requires_grad and self.training):
             return np.zeros(len(elements))
-        seconds = memory.optimizer_step_s(elements, self.kept(meta), self.optimizer, self.device)
-        if (profile := self.cluster.profile) is None:
-            return seconds
-        return seconds + compute.traffic_s(profile.update_bytes * elements, self.device)
+        kept, moved = self.kept(meta), self.cluster.profile.update_bytes if self.cluster.profile is not None else 0.0
+        each = [memory.optimizer_step_s(elements, kept, self.optimizer, device)
+                + (compute.traffic_s(moved * elements, device) if moved else 0.0)
+                for device in (kind.working_device for kind in self.kinds)]
+        return worst(each, self.least)
 
 
 def _exchange_s(action: str, num_bytes: np.ndarray, group: Group) -> np.ndarray:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import math
 from pathlib import Path
 
@@ -10,9 +11,12 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from autoparallel.errors import MeshError, shown
+from autoparallel.kernels import groups
 from autoparallel.plans import Plan
 from autoparallel.runtime.failing import check_groups
 from cost_models import Cluster
+
+_LOG = logging.getLogger("autoparallel")
 
 
 def check_mesh(mesh: DeviceMesh | int, plan: Plan | None = None) -> DeviceMesh:
@@ -32,10 +36,18 @@ def check_mesh(mesh: DeviceMesh | int, plan: Plan | None = None) -> DeviceMesh:
         if math.prod(shape) != mesh:
             raise MeshError(f"the plan is for a mesh of {shape}, and {mesh} devices were asked for: start "
                             f"{math.prod(shape)} processes, or plan again")
-        return init_device_mesh("cuda" if torch.cuda.is_available() else "cpu", shape, mesh_dim_names=names)
+        kind = "cuda" if torch.cuda.is_available() else "cpu"
+        if plan is not None and plan.devices:
+            return groups.ordered_mesh(kind, plan.devices, shape, names)
+        return init_device_mesh(kind, shape, mesh_dim_names=names)
     if mesh.size() != world:
         raise MeshError(f"the mesh has {mesh.size()} devices {tuple(mesh.shape)} and the world {world} ranks: "
                         "every rank must be on the mesh")
+    groups.check_order(mesh)
+    if plan is not None and plan.devices and mesh.mesh.flatten().tolist() != list(plan.devices):
+        _LOG.warning("the plan takes the devices of an unequal cluster in the order %s, and the mesh has the ranks %s: "
+                     "autoparallel.init(plan=plan) makes the mesh so; here steps may take longer than planned",
+                     list(plan.devices), mesh.mesh.flatten().tolist())
     return mesh
 
 

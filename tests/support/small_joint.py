@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
 
@@ -21,6 +21,7 @@ from autoparallel.planning.one_mesh import plan_on
 from autoparallel.planning.options import Options
 from autoparallel.planning.plan_graph import plan_graph
 from cost_models import Cluster
+from cost_models.unequal import OtherHosts, Slow
 
 
 class _Block(nn.Module):
@@ -48,9 +49,11 @@ class _Model(nn.Module):
 @dataclass(frozen=True)
 class SmallCase:
     """A model of 3 to 6 equal blocks on 4 or 8 devices; some seeds have a memory limit that binds, some options are
-    fixed. Options that the case leaves open are searched."""
+    fixed. Options that the case leaves open are searched. ``unequal``: the second half of the devices is slow, or of
+    another kind (odd seeds)."""
 
     seed: int
+    unequal: bool = False
 
     @cached_property
     def _draw(self) -> dict[str, Any]:
@@ -71,7 +74,15 @@ class SmallCase:
 
     @cached_property
     def cluster(self) -> Cluster:
-        return Cluster.load(self._draw["cluster"], num_devices=self._draw["devices"])
+        found = Cluster.load(self._draw["cluster"], num_devices=self._draw["devices"])
+        half = tuple(range(found.num_devices // 2, found.num_devices))
+        if not self.unequal:
+            return found
+        if self.seed % 2 == 0:
+            return replace(found, slow=(Slow(half, random.Random(self.seed).choice((0.25, 0.5, 0.8))),))
+        other = Cluster.load("a100-pcie")
+        return replace(found, host=replace(found.host, devices=2),
+                       others=(OtherHosts("a100-pcie", half, other.device, other.profile),))
 
     @cached_property
     def options(self) -> Options:

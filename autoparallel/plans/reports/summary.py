@@ -23,7 +23,7 @@ MUCH_EXPOSED, MUCH_MOVED = 0.1, 0.2
 
 def summary(report: Report) -> Report:
     """The report with its summary."""
-    lines = (f"{report.title}." + _unusual(report),
+    lines = (f"{report.title}." + _unusual(report) + _shares(report),
              " ".join([f"{_speed(report)}; {_memory(report.memory)}{_state(report)}.", *_costs(report.speed)]),
              " ".join([_where(report) + _error(report.speed),
                        _proof(report.proof, any(axis.role == "pipeline" for axis in report.axes))]),
@@ -37,6 +37,21 @@ def _unusual(report: Report) -> str:
     named = attention_first(report)[:MOST_UNUSUAL]
     more = f", and {len(report.departures) - len(named)} more" if len(report.departures) > len(named) else ""
     return f" Unusual: {'; '.join(named)}{more}."
+
+
+def _shares(report: Report) -> str:
+    """What each rank of the pipeline axis gets, where devices are not equal."""
+    shares = report.record.workload.shares if report.record is not None else ()
+    if not shares:
+        return ""
+    if len(shares) == 1:
+        return f" Unequal devices: {shares[0].devices}; each op takes as long as on the slowest."
+    each = "; ".join(f"pipeline rank {rank} on devices {share.numbers} ({share.devices}) has "
+                     + (f"{share.blocks} blocks" if share.blocks else f"{share.ops} ops")
+                     for rank, share in enumerate(shares))
+    unlike = len({share.memory_bytes for share in shares}) > 1
+    return f" Unequal devices: {each}." + (" Bytes on a larger device are told as its share of the smallest one's "
+                                           "memory." if unlike else "")
 
 
 def attention_first(report: Report) -> list[str]:
