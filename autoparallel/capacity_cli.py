@@ -214,8 +214,8 @@ def replan(
 
 
 def replanned(model: str, folder: Path, plan: Path, ranks: int, lost: Sequence[int]) -> Path | None:
-    """The file, in ``folder``, of the plan by which the ranks left of one host go on from a checkpoint; None where there
-    is none, which is told."""
+    """The file, in ``folder``, of the plan by which the ranks left of one host go on from a checkpoint; None where
+    there is none, which is told."""
     import autoparallel
     from autoparallel.errors import AutoparallelError, printable
     from autoparallel.models import load_model

@@ -236,12 +236,17 @@ def near(plan: Plan, devices: int) -> Iterator[tuple[str, int, ByHand | str]]:
                 f"a global batch of {batch:,} is not divided by {most} data-parallel ranks")
             yield f"{name}, all devices", devices, rest
         if ranks and ranks * others >= LEAST_SHARE * devices:
-            yield name, ranks * others, _with(hand, pp, tp, ranks, batch)
+            whole = degrees.roles.micro_batches == pp == 1
+            yield name, ranks * others, _with(hand, pp, tp, ranks, batch, whole)
+            if whole and name == "same degrees" and ranks < (hand.dp or 1):
+                yield f"{name}, in micro-batches", ranks * others, _with(hand, pp, tp, ranks, batch, False)
 
 
-def _with(hand: ByHand, pp: int, tp: int, dp: int, batch: int) -> ByHand:
-    """A plan by hand with other degrees; micro-batches are as large as before, or the next smaller that divides."""
-    size = max(n for n in range(1, min(hand.micro_batch or batch, batch // dp) + 1) if batch // dp % n == 0)
+def _with(hand: ByHand, pp: int, tp: int, dp: int, batch: int, whole: bool) -> ByHand:
+    """A plan by hand with other degrees, the batch in one (``whole``), or in micro-batches as large as before, or the
+    next smaller size that divides."""
+    most = batch // dp if whole else min(hand.micro_batch or batch, batch // dp)
+    size = max(n for n in range(1, most + 1) if batch // dp % n == 0)
     shards = hand.shards if hand.shards is not None and dp % hand.shards == 0 else None
     kept = hand if pp > 1 else replace(hand, pp=1, virtual=1, schedule=None, split="work")
     return replace(kept, pp=pp, tp=tp, dp=dp, micro_batch=size, shards=shards,

@@ -170,12 +170,15 @@ def test_shards_without_a_replica_come_from_a_checkpoint() -> None:
     assert again.source == "checkpoint" and again.best.move.read_bytes > 0 and again.best.move.lost_bytes == 0
 
 
-def test_a_batch_that_does_not_divide_is_said_and_fewer_devices_are_tried() -> None:
+def test_plans_near_the_old_one_keep_the_batch_and_say_where_it_does_not_divide() -> None:
     found = list(near(planned("dp=16"), 20))
     said = "a global batch of 48 is not divided by 20 data-parallel ranks"
     assert found[0] == ("same degrees, all devices", 20, said)
     name, devices, hand = found[1]
     assert (name, devices, str(hand)) == ("same degrees", 16, "dp=16,micro_batch=3")
+    fewer = {name: str(hand) for name, _, hand in near(planned("dp=16"), 8)}
+    assert fewer["same degrees"] == "dp=8,micro_batch=6"
+    assert fewer["same degrees, in micro-batches"] == "dp=8,micro_batch=3"
     found = list(near(planned("dp=4,tp=4"), 15))
     assert found[0][1:] == (15, "4 x 3 ranks are not 15 devices") and found[1][1] == 12
 

@@ -74,11 +74,11 @@ def _hosts(nodes: int, min_nodes: int | None, node_rank: int, master: str | None
 def _check_elastic(ranks: int, nodes: int, min_ranks: int | None, min_nodes: int | None) -> None:
     """Raises LaunchError for fewest ranks, or hosts, that are more than there are, or of another kind of job."""
     if min_ranks is not None and nodes > 1:
-        raise LaunchError(f"--min-ranks {min_ranks} is of one host, and there are {nodes}: give --min-nodes, the fewest "
-                          "hosts that go on")
+        raise LaunchError(f"--min-ranks {min_ranks} is of one host, and there are {nodes}: give --min-nodes, the "
+                          "fewest hosts that go on")
     if min_nodes is not None and nodes == 1:
-        raise LaunchError(f"--min-nodes {min_nodes} is of several hosts, and there is one: give --min-ranks, the fewest "
-                          "ranks that go on")
+        raise LaunchError(f"--min-nodes {min_nodes} is of several hosts, and there is one: give --min-ranks, the "
+                          "fewest ranks that go on")
     for name, least, most in (("--min-ranks", min_ranks, ranks), ("--min-nodes", min_nodes, nodes)):
         if least is not None and not 1 <= least <= most:
             raise LaunchError(f"{name} is {least}: give a number from 1 to {most}, with which the job starts")

@@ -1,0 +1,241 @@
+"""Jobs that go on with fewer ranks after some were killed; the losses are those of one process."""
+
+from __future__ import annotations
+
+import doctest
+import os
+import random
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from typer.testing import CliRunner
+
+import autoparallel
+from autoparallel.cli import app
+from autoparallel.errors import AutoparallelError, MeshError
+from autoparallel.launch.elastic import VISIBLE, Failed, keep_running
+from autoparallel.launch.local import free_port
+from tests.support.launching import ROOT, clean_environment, guide
+
+CLI = [sys.executable, "-m", "autoparallel.cli"]
+KILLED, ENDED = -signal.SIGKILL, -signal.SIGTERM
+
+
+# -------------------------------------------------------------------------------------------------- without processes
+
+@pytest.mark.parametrize(("failures", "min_ranks", "restarts", "started", "done"), [
+    ([[]], 2, 0, [4], True),
+    ([[(1, KILLED), (0, ENDED), (2, 1)], []], 2, 0, [4, 3], True),         # others that the agent ended, or that told
+    ([[(1, KILLED)], [(0, -signal.SIGSEGV)], []], 2, 0, [4, 3, 2], True),
+    ([[(1, KILLED), (2, KILLED), (3, KILLED)]], 2, 0, [4], False),
+    ([[(1, 1)], []], 2, 1, [4, 4], True),                                   # an error: as many again
+    ([[(1, 1)], [(1, 1)]], 2, 1, [4, 4], False),
+    ([[(1, ENDED)]], 2, 0, [4], False),
+])
+def test_lost_ranks_are_left_out(failures: list[list[tuple[int, int]]], min_ranks: int, restarts: int,
+                                 started: list[int], done: bool, capfd: pytest.CaptureFixture[str]) -> None:
+    seen, told = list[int](), list[tuple[int, list[int]]]()
+
+    def start(ranks: int) -> list[Failed]:
+        seen.append(ranks)
+        return [Failed(*one) for one in failures[len(seen) - 1]]
+
+    def left(ranks: int, lost: Sequence[int]) -> int:
+        told.append((ranks, list(lost)))
+        return ranks
+
+    assert keep_running(start, 4, min_ranks, restarts, left) is done and seen == started
+    assert [ranks for ranks, _ in told] == [ranks for ranks in started[1:] if ranks < 4]
+    said = capfd.readouterr().err
+    assert ("go on" in said) == bool(told) and (done or "min_ranks" in said or "max_restarts" in said)
+
+
+def test_a_plan_for_fewer_ranks_starts_fewer() -> None:
+    runs = {4: [Failed(0, KILLED)], 2: list[Failed]()}
+    assert keep_running(runs.pop, 4, 1, 0, lambda ranks, lost: 2) and not runs
+
+
+def test_gpus_of_lost_ranks_are_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 4)
+    monkeypatch.delenv(VISIBLE, raising=False)
+    runs, seen = {4: [Failed(1, KILLED)], 3: [Failed(2, KILLED)], 2: list[Failed]()}, list[Any]()
+
+    def start(ranks: int) -> list[Failed]:
+        seen.append(os.environ.get(VISIBLE))
+        return runs[ranks]
+
+    assert keep_running(start, 4, 1, 0) and seen == [None, "0,2,3", "0,2"]
+    monkeypatch.delenv(VISIBLE)
+
+
+@pytest.mark.parametrize(("words", "said"), [
+    (["--ranks", "2", "--min-ranks", "3"], "--min-ranks is 3: give a number from 1 to 2"),
+    (["--nodes", "2", "--master", "h:1", "--min-ranks", "1"], "give --min-nodes"),
+    (["--min-nodes", "1"], "give --min-ranks"),
+    (["--nodes", "2", "--master", "h:1", "--min-nodes", "3"], "--min-nodes is 3: give a number from 1 to 2"),
+    (["--min-ranks", "1", "--model", "train:job"], "give PLAN.json and --min-ranks too")])
+def test_what_cannot_be_is_refused(words: list[str], said: str) -> None:
+    result = CliRunner().invoke(app, ["launch", *words, "--", "ls"])
+    assert isinstance(result.exception, AutoparallelError) and said in str(result.exception)
+
+
+def test_a_plan_of_another_number_of_ranks_is_none_where_it_may_change(tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
+                                                                       ) -> None:
+    plan = autoparallel.plan(torch.nn.Linear(4, 4), autoparallel.Cluster.load("local-cpu", num_devices=2),
+                             example_inputs=(torch.zeros(4, 4),), mesh_shape=(2,))
+    plan.save(tmp_path / "plan.json")
+    for name in clean_environment().keys() ^ os.environ.keys():
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("AUTOPARALLEL_PLAN", str(tmp_path / "plan.json"))
+    with pytest.raises(MeshError, match="2 devices"):
+        autoparallel.init(device="cpu")
+    monkeypatch.setenv("AUTOPARALLEL_ELASTIC", "1")
+    with pytest.raises(MeshError, match="2 devices"):  # one that the script gives counts
+        autoparallel.init(device="cpu", plan=plan)
+    world = autoparallel.init(device="cpu")
+    dist.destroy_process_group()
+    assert world.plan is None and world.mesh.mesh_dim_names == ("devices",)
+
+
+def test_figures_of_the_guide() -> None:
+    failed, tried = doctest.testfile(str(ROOT / "docs/guides/elastic.md"), module_relative=False)
+    assert failed == 0 and tried
+
+
+# ----------------------------------------------------------------------------------------------------- with processes
+
+def losses_of_one_process(steps: int) -> list[float]:
+    names: dict[str, Any] = {"__name__": "guide"}
+    exec(compile(guide("elastic.md"), "elastic.md", "exec"), names)
+    torch.manual_seed(0)
+    model = names["Net"]()
+    optimizer, losses = torch.optim.AdamW(model.parameters(), lr=1e-2), []
+    for step in range(steps):
+        loss = model(torch.randn(12, 32, generator=torch.Generator().manual_seed(step)))
+        losses.append(loss.item())
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    return losses
+
+
+def lines_of(output: str) -> list[tuple[int, float, int]]:
+    """Step, loss and number of ranks of each line."""
+    words = [line.split() for line in output.splitlines() if line[:1].isdigit()]
+    return [(int(step), float(loss), int(ranks)) for step, loss, _, ranks in words]
+
+
+def check(lines: list[tuple[int, float, int]], steps: int) -> None:
+    """Each step is there, and each time with the loss of one process."""
+    expected = losses_of_one_process(steps)
+    assert {step for step, _, _ in lines} == set(range(steps))
+    for step, loss, _ in lines:
+        assert loss == pytest.approx(expected[step], rel=1e-6), step
+
+
+def script(folder: Path, steps: int, more: str = "") -> Path:
+    path = folder / "train.py"
+    path.write_text(guide("elastic.md").replace("else 0, 10)", f"else 0, {steps})").replace(
+        'on {world.size}", flush=True)\n', 'on {world.size}", flush=True)\n' + more))
+    return path
+
+
+@pytest.mark.ranks
+def test_a_killed_rank_leaves_and_the_others_go_on_by_a_new_plan(tmp_path: Path) -> None:
+    """Rank 2 of 4 is killed in the sixth step: three go on."""
+    script(tmp_path, 10, "        if step == 5 and world.rank == 2 and world.size == 4:\n"
+                         "            import os, signal; os.kill(os.getpid(), signal.SIGKILL)\n")
+    names: dict[str, Any] = {"__name__": "guide"}
+    exec(compile(guide("elastic.md"), "elastic.md", "exec"), names)
+    model, example, _ = names["job"](12, 1)
+    plan = autoparallel.plan(model, autoparallel.Cluster.load("local-cpu", num_devices=4), example_inputs=example,
+                             by_hand="dp=4,zero=1")
+    plan.save(tmp_path / "plan.json")
+    done = subprocess.run([*CLI, "launch", "plan.json", "--min-ranks", "2", "--model", "train:job", "--",
+                           sys.executable, "train.py"], capture_output=True, text=True, timeout=120, cwd=tmp_path,
+                          env=clean_environment())
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "rank 2 was lost (SIGKILL): 3 of 4 ranks go on" in done.stderr
+    assert "4 devices before, 3 of local-cpu now" in done.stderr
+    lines = lines_of(done.stdout)
+    assert [ranks for _, _, ranks in lines] == [4] * 6 + [lines[-1][2]] * 4 and lines[-1][2] in (2, 3)
+    check(lines, 10)
+
+
+@pytest.mark.slow
+def test_a_lost_host_leaves_and_the_other_goes_on(tmp_path: Path) -> None:
+    """Two agents of two ranks; one agent and its ranks are killed."""
+    script(tmp_path, 12, "        import time; time.sleep(0.5)\n")
+    master, agents = f"127.0.0.1:{free_port()}", list[subprocess.Popen[str]]()
+    for number in (0, 1):
+        command = [*CLI, "launch", "--ranks", "2", "--nodes", "2", "--min-nodes", "1", "--node-rank", str(number),
+                   "--master", master, "--max-restarts", "3", "--", sys.executable, "train.py"]
+        with (tmp_path / f"out{number}").open("w") as out:
+            agents.append(subprocess.Popen(command, stdout=out, stderr=subprocess.STDOUT, text=True, cwd=tmp_path,
+                                           env=clean_environment(), start_new_session=True))
+    told = lambda: "".join((tmp_path / f"out{number}").read_text() for number in (0, 1))  # noqa: E731
+    try:
+        waiting(lambda: any(step == 4 for step, _, _ in lines_of(told())), 100)
+        kill(agents[1].pid)
+        assert agents[0].wait(150) == 0, told()
+    finally:
+        for agent in agents:
+            kill(agent.pid)
+    lines = lines_of(told())
+    assert {ranks for _, _, ranks in lines} == {4, 2}
+    check(lines, 12)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1500)
+def test_twenty_kills_at_random_points(tmp_path: Path) -> None:
+    """Each time a rank of 3 is killed at a random moment, often while a checkpoint is written; then two go on."""
+    draw = random.Random(0)
+    for number in range(20):
+        folder = tmp_path / str(number)
+        folder.mkdir()
+        script(folder, 8).write_text(script(folder, 8).read_text().replace("keep=2)", "keep=2, wait=False)"))
+        with (folder / "out").open("w") as out:
+            job = subprocess.Popen([*CLI, "launch", "--ranks", "3", "--min-ranks", "2", "--", sys.executable,
+                                    "train.py"], stdout=out, stderr=subprocess.STDOUT, cwd=folder, text=True,
+                                   env=clean_environment())
+        try:
+            waiting(lambda out=folder / "out": lines_of(out.read_text()) or "lost" in out.read_text(), 60)
+            time.sleep(draw.uniform(0, 0.3))
+            if ranks := children(job.pid):
+                os.kill(draw.choice(ranks), signal.SIGKILL)
+            assert job.wait(90) == 0, (folder / "out").read_text()
+        finally:
+            kill(job.pid)
+        check(lines_of((folder / "out").read_text()), 8)
+
+
+def waiting(until: Any, seconds: float) -> None:
+    ends = time.monotonic() + seconds
+    while not until():
+        assert time.monotonic() < ends
+        time.sleep(0.05)
+
+
+def children(pid: int) -> list[int]:
+    found = subprocess.run(["ps", "-o", "pid=", "--ppid", str(pid)], capture_output=True, text=True).stdout.split()
+    commands = {one: Path(f"/proc/{one}/cmdline") for one in map(int, found)}
+    return [one for one, path in commands.items() if path.exists() and b"train.py" in path.read_bytes()]
+
+
+def kill(pid: int) -> None:
+    """A process and its children, if they are there."""
+    for one in (*children(pid), pid):
+        try:
+            os.kill(one, signal.SIGKILL)
+        except ProcessLookupError:
+            continue
