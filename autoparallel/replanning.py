@@ -26,6 +26,7 @@ from autoparallel.planning.state_moves import Move, moved, read_by
 from autoparallel.plans import Plan
 from autoparallel.plans.reports.text import ReportConsole, as_text
 from autoparallel.plans.reports.units import bytes_str, duration_str, seconds_str
+from autoparallel.plans.roles import roles_of
 from cost_models import Cluster
 from cost_models.goodput import Failures
 
@@ -344,7 +345,7 @@ def print_replan(found: Replan, console: ReportConsole) -> None:
             continue
         table.add_row(one.title, str(one.devices), seconds_str(one.step_s),
                       bytes_str(one.move.sent_bytes + one.move.read_bytes), seconds_str(one.move.seconds),
-                      duration_str(one.total_s(found.steps)), one.plan.summary().split("\n", 1)[0].rstrip("."))
+                      duration_str(one.total_s(found.steps)), str(roles_of(one.plan)))
     console.print(table)
 
 

@@ -23,6 +23,7 @@ from autoparallel.cli import app
 from autoparallel.errors import AutoparallelError, MeshError
 from autoparallel.launch.elastic import VISIBLE, Failed, keep_running
 from autoparallel.launch.local import free_port
+from autoparallel.runtime.checkpoint import job
 from tests.support.launching import ROOT, clean_environment, guide
 
 CLI = [sys.executable, "-m", "autoparallel.cli"]
@@ -106,6 +107,30 @@ def test_a_plan_of_another_number_of_ranks_is_none_where_it_may_change(tmp_path:
     assert world.plan is None and world.mesh.mesh_dim_names == ("devices",)
 
 
+def test_a_process_killed_while_it_removes_an_old_checkpoint_leaves_no_broken_one(
+        tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in clean_environment().keys() ^ os.environ.keys():
+        monkeypatch.delenv(name, raising=False)
+    world = autoparallel.init(device="cpu")
+    try:
+        parallel = autoparallel.compile(torch.nn.Linear(4, 4), world.mesh, example_inputs=(torch.zeros(4, 4),))
+        parallel.save(tmp_path, step=1)
+
+        def half(path: Path) -> None:
+            (path / "about.json").unlink()
+            raise OSError("killed here")
+
+        with monkeypatch.context() as killed:
+            killed.setattr(job.shutil, "rmtree", half)
+            with pytest.raises(OSError, match="killed here"):
+                parallel.save(tmp_path, step=2, keep=1)
+        assert [one.step for one in job.checkpoints(tmp_path)] == [2]
+        parallel.save(tmp_path, step=3, keep=1)
+        assert sorted(path.name for path in tmp_path.iterdir()) == ["step-3"]
+    finally:
+        dist.destroy_process_group()
+
+
 def test_figures_of_the_guide() -> None:
     failed, tried = doctest.testfile(str(ROOT / "docs/guides/elastic.md"), module_relative=False)
     assert failed == 0 and tried
@@ -144,8 +169,8 @@ def check(lines: list[tuple[int, float, int]], steps: int) -> None:
 
 def script(folder: Path, steps: int, more: str = "") -> Path:
     path = folder / "train.py"
-    path.write_text(guide("elastic.md").replace("else 0, 10)", f"else 0, {steps})").replace(
-        'on {world.size}", flush=True)\n', 'on {world.size}", flush=True)\n' + more))
+    text = guide("elastic.md").replace("else 0, 10)", f"else 0, {steps})")
+    path.write_text(text.replace('\n\n\nif __name__ == "__main__"', f'\n{more}\n\nif __name__ == "__main__"'))
     return path
 
 
@@ -207,7 +232,7 @@ def test_twenty_kills_at_random_points(tmp_path: Path) -> None:
         path = script(folder, 40, "        import time; time.sleep(0.05)\n")
         path.write_text(path.read_text().replace("keep=2)", "keep=2, wait=False)"))
         with (folder / "out").open("w") as out:
-            job = subprocess.Popen([*CLI, "launch", "--ranks", "4", "--min-ranks", "1", "--", sys.executable,
+            run = subprocess.Popen([*CLI, "launch", "--ranks", "4", "--min-ranks", "1", "--", sys.executable,
                                     "train.py"], stdout=out, stderr=subprocess.STDOUT, cwd=folder, text=True,
                                    env=clean_environment())
         told = (folder / "out").read_text
@@ -215,10 +240,10 @@ def test_twenty_kills_at_random_points(tmp_path: Path) -> None:
             for ranks in (4, 3, 2):
                 waiting(lambda told=told, ranks=ranks: lines_of(told())[-1:] and lines_of(told())[-1][2] == ranks, 90)
                 time.sleep(draw.uniform(0, 0.5))
-                os.kill(draw.choice(children(job.pid)), signal.SIGKILL)
-            assert job.wait(90) == 0, told()
+                os.kill(draw.choice(children(run.pid)), signal.SIGKILL)
+            assert run.wait(90) == 0, told()
         finally:
-            kill(job.pid)
+            kill(run.pid)
         assert told().count("was lost (SIGKILL)") == 3
         check(lines_of(told()), 40)
 

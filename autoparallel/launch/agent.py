@@ -13,6 +13,10 @@ from autoparallel.launch.elastic import Failed, keep_running
 from autoparallel.launch.world import ELASTIC, PLAN_FILE
 from autoparallel.plans import Plan
 
+#: Rank 0 makes the ranks' store anew after each change of hosts: of a store that the agents share, torch 2.13 tells
+#: hosts that come later no address.
+OWN_STORE = "TORCH_DISABLE_SHARE_RDZV_TCP_STORE"
+
 
 def run_command(command: Sequence[str], *, plan: Path | None = None, ranks: int | None = None, nodes: int = 1,
                 node_rank: int = 0, master: str | None = None, max_restarts: int = 0, min_ranks: int | None = None,
@@ -42,6 +46,8 @@ def run_command(command: Sequence[str], *, plan: Path | None = None, ranks: int 
         os.environ[PLAN_FILE] = str(plan.resolve())
     if min_ranks is not None or min_nodes is not None:
         os.environ[ELASTIC] = "1"
+    if min_nodes is not None:
+        os.environ[OWN_STORE] = "1"
     # "--": torchrun takes an argument of the command for its own if it begins like one of its own (--log, --run)
     rest = ["--no-python", "--", *command]
     if min_ranks is None:

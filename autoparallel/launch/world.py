@@ -179,10 +179,19 @@ def _join(identity: Identity | None, kind: str, backend: str | None, timeout: ti
     local = _on_host(identity, store)
     os.environ.update(LOCAL_RANK=str(local[0]), LOCAL_WORLD_SIZE=str(local[1]))
     _pick_device(kind, local[0])
-    if store is not None:  # torchrun's agent may keep its store, with the addresses of ranks that it started before
-        attempt = dist.PrefixStore(f"attempt {os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}", store)
-        dist.init_process_group(backend, store=attempt, rank=identity.rank, world_size=identity.size, timeout=timeout)
+    if store is not None:
+        dist.init_process_group(backend, store=_of_attempt(store), rank=identity.rank, world_size=identity.size,
+                                timeout=timeout)
     return local
+
+
+def _of_attempt(store: dist.Store) -> dist.Store:
+    """The part of a store that ranks have not used before. torchrun's agent may keep its own store over restarts, with
+    the addresses of ranks that it started before; one that rank 0 makes is new, and agents that joined later count
+    fewer restarts."""
+    if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
+        return store
+    return dist.PrefixStore(f"attempt {os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}", store)
 
 
 def _on_host(identity: Identity, store: dist.Store | None) -> tuple[int, int]:
