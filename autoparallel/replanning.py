@@ -282,8 +282,8 @@ def _check(plan: Any, cluster: Any, source: Any, horizon_steps: Any, horizon_s: 
 
 
 def _lost(lost: Any, before: int, now: int) -> tuple[int, ...]:
-    """Numbers of lost devices. Raises PlanError for numbers that the plan has not, and where more are left than the
-    cluster has, so that it is not known which go on."""
+    """Numbers of lost devices; None: the last, by which there are fewer now. Raises PlanError for numbers that the plan
+    has not."""
     if lost is None:
         return tuple(range(min(before, now), before))
     if isinstance(lost, str) or not isinstance(lost, Sequence) or not all(
