@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from autoparallel.ops.bounded import Bounded, bound
     from autoparallel.planning.inference import inference_call
     from autoparallel.plans import Plan
+    from autoparallel.replanning import Replan, replan
     from autoparallel.rules.custom import register_rule
     from autoparallel.runtime.module import ParallelModule
     from autoparallel.runtime.padding import padded_to
@@ -57,12 +58,14 @@ _HOMES = {
     "Sizing": "autoparallel.sizing",
     "size": "autoparallel.sizing",
     "Cluster": "cost_models",
+    "Replan": "autoparallel.replanning",
+    "replan": "autoparallel.replanning",
     "register_rule": "autoparallel.rules.custom",
 }
 __all__ = ["Advice", "Bounded", "Cluster", "Exported", "Fitting", "GradScaler", "Imported", "JsonLines",
-           "ParallelModule", "Plan", "Sizing", "StepLog", "TensorBoard", "World", "__version__", "advise", "bound",
-           "compile", "export_plan", "fit", "import_plan", "inference_call", "init", "padded_to", "plan",
-           "register_rule", "serve_parameters", "size"]
+           "ParallelModule", "Plan", "Replan", "Sizing", "StepLog", "TensorBoard", "World", "__version__", "advise",
+           "bound", "compile", "export_plan", "fit", "import_plan", "inference_call", "init", "padded_to", "plan",
+           "register_rule", "replan", "serve_parameters", "size"]
 
 
 def __getattr__(name: str) -> Any:

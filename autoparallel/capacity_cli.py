@@ -1,8 +1,9 @@
-"""Commands on how many devices a job takes: ``size``, ``fit`` and ``goodput``. Torch is imported when
-a model is planned."""
+"""Commands on how many devices a job takes, or has left: ``size``, ``fit``, ``goodput`` and ``replan``. Torch is
+imported when a model is planned."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -10,7 +11,10 @@ import typer
 
 if TYPE_CHECKING:
     from autoparallel.fitting import Fit
+    from autoparallel.plans import Plan
+    from autoparallel.replanning import Candidate
     from autoparallel.sizing import Size
+    from cost_models import Cluster
 
 #: Minutes between checkpoints, beside the best, in the table of ``goodput``.
 INTERVALS_MIN = (5.0, 15.0, 60.0)
@@ -18,7 +22,7 @@ INTERVALS_MIN = (5.0, 15.0, 60.0)
 
 def add_to(app: typer.Typer) -> None:
     """Add the commands."""
-    for command in (size, fit, goodput):
+    for command in (size, fit, goodput, replan):
         app.command()(command)
 
 
@@ -160,4 +164,105 @@ def goodput(
     console.print(table)
 
 
-__all__ = ["add_to", "fit", "goodput", "size"]
+def replan(
+    plan: Annotated[Path, typer.Argument(metavar="PLAN.json", help="the plan by which the job ran")],
+    model: Annotated[str, typer.Argument(help="the plan's model, as for autoparallel plan")],
+    cluster: Annotated[str | None, typer.Option(help="the plan's by default; a TOML file, if it was one")] = None,
+    devices: Annotated[int | None, typer.Option(min=1, help="that there are now")] = None,
+    lost_hosts: Annotated[int, typer.Option(min=0, help="how many hosts are gone, with all their devices")] = 0,
+    lost: Annotated[str | None, typer.Option(help="their numbers, as 0,5; the last ones by default")] = None,
+    from_checkpoint: Annotated[bool, typer.Option("--from-checkpoint", help="all processes start again, and read a "
+                                                  "checkpoint")] = False,
+    horizon_steps: Annotated[float | None, typer.Option(help="steps until the next change; by default those between "
+                                                        "two failures of so many devices")] = None,
+    time_limit: Annotated[float, typer.Option(help="seconds of the search")] = 10.0,
+    output: Annotated[Path | None, typer.Option(help="write the new plan here as JSON")] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="the candidates as JSON (docs/report_schema.md)")] = False,
+) -> None:
+    """Say how a job goes on after hosts were lost or gained: the plan with the least total of moving its state and of
+    the steps to come.
+
+    autoparallel replan plan.json llama3-8b.json --lost-hosts 1 --output new.json
+    """
+    import autoparallel
+    from autoparallel.errors import printable
+    from autoparallel.models import load_model
+    from autoparallel.plan_cli import check_output
+    from autoparallel.plans.reports.text import ReportConsole
+    from autoparallel.plans.reports.units import seconds_str
+    from autoparallel.replanning import print_replan
+
+    def tell(one: Candidate) -> None:
+        said = one.refused if one.plan is None else f"{seconds_str(one.step_s)} a step"
+        typer.echo(printable(f"{one.title}, {one.devices} devices: {said}"), err=True)
+
+    check_output(output)
+    before = autoparallel.Plan.load(plan)
+    machine, gone = _left(before, cluster, devices, lost_hosts, lost)
+    batch, *length = next(iter(before.model.inputs.values()), (1,))
+    network, args, kwargs = load_model(model, batch, length[0] if length else 1, before.model.dtype)
+    found = autoparallel.replan(
+        before, machine, network, example_inputs=args, example_kwargs=kwargs, lost=gone,
+        source="checkpoint" if from_checkpoint else "peers", horizon_steps=horizon_steps, time_limit_s=time_limit,
+        told=tell)
+    if output is not None:
+        found.plan.save(output)
+    if as_json:
+        typer.echo(found.to_json())
+    else:
+        print_replan(found, ReportConsole())
+
+
+def replanned(model: str, folder: Path, plan: Path, ranks: int, lost: Sequence[int]) -> Path | None:
+    """The file, in ``folder``, of the plan by which the ranks left of one host go on from a checkpoint; None where
+    there is none, which is told."""
+    import autoparallel
+    from autoparallel.errors import AutoparallelError, printable
+    from autoparallel.models import load_model
+
+    before = autoparallel.Plan.load(plan)
+    batch, *length = next(iter(before.model.inputs.values()), (1,))
+    try:
+        machine, _ = _left(before, None, ranks, 0, None)
+        network, args, kwargs = load_model(model, batch, length[0] if length else 1, before.model.dtype)
+        found = autoparallel.replan(before, machine, network, example_inputs=args, example_kwargs=kwargs, lost=lost,
+                                    source="checkpoint")
+        typer.echo(printable(found.report().split("\n", 1)[0]), err=True)
+    except AutoparallelError as error:
+        typer.echo(printable(f"no new plan for {ranks} ranks: {error}"), err=True)
+        return None
+    path = folder / f"plan-of-{ranks}.json"
+    found.plan.save(path)
+    return path
+
+
+def _left(plan: Plan, cluster: str | None, devices: int | None, lost_hosts: int, lost: str | None
+          ) -> tuple[Cluster, list[int] | None]:
+    """The cluster that is left, and the numbers of the lost devices (None: the last). Raises InputError for hosts that
+    the plan has not."""
+    import math
+
+    from autoparallel.errors import InputError
+    from cost_models import Cluster
+
+    before = math.prod(plan.axes[0])
+    software = (plan.record.workload.software or "none") if plan.record is not None else None
+    machine = Cluster.load(cluster or plan.cluster, num_devices=before, software=software)
+    each = machine.devices_per_host
+    hosts = -(-before // each)
+    try:
+        numbers = sorted({int(number) for number in lost.split(",")}) if lost is not None else list(
+            range(hosts - lost_hosts, hosts))
+    except ValueError:
+        numbers = [-1]
+    if any(not 0 <= number < hosts for number in numbers) or (lost_hosts and len(numbers) != lost_hosts):
+        raise InputError(f"--lost-hosts {lost_hosts} and --lost {lost}: the plan has {hosts} hosts of {each} devices, "
+                         f"numbered from 0 to {hosts - 1}; give as many numbers as hosts, as 0,5")
+    gone = [device for number in numbers for device in range(number * each, min(before, (number + 1) * each))]
+    count = devices if devices is not None else before - len(gone)
+    if count < 1:
+        raise InputError(f"no device is left of {before}: give --devices, or fewer --lost-hosts")
+    return Cluster.load(cluster or plan.cluster, num_devices=count, software=software), gone or None
+
+
+__all__ = ["add_to", "fit", "goodput", "replan", "size"]

@@ -7,6 +7,7 @@ plan fits; 130 interrupted. What takes long is imported by the command that need
 from __future__ import annotations
 
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Annotated
 
 import typer
@@ -192,17 +193,28 @@ def launch(
     node_rank: Annotated[int, typer.Option(min=0, help="which host this is, from 0")] = 0,
     master: Annotated[str | None, typer.Option(help="host:port of host 0, if there are several")] = None,
     max_restarts: Annotated[int, typer.Option(min=0, help="start all ranks again so often if one fails")] = 0,
+    min_ranks: Annotated[int | None, typer.Option(min=1, help="go on without ranks that were killed, if so many are "
+                                                  "left")] = None,
+    min_nodes: Annotated[int | None, typer.Option(min=1, help="of --nodes: start and go on with so many hosts")] = None,
+    model: Annotated[str | None, typer.Option(help="the plan's model, as for autoparallel plan: with --min-ranks the "
+                                              "ranks left get a new plan (autoparallel replan)")] = None,
 ) -> None:
     """Run a script on local processes; in it autoparallel.init() makes process group, device and the plan's mesh.
 
     autoparallel launch plan.json -- python train.py --lr 3e-4
     """
+    from functools import partial
+
     from autoparallel.launch.agent import run_command
 
     plan_file = Path(words[0]) if words[0].endswith((".json", ".json.gz")) else None
     command = words if plan_file is None else words[1:]
-    done = run_command(command, plan=plan_file, ranks=ranks, nodes=nodes, node_rank=node_rank, master=master,
-                       max_restarts=max_restarts)
+    if model is not None and (plan_file is None or min_ranks is None):
+        raise InputError("--model is of a plan for the ranks left: give PLAN.json and --min-ranks too")
+    with TemporaryDirectory() as folder:
+        done = run_command(command, plan=plan_file, ranks=ranks, nodes=nodes, node_rank=node_rank, master=master,
+                           max_restarts=max_restarts, min_ranks=min_ranks, min_nodes=min_nodes,
+                           replanned=None if model is None else partial(capacity_cli.replanned, model, Path(folder)))
     raise typer.Exit(0 if done else 1)
 
 

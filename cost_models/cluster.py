@@ -432,6 +432,18 @@ class Cluster:
             return inside
         return link.nics_per_host * max(1.0, inside / self.host.devices if self.host.devices else 1.0)
 
+    def message_bytes_per_s(self, level: int) -> float:
+        """What one device can send to another (and receive at the same time) by the link of a ``level``, from inside a
+        host outwards, while all devices that the next inner link joins do so too.
+
+        >>> Cluster.load("h100-sxm", num_devices=64, software="none").message_bytes_per_s(1)
+        45000000000.0
+        """
+        link = self._links[level].seen_by("send_recv")
+        inside = self.links[level - 1].num_devices if level else 1
+        share = min(1.0, self._nics(link, inside) / inside) if level else 1.0
+        return share * link.bandwidth_bytes_per_s / self.correction.communication
+
     @property
     def devices_per_host(self) -> int:
         """Devices of one full host (`devices_of_host`)."""

@@ -5,22 +5,33 @@ from __future__ import annotations
 import math
 import os
 import shutil
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from autoparallel.errors import LaunchError
-from autoparallel.launch.world import PLAN_FILE
+from autoparallel.launch.elastic import Failed, keep_running
+from autoparallel.launch.world import ELASTIC, PLAN_FILE
 from autoparallel.plans import Plan
+
+#: Rank 0 makes the ranks' store anew after each change of hosts: of a store that the agents share, torch 2.13 tells
+#: hosts that come later no address.
+OWN_STORE = "TORCH_DISABLE_SHARE_RDZV_TCP_STORE"
 
 
 def run_command(command: Sequence[str], *, plan: Path | None = None, ranks: int | None = None, nodes: int = 1,
-                node_rank: int = 0, master: str | None = None, max_restarts: int = 0) -> bool:
+                node_rank: int = 0, master: str | None = None, max_restarts: int = 0, min_ranks: int | None = None,
+                min_nodes: int | None = None,
+                replanned: Callable[[Path, int, Sequence[int]], Path | None] | None = None) -> bool:
     """Run ``command`` on ``ranks`` processes of this host, each with torchrun's variables; whether all succeeded.
 
     plan: its file; `autoparallel.init` reads it on each rank.
     ranks: on this host; None: the plan's devices over the hosts, else a process a GPU, or one.
     nodes, node_rank, master: hosts of the job, this one's number, and ``host:port`` of the first.
     max_restarts: how often all ranks are started again after one failed.
+    min_ranks: of one host: where a signal ends ranks, the others start again without them, if so many are left.
+    min_nodes: of several hosts: the job starts, and goes on, with so many of them.
+    replanned: with min_ranks: from a plan's file, a smaller number of ranks and those that are gone, the file of
+        a plan for as many or fewer; None: `autoparallel.init` gives them none.
 
     Raises LaunchError for a command that is not there, or ranks that do not fit the plan; PlanError for the plan.
     """
@@ -30,14 +41,53 @@ def run_command(command: Sequence[str], *, plan: Path | None = None, ranks: int 
     if nodes > 1 and master is None:
         raise LaunchError(f"{nodes} hosts need --master host:port, the address of the first one, the same on all")
     count = _count(plan, ranks, nodes)
+    _check_elastic(count, nodes, min_ranks, min_nodes)
     if plan is not None:
         os.environ[PLAN_FILE] = str(plan.resolve())
-    host, _, port = (master or "").partition(":")
-    where = ["--standalone"] if nodes == 1 else [
-        f"--nnodes={nodes}", f"--node-rank={node_rank}", f"--master-addr={host}", f"--master-port={port or 29500}"]
+    if min_ranks is not None or min_nodes is not None:
+        os.environ[ELASTIC] = "1"
+    if min_nodes is not None:
+        os.environ[OWN_STORE] = "1"
     # "--": torchrun takes an argument of the command for its own if it begins like one of its own (--log, --run)
-    return _torchrun([*where, f"--nproc-per-node={count}", f"--max-restarts={max_restarts}", "--no-python", "--",
-                      *command])
+    rest = ["--no-python", "--", *command]
+    if min_ranks is None:
+        where = _hosts(nodes, min_nodes, node_rank, master)
+        return not _torchrun([*where, f"--nproc-per-node={count}", f"--max-restarts={max_restarts}", *rest])
+
+    def left(ranks: int, lost: Sequence[int]) -> int:
+        made = None if plan is None or replanned is None else replanned(Path(os.environ[PLAN_FILE]), ranks, lost)
+        if made is None:
+            return ranks
+        os.environ[PLAN_FILE] = str(made)
+        return math.prod(Plan.load(made).axes[0])
+
+    return keep_running(lambda ranks: _torchrun(["--standalone", f"--nproc-per-node={ranks}", *rest]), count, min_ranks,
+                        max_restarts, left)
+
+
+def _hosts(nodes: int, min_nodes: int | None, node_rank: int, master: str | None) -> list[str]:
+    """torchrun's arguments for the hosts of the job."""
+    if nodes == 1:
+        return ["--standalone"]
+    host, _, port = (master or "").partition(":")
+    if min_nodes is None:
+        return [f"--nnodes={nodes}", f"--node-rank={node_rank}", f"--master-addr={host}",
+                f"--master-port={port or 29500}"]
+    return [f"--nnodes={min_nodes}:{nodes}", "--rdzv-backend=c10d", "--rdzv-id=autoparallel",
+            f"--rdzv-endpoint={host}:{port or 29500}", f"--rdzv-conf=is_host={int(node_rank == 0)}"]
+
+
+def _check_elastic(ranks: int, nodes: int, min_ranks: int | None, min_nodes: int | None) -> None:
+    """Raises LaunchError for fewest ranks, or hosts, that are more than there are, or of another kind of job."""
+    if min_ranks is not None and nodes > 1:
+        raise LaunchError(f"--min-ranks {min_ranks} is of one host, and there are {nodes}: give --min-nodes, the "
+                          "fewest hosts that go on")
+    if min_nodes is not None and nodes == 1:
+        raise LaunchError(f"--min-nodes {min_nodes} is of several hosts, and there is one: give --min-ranks, the "
+                          "fewest ranks that go on")
+    for name, least, most in (("--min-ranks", min_ranks, ranks), ("--min-nodes", min_nodes, nodes)):
+        if least is not None and not 1 <= least <= most:
+            raise LaunchError(f"{name} is {least}: give a number from 1 to {most}, with which the job starts")
 
 
 def _count(plan: Path | None, ranks: int | None, nodes: int) -> int:
@@ -56,8 +106,8 @@ def _count(plan: Path | None, ranks: int | None, nodes: int) -> int:
     return ranks
 
 
-def _torchrun(arguments: list[str]) -> bool:
-    """torchrun with these arguments. Raises no error if a rank failed: the agent has printed which and why."""
+def _torchrun(arguments: list[str]) -> list[Failed]:
+    """torchrun with these arguments; the ranks of this host that failed, for which the agent has printed why."""
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
     from torch.distributed.run import parse_args, run
 
@@ -65,8 +115,8 @@ def _torchrun(arguments: list[str]) -> bool:
         run(parse_args(arguments))
     except ChildFailedError as error:
         print(error)
-        return False
-    return True
+        return [Failed(one.local_rank, one.exitcode) for one in error.failures.values()]
+    return []
 
 
 __all__ = ["run_command"]

@@ -27,6 +27,8 @@ from autoparallel.plans import Plan
 _LOG = logging.getLogger("autoparallel")
 #: The plan file that `autoparallel launch` gives to the ranks.
 PLAN_FILE = "AUTOPARALLEL_PLAN"
+#: Set where the number of ranks may change: the plan file counts for the number that it is for.
+ELASTIC = "AUTOPARALLEL_ELASTIC"
 MOST_TIMEOUT_S = 1e6
 
 
@@ -59,7 +61,8 @@ def init(mesh_shape: Sequence[int] | None = None, axis_names: Sequence[str] | No
 
     mesh_shape, axis_names: the mesh's axes, slowest links first; None: the plan's, or one axis. Devices are laid out
         host after host, however the launcher numbered the ranks.
-    plan: a plan or its file; None: the file that ``autoparallel launch plan.json`` names.
+    plan: a plan or its file; None: the file that ``autoparallel launch plan.json`` names (with ``--min-ranks`` or
+        ``--min-nodes`` only while there are as many ranks as its devices; then none, and one axis).
     launcher: the one that counts where several describe this process: torchrun, openmpi, mpich, mvapich, slurm, msrun.
     device: "cpu" or "cuda"; None: "cuda" where there is one.
     backend: as of torch's init_process_group; None: gloo, and NCCL for tensors on GPUs.
@@ -75,8 +78,9 @@ def init(mesh_shape: Sequence[int] | None = None, axis_names: Sequence[str] | No
         raise LaunchError(f"device is {shown(device)}: 'cpu', or 'cuda' where torch finds a GPU, is required")
     _check(launcher, backend, timeout_s)
     identity = identity_of(os.environ, launcher)
-    chosen = _plan_of(plan)
-    shape, names = _axes(mesh_shape, axis_names, chosen, _size(identity))
+    size = _size(identity)
+    chosen = _plan_of(plan, size)
+    shape, names = _axes(mesh_shape, axis_names, chosen, size)
     local_rank, local_size = _join(identity, kind, backend, timedelta(seconds=timeout_s))
     mine = torch.device("cpu") if kind == "cpu" else torch.device("cuda", torch.cuda.current_device())
     _leave_at_exit()
@@ -122,9 +126,14 @@ def _leave_at_exit() -> None:
     atexit.register(leave)
 
 
-def _plan_of(plan: Plan | str | Path | None) -> Plan | None:
-    plan = plan if plan is not None else os.environ.get(PLAN_FILE)
-    return plan if plan is None or isinstance(plan, Plan) else Plan.load(plan)
+def _plan_of(plan: Plan | str | Path | None, size: int) -> Plan | None:
+    given = plan if plan is not None else os.environ.get(PLAN_FILE)
+    found = given if given is None or isinstance(given, Plan) else Plan.load(given)
+    if plan is None and found is not None and math.prod(found.axes[0]) != size and ELASTIC in os.environ:
+        _LOG.warning("the plan %s is for %d devices, and there are %d ranks now: world.plan is None, and the mesh has "
+                     "one axis", given, math.prod(found.axes[0]), size)
+        return None
+    return found
 
 
 def _size(identity: Identity | None) -> int:
@@ -174,10 +183,19 @@ def _join(identity: Identity | None, kind: str, backend: str | None, timeout: ti
     local = _on_host(identity, store)
     os.environ.update(LOCAL_RANK=str(local[0]), LOCAL_WORLD_SIZE=str(local[1]))
     _pick_device(kind, local[0])
-    if store is not None:  # torchrun's agent may keep its store, with the addresses of ranks that it started before
-        attempt = dist.PrefixStore(f"attempt {os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}", store)
-        dist.init_process_group(backend, store=attempt, rank=identity.rank, world_size=identity.size, timeout=timeout)
+    if store is not None:
+        dist.init_process_group(backend, store=_of_attempt(store), rank=identity.rank, world_size=identity.size,
+                                timeout=timeout)
     return local
+
+
+def _of_attempt(store: dist.Store) -> dist.Store:
+    """The part of a store that ranks have not used before. torchrun's agent may keep its own store over restarts, with
+    the addresses of ranks that it started before; one that rank 0 makes is new, and agents that joined later count
+    fewer restarts."""
+    if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
+        return store
+    return dist.PrefixStore(f"attempt {os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}", store)
 
 
 def _on_host(identity: Identity, store: dist.Store | None) -> tuple[int, int]:
@@ -206,4 +224,4 @@ def _pick_device(kind: str, local_rank: int) -> None:
     torch.cuda.set_device(local_rank if local_rank < count else 0)
 
 
-__all__ = ["PLAN_FILE", "World", "init"]
+__all__ = ["ELASTIC", "PLAN_FILE", "World", "init"]

@@ -317,8 +317,10 @@ def _record(pricer: SpacePricer, problem: Problem, strategies: Sequence[Strategy
                    compute_s=compute_seconds(pricer, strategies))
     if pricer.counts.hybrid.stages == 1:
         return replace(found, spans=tuple(spans(pricer, strategies)))
-    sends = stages.sent_bytes(pricer.space, strategies)
-    return replace(found, stages=stage_seconds(pricer, problem, strategies, sends))
+    sends, decisions = stages.sent_bytes(pricer.space, strategies), pricer.space.decisions
+    names = tuple(tuple(decisions[at].name for at in sorted(part.decisions) if decisions[at].kind == "parameter")
+                  for part in stages.parts)
+    return replace(found, stages=stage_seconds(pricer, problem, strategies, sends), stage_parameters=names)
 
 
 def _tier_limits(cluster: Cluster, options: Options) -> tuple[float, float, float]:

@@ -167,7 +167,8 @@ class Record:
     matrix products ("matmul") and attention ("attention"), forward and backward, on a rank (the mean over a
     pipeline's). ``alternatives``: other plans that planning found, or that were asked for; ``left_out``: usual plans by
     hand that were not priced; ``comparisons``: with plans by hand, line by line. ``sensitivities`` and
-    ``explanations`` (by name of the decision) are answers that were asked for."""
+    ``explanations`` (by name of the decision) are answers that were asked for. ``stage_parameters``: of each pipeline
+    stage the names of its parameters, tied ones on each stage that reads them (empty: no pipeline)."""
 
     workload: Workload
     spans: tuple[Span, ...] = ()
@@ -182,6 +183,7 @@ class Record:
     compute_s: Mapping[str, float] = field(default_factory=dict)
     comparisons: tuple[Comparison, ...] = ()
     left_out: tuple[LeftOut, ...] = ()
+    stage_parameters: tuple[tuple[str, ...], ...] = ()
 
 
 def check_record(record: Record) -> None:

@@ -12,8 +12,10 @@ ROOT = Path(__file__).parents[2]
 #: Rooms from top to bottom; those of one line do not import one another.
 LEVELS = (
     ("cli",),
-    ("plan_cli", "capacity_cli", "selftest"),
-    ("demo", "doctor", "calibration", "verification", "integrations", "advice", "sizing", "fitting"),
+    ("capacity_cli", "selftest"),
+    ("plan_cli",),
+    ("demo", "doctor", "calibration", "verification", "integrations", "advice", "sizing", "fitting",
+     "replanning"),
     ("api", "export"),
     ("compiler",),
     ("planning",),

@@ -42,6 +42,8 @@ _VERSION = 1
 #: Of the folder within checkpoints of other libraries' loops (transformers' Trainer, accelerate).
 IN_OTHERS = "autoparallel"
 _NAME = re.compile(r"step-(\d+)")
+#: Before the name of a checkpoint that is being removed.
+_REMOVED = ".removed-"
 
 
 @dataclass(frozen=True)
@@ -235,12 +237,21 @@ def _published(written: Path, about: Checkpoint, plan: Plan, keep: int | None) -
     """Make a written checkpoint visible under its name, in one step; then remove the oldest beyond ``keep``."""
     plan.save(written / "plan.json")
     (written / "about.json").write_text(about.text())
+    for left in about.path.parent.glob(f"{_REMOVED}*"):
+        shutil.rmtree(left)
     if about.path.exists():
-        shutil.rmtree(about.path)
+        _remove(about.path)
     written.replace(about.path)
     for old in checkpoints(about.path.parent)[: -keep if keep else 0]:
-        shutil.rmtree(old.path)
+        _remove(old.path)
     return about
+
+
+def _remove(checkpoint: Path) -> None:
+    """Remove a checkpoint, whose name goes first: a process that is killed meanwhile leaves no broken one."""
+    hidden = checkpoint.with_name(f"{_REMOVED}{checkpoint.name}")
+    checkpoint.replace(hidden)
+    shutil.rmtree(hidden)
 
 
 def newest(path: Path, step: int | None) -> Checkpoint | None:
