@@ -79,8 +79,7 @@ class Size:
 
     def price(self, count: float) -> float | None:
         """Price of that; None where the cluster has none."""
-        record = None if self.plan is None else self.plan.known
-        hourly = self.cluster.device.price_per_hour if record is None else record.workload.price_per_hour
+        hourly = self.cluster.price_per_hour
         return self.days(count) * 24 * self.devices * hourly if hourly and self.per_s else None
 
     def lacks(self, target: Target) -> str:

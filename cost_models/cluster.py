@@ -445,6 +445,13 @@ class Cluster:
         return share * link.bandwidth_bytes_per_s / self.correction.communication
 
     @property
+    def price_per_hour(self) -> float:
+        """Of a device in the mean; 0 if that of any is not known."""
+        kinds = map(self.kinds, ((number,) for number in range(self.num_devices))) if self.is_unequal else [(self,)]
+        prices = [kind.device.price_per_hour for kind, in kinds]
+        return sum(prices) / len(prices) if all(prices) else 0.0
+
+    @property
     def devices_per_host(self) -> int:
         """Devices of one full host (`devices_of_host`)."""
         return devices_of_host(self.links, self.host)

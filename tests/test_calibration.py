@@ -110,7 +110,7 @@ class Pretended:
 
 #: Hosts of 4 in racks of 16 in rooms of 64; domains of 16 over hosts of 4 by NVLink; hosts alone; devices of their own.
 @pytest.mark.parametrize(("ranks_per_host", "asked", "names"), [
-    (4, (4, 16), ["inside a host", "joins 16 devices", "joins all devices"]),
+    pytest.param(4, (4, 16), ["inside a host", "joins 16 devices", "joins all devices"], marks=pytest.mark.slow),
     (4, (16,), ["joins 16 devices", "joins all devices"]), (4, (), ["inside a host", "between hosts"]),
     (1, (8,), ["joins 8 devices", "between hosts"]),
 ])

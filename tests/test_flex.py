@@ -113,7 +113,7 @@ def test_flexible_attention_is_what_its_functions_say(options: Options, call: Ca
             assert error <= TOLERANCE, f"{name} on {mesh}, plan {plan}"
 
 
-@pytest.mark.parametrize("options", [OPTIONS[0], *(pytest.param(o, marks=pytest.mark.slow) for o in OPTIONS[1:])],
+@pytest.mark.parametrize("options", [pytest.param(o, marks=pytest.mark.slow) for o in OPTIONS],
                          ids=lambda options: options.__name__)
 def test_torch_computes_the_same_forward(options: Options) -> None:
     mine, model = (Model(options, attention) for attention in (by_hand, flexible(flex_attention)))

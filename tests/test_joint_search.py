@@ -329,6 +329,7 @@ def test_the_second_round_tries_neighbours_of_the_best() -> None:
     assert {c.hybrid for c in fixed.space.around(best)} == {best.hybrid}
 
 
+@pytest.mark.slow
 def test_a_search_begins_with_a_plan_that_recomputes_some_blocks() -> None:
     """As `recompute=auto` of the usual plans by hand leaves it."""
     peaks = [reported.made(by_hand=f"dp=4,zero=3,recompute={how}").prediction.peak_bytes for how in ("full", "none")]

@@ -205,6 +205,7 @@ def test_tiers_are_compared_by_price(seconds: dict[str, float], tier: Offload) -
         assert "times as fast as with states in device memory" in found.evidence.stop_reason
 
 
+@pytest.mark.slow
 def test_limits_of_a_plan() -> None:
     with pytest.raises(InfeasibleError, match="host_memory_limit_bytes is 10: take more devices"):
         planned(offload="host", host_memory_limit_bytes=10)
@@ -288,6 +289,7 @@ def test_gradients_on_their_way_are_few() -> None:
         planned(mesh_shape=None, by_hand=hand).prediction.backward_communication_s)
 
 
+@pytest.mark.slow
 def test_limits_of_host_and_disk_hold_within_the_search() -> None:
     """The plan that is fastest without a limit keeps states whole on each rank; within one it cuts them."""
     fast = replace(PLAIN, host=replace(PLAIN.host, memory_bandwidth_bytes_per_s=1e15, from_device_bytes_per_s=1e15,

@@ -82,6 +82,7 @@ def test_an_error_is_raised_at_its_batch() -> None:
         next(batches)
 
 
+@pytest.mark.slow
 def test_a_dropped_iterator_reads_no_more_and_frees_its_batches() -> None:
     events: list[str] = []
     stream: Any = Recorded(events)

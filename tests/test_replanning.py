@@ -161,6 +161,7 @@ def test_a_short_horizon_counts_the_move_and_a_long_one_the_step() -> None:
     assert found.best is slow and replace(found, steps=1e6).best is quick
 
 
+@pytest.mark.slow
 def test_shards_without_a_replica_come_from_a_checkpoint() -> None:
     found = replanned(planned("dp=16,zero=3"), 12)
     assert found.source == "checkpoint" and found.best.move.lost_bytes > 0 and found.best.move.sent_bytes == 0
@@ -191,6 +192,7 @@ def test_a_spare_takes_the_place_of_the_lost() -> None:
     assert kept.plan is plan and found.source == "peers" and 0 < kept.move.sent_bytes <= 1.2 * whole
 
 
+@pytest.mark.slow
 def test_a_loaded_plan_is_planned_again(tmp_path: Path) -> None:
     plan = planned("dp=2,pp=4,tp=2")
     plan.save(tmp_path / "plan.json")
@@ -235,6 +237,7 @@ def factory(batch: int, sequence: int) -> tuple[nn.Module, tuple[torch.Tensor, .
     return (*job(batch), {})
 
 
+@pytest.mark.slow
 def test_the_command(tmp_path: Path) -> None:
     model, example = job()
     plan = autoparallel.plan(model, Cluster.load("h100-sxm", num_devices=24), example_inputs=example, by_hand="dp=24")

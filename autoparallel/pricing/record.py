@@ -49,7 +49,7 @@ def workload(pricer: SpacePricer, strategies: Sequence[Strategy]) -> Workload:
         dtype, fmean(compute.peak_flops_per_s("matmul", dtype, one) for one in kinds), math.prod(sizes),
         " and ".join(dict.fromkeys(one.name for one in kinds)),
         min(one.memory_bytes for one in kinds), cluster.devices_on_host,
-        _mean([one.price_per_hour for one in kinds]), _mean([one.watts for one in kinds]), groups,
+        cluster.price_per_hour, _mean([one.watts for one in kinds]), groups,
         tuple(_links_within(cluster)),
         _state_bytes(pricer), cluster.profile.software if cluster.profile is not None else "", tokens_of,
     )
