@@ -12,11 +12,15 @@ from cost_models.errors import AutoparallelError, ClusterError, TimelineError
 
 if TYPE_CHECKING:
     from cost_models import calibrate, collectives, compute, memory, timeline
-    from cost_models.cluster import Cluster, Correction, Device, Group, Host, Link, Protocol, Tiles
+    from cost_models.cluster import Cluster, Correction
     from cost_models.description import known_clusters
+    from cost_models.devices import Device, Host, Tiles
+    from cost_models.links import Group, Link, Protocol
 
-_IN_CLUSTER = ("Cluster", "Correction", "Device", "Group", "Host", "Link", "Protocol", "Tiles")
-_HOMES = {**dict.fromkeys(_IN_CLUSTER, "cost_models.cluster"), "known_clusters": "cost_models.description"}
+_HOMES = {**dict.fromkeys(("Cluster", "Correction"), "cost_models.cluster"),
+          **dict.fromkeys(("Device", "Host", "Tiles"), "cost_models.devices"),
+          **dict.fromkeys(("Group", "Link", "Protocol"), "cost_models.links"),
+          "known_clusters": "cost_models.description"}
 _MODULES = ("calibrate", "collectives", "compute", "memory", "timeline")
 
 __all__ = [

@@ -19,23 +19,14 @@ from typing import Any
 
 import numpy as np
 
-from cost_models.cluster import (
-    ALGORITHMS,
-    COLLECTIVES,
-    ENDLESS,
-    UNLIMITED,
-    Cluster,
-    Correction,
-    Curve,
-    Device,
-    Group,
-    Link,
-)
+from cost_models.cluster import Cluster, Correction
 from cost_models.collectives import all_gather_s, all_reduce_s, all_to_all_s, broadcast_s, reduce_scatter_s, send_recv_s
 from cost_models.compute import op_time_s
 from cost_models.description import from_table
+from cost_models.devices import Curve, Device
 from cost_models.errors import ClusterError
 from cost_models.files import write_whole
+from cost_models.links import ALGORITHMS, COLLECTIVES, ENDLESS, UNLIMITED, Group, Link
 from cost_models.timeline import Task, equal_slowdown, simulate
 
 _SECONDS: dict[str, Callable[[Any, Group], Any]] = {

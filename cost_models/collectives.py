@@ -30,8 +30,10 @@ from typing import Any
 
 import numpy as np
 
-from cost_models.cluster import Cluster, Device, Group, Link
+from cost_models.cluster import Cluster
 from cost_models.compute import op_time_s
+from cost_models.devices import Device
+from cost_models.links import Group, Link
 from cost_models.offload import known_rate
 
 Bytes = Any

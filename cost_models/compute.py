@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from cost_models.cluster import ITEM_BYTES, Curve, Device, Tiles
+from cost_models.devices import ITEM_BYTES, Curve, Device, Tiles
 from cost_models.profile import Profile
 
 #: Op classes whose arithmetic runs on the matrix units; everything else counts as memory traffic with fp32 arithmetic.

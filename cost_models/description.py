@@ -13,25 +13,11 @@ from importlib import resources
 from pathlib import Path
 from typing import Any
 
-from cost_models.cluster import (
-    ALGORITHMS,
-    COLLECTIVES,
-    OP_CLASSES,
-    OVERLAP_SLOWDOWN,
-    PEAK_DTYPES,
-    UNLIMITED,
-    Cluster,
-    Correction,
-    Curve,
-    Device,
-    Host,
-    Link,
-    Protocol,
-    Tiles,
-    devices_of_host,
-)
+from cost_models.cluster import Cluster, Correction, devices_of_host
+from cost_models.devices import OP_CLASSES, OVERLAP_SLOWDOWN, PEAK_DTYPES, Curve, Device, Host, Tiles
 from cost_models.errors import ClusterError
 from cost_models.files import is_nested, nearest, read_regular
+from cost_models.links import ALGORITHMS, COLLECTIVES, UNLIMITED, Link, Protocol
 from cost_models.profile import Profile, check_software
 from cost_models.unequal import OtherHosts, Slow, worse_host, worse_link
 

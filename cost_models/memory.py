@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from cost_models.cluster import ITEM_BYTES, Device
+from cost_models.devices import ITEM_BYTES, Device
 from cost_models.errors import ClusterError
 
 

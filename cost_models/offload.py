@@ -10,8 +10,10 @@ from typing import Any
 import numpy as np
 
 from cost_models import memory
-from cost_models.cluster import ITEM_BYTES, UNLIMITED, Cluster
+from cost_models.cluster import Cluster
+from cost_models.devices import ITEM_BYTES
 from cost_models.errors import ClusterError
+from cost_models.links import UNLIMITED
 
 
 @dataclass(frozen=True)

@@ -15,7 +15,7 @@ from functools import cache
 from pathlib import Path
 from statistics import NormalDist
 
-from cost_models.cluster import Device, Tiles
+from cost_models.devices import Device, Tiles
 from cost_models.errors import ClusterError
 
 #: Values by table ("devices", "stacks", "networks"), entry and name.

@@ -11,8 +11,8 @@ from typing import Any
 
 import numpy as np
 
-from cost_models.cluster import Link
 from cost_models.collectives import send_recv_s
+from cost_models.links import Link
 
 
 @dataclass(frozen=True)

@@ -18,7 +18,9 @@ import numpy as np
 from cost_models.errors import ClusterError
 
 if TYPE_CHECKING:
-    from cost_models.cluster import Cluster, Curve, Device, Host, Link
+    from cost_models.cluster import Cluster
+    from cost_models.devices import Curve, Device, Host
+    from cost_models.links import Link
     from cost_models.profile import Profile
 
 #: The least speed, and the least share of a bandwidth: a device that is slower than this is of no use.

@@ -28,7 +28,7 @@ from cost_models.calibrate import (
     predicted_overlap_s,
     predicted_s,
 )
-from cost_models.cluster import UNLIMITED
+from cost_models.links import UNLIMITED
 
 
 def calibrate_two() -> tuple[Cluster, int, int]:

@@ -24,8 +24,8 @@ from autoparallel.search.model import iopddl
 from autoparallel.search.model.problem import Edge, Node, Problem
 from cost_models import Cluster, ClusterError, Link, known_clusters
 from cost_models.calibrate import cluster_toml, write_cluster
-from cost_models.cluster import UNLIMITED, Protocol
 from cost_models.description import from_table
+from cost_models.links import UNLIMITED, Protocol
 from tests.support.mutations import mutate, spoil
 
 FUZZ = {"deadline": None, "suppress_health_check": list(HealthCheck)}

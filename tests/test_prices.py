@@ -24,7 +24,7 @@ from autoparallel.schedule.step_config import BUCKET_BYTES
 from autoparallel.search import evaluate, solve
 from autoparallel.strategies.space import StrategySpace
 from cost_models import Device, Link, collectives, compute
-from cost_models.cluster import UNLIMITED
+from cost_models.links import UNLIMITED
 from tests.support.captured import graph_of, plan_of
 
 

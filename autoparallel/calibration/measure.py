@@ -33,8 +33,10 @@ from cost_models.calibrate import (
     predicted_op_s,
     predicted_overlap_s,
 )
-from cost_models.cluster import UNLIMITED, Host, devices_of_host
+from cost_models.cluster import devices_of_host
+from cost_models.devices import Host
 from cost_models.errors import ClusterError
+from cost_models.links import UNLIMITED
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh

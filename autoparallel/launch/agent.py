@@ -30,8 +30,8 @@ def run_command(command: Sequence[str], *, plan: Path | None = None, ranks: int 
     max_restarts: how often all ranks are started again after one failed.
     min_ranks: of one host: where a signal ends ranks, the others start again without them, if so many are left.
     min_nodes: of several hosts: the job starts, and goes on, with so many of them.
-    replanned: with min_ranks: from a plan's file, a smaller number of ranks and those that are gone, the file of
-        a plan for as many or fewer; None: `autoparallel.init` gives them none.
+    replanned: with min_ranks: ``(plan file, ranks left, lost ranks)`` -> file of a plan for at most so many ranks, or
+        None, and then `autoparallel.init` has no plan.
 
     Raises LaunchError for a command that is not there, or ranks that do not fit the plan; PlanError for the plan.
     """

@@ -22,8 +22,8 @@ class Failed:
 
     @property
     def is_lost(self) -> bool:
-        """Whether a signal ended it (killed, out of memory, a crash), and no error of its program. SIGTERM is what the
-        agent sends to the others; those that live on for half a minute it kills, and they count as lost too."""
+        """Whether a signal ended it (killed, out of memory, a crash), and no error of its program. SIGTERM does not
+        count, since the agent sends it to the other ranks; SIGKILL does, also the agent's own after 30 s."""
         return self.exit_code < 0 and self.exit_code != -signal.SIGTERM
 
 
@@ -32,9 +32,9 @@ def keep_running(start: Callable[[int], Sequence[Failed]], ranks: int, min_ranks
     """Start ``ranks`` ranks until all succeed; whether they did. Lost ranks are left out of the next start; where none
     is lost and some failed, as many start again.
 
-    start: runs so many ranks to their end; returns those that failed, none if all succeeded.
+    start: ``(number of ranks)`` -> the failed ranks, when all have ended.
     min_ranks: the fewest ranks that go on. max_restarts: starts after errors that lost no rank, at most.
-    left: called before ranks go on, with their number and those that are gone; returns how many of them to start.
+    left: ``(ranks left, lost ranks)`` -> the number of ranks to start next.
     """
     errors = 0
     while failed := start(ranks):

@@ -133,7 +133,7 @@ def _needed(space: StrategySpace, ends: Sequence[int]) -> set[int]:
 def place_cuts(prices: Prices, loss: int | None, hybrid: Hybrid, strategies: Sequence[Strategy] | None = None
                ) -> tuple[str, ...]:
     """The names of the decisions at which stages 1, 2, ... begin, minimising the seconds (compute and sends) of the
-    slowest pipeline rank; on unequal devices a stage gets work by the speed of those that it has. Costs are those of
+    slowest pipeline rank; on unequal devices a stage gets work by the speed of its own devices. Costs are those of
     ``strategies``, or of each op's cheapest strategy if None.
 
     Raises InputError without a scalar loss, InfeasibleError if there are fewer ops than stages.

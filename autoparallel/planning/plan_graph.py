@@ -34,8 +34,8 @@ _LOG = logging.getLogger("autoparallel")
 #: The shares of a joint search's time limit in which usual plans by hand are priced, and a plain step is planned; the
 #: most seconds that either takes.
 USUAL_SHARE, PLAIN_SHARE, MOST_BEFORE_S = 0.25, 0.125, 4.0
-#: Shares of the time limit that are kept for usual plans after a joint search: for those that were not priced before
-#: it, and for tuning the best of each family.
+#: Shares of the time limit that are kept after a joint search: for the usual plans not priced before it, and for
+#: tuning the best of each family.
 AFTER_SHARE, TUNING_SHARE = 0.08, 0.05
 #: Most usual plans that the joint search begins with.
 MOST_STARTS = 2

@@ -11,7 +11,7 @@ from benchmarks.emulated_cluster.network import BURST_BYTES, LOOPBACK_MTU, NIC_M
 from benchmarks.emulated_cluster.pool import Pool
 from cost_models import Cluster, Device, Link
 from cost_models.calibrate import Measured, MeasuredOverlap, fit_links, fit_overlap_slowdown
-from cost_models.cluster import UNLIMITED
+from cost_models.links import UNLIMITED
 
 SIZES = tuple(2**k for k in (12, 16, 18, 20, 22))
 #: The emulated device: what `DeviceClock` pads to, so no measurement. Eight of them need an eighth of two cores.
