@@ -16,7 +16,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 import autoparallel
 from autoparallel.errors import PlanError
 from autoparallel.kernels import fetching, groups, regather
-from autoparallel.kernels.collectives import begin_all_gathers
+from autoparallel.kernels.buckets import begin_all_gathers
 from autoparallel.plans import Plan
 from autoparallel.schedule.tiers import Offload
 from benchmarks.published_offload import ROWS

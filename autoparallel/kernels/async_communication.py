@@ -15,15 +15,14 @@ from typing import Any, Protocol
 import torch
 
 from autoparallel.kernels import groups
+from autoparallel.kernels.buckets import begin_all_gathers, begin_reduce_scatters
 from autoparallel.kernels.collectives import (
     Finish,
     Sizes,
     act,
     begin_action,
-    begin_all_gathers,
     begin_all_reduce,
     begin_all_reduce_own,
-    begin_reduce_scatters,
     slice_tensor,
 )
 from autoparallel.kernels.fetching import Fetches

@@ -52,14 +52,25 @@ waited = Waited()
 
 
 def _begin(op: Any, sent: torch.Tensor, *args: Any, **kwargs: Any) -> Finish:
+    return _awaiting(_issued(op, sent, *args, **kwargs), sent.device)
+
+
+def _begin_group(op: Any, sent: Sequence[torch.Tensor], *args: Any) -> list[Finish]:
+    """Issue one collective of several tensors."""
+    return [_awaiting(pending, sent[0].device) for pending in _issued(op, list(sent), *args)]
+
+
+def _issued(op: Any, *args: Any, **kwargs: Any) -> Any:
     if (wait := before.get()) is not None:
         wait()
     try:
-        pending = op(sent, *args, **kwargs)
+        return op(*args, **kwargs)
     except RuntimeError as error:
         on_failure(error)
         raise
 
+
+def _awaiting(pending: torch.Tensor, device: torch.device) -> Finish:
     def finish() -> torch.Tensor:
         started = time.perf_counter()
         try:
@@ -68,7 +79,7 @@ def _begin(op: Any, sent: torch.Tensor, *args: Any, **kwargs: Any) -> Finish:
             on_failure(error)
             raise
         finally:
-            if sent.device.type == "cpu":
+            if device.type == "cpu":
                 waited.calls += 1
                 waited.seconds += time.perf_counter() - started
 
@@ -79,7 +90,7 @@ def _leading(x: torch.Tensor, dim: int) -> torch.Tensor:
     return x.movedim(dim, 0).contiguous()
 
 
-def _padded(x: torch.Tensor, length: int) -> torch.Tensor:
+def padded(x: torch.Tensor, length: int) -> torch.Tensor:
     """x, zero-padded along dim 0 to ``length``."""
     if x.shape[0] == length:
         return x
@@ -115,9 +126,23 @@ def _all_gather(x: torch.Tensor, ranks: int, group_name: str) -> torch.Tensor:
     return _c10d.all_gather_into_tensor_out(x, ranks, group_name, out=whole)
 
 
+def begin_whole_tensors(shards: Sequence[torch.Tensor], axis: Axis) -> list[Finish]:
+    """All-gather equal shards along dim 0 of several tensors: on devices of their own as one group of messages."""
+    if len(shards) == 1 or shards[0].device.type == "cpu":
+        return [_begin_whole(x, axis) for x in shards]
+    return _begin_group(_c10d.all_gather_into_tensor_coalesced, shards, axis.size, axis.group_name)
+
+
+def begin_sums_of_shards(values: Sequence[torch.Tensor], axis: Axis) -> list[Finish]:
+    """Reduce-scatter several tensors into equal shards along dim 0, as `begin_whole_tensors`."""
+    if len(values) == 1 or values[0].device.type == "cpu":
+        return [_begin(_c10d.reduce_scatter_tensor, x, "sum", axis.size, axis.group_name) for x in values]
+    return _begin_group(_c10d.reduce_scatter_tensor_coalesced, values, "sum", axis.size, axis.group_name)
+
+
 def begin_all_gather(x: torch.Tensor, axis: Axis, dim: int, sizes: Sizes) -> Finish:
     longest = max(sizes)
-    gathered = _begin_whole(_padded(_leading(x, dim), longest), axis)
+    gathered = _begin_whole(padded(_leading(x, dim), longest), axis)
 
     def finish() -> torch.Tensor:
         whole = gathered()
@@ -132,71 +157,9 @@ def begin_reduce_scatter(x: torch.Tensor, axis: Axis, dim: int, sizes: Sizes) ->
     longest = max(sizes)
     moved = _leading(x, dim)
     if any(size != longest for size in sizes):
-        moved = torch.cat([_padded(p, longest) for p in moved.split(list(sizes))])
+        moved = torch.cat([padded(p, longest) for p in moved.split(list(sizes))])
     reduced = _begin(_c10d.reduce_scatter_tensor, moved, "sum", axis.size, axis.group_name)
     return lambda: reduced()[: sizes[axis.rank]].movedim(0, dim).contiguous()
-
-
-def begin_all_gathers(values: Sequence[torch.Tensor], axis: Axis, cuts: Sequence[tuple[int, Sizes]]
-                      ) -> Callable[[], tuple[torch.Tensor, ...]]:
-    """All-gather several tensors of one dtype in one collective. ``cuts``: by tensor, its cut dim and the lengths of
-    all ranks' shards along it."""
-    if len(values) == 1:
-        finish_one = begin_all_gather(values[0], axis, *cuts[0])
-        return lambda: (finish_one(),)
-    shards = [_padded(x.movedim(dim, 0), max(sizes)) for x, (dim, sizes) in zip(values, cuts, strict=True)]
-    shapes = [x.shape for x in shards]
-    gathered = _begin_whole(torch.cat([x.reshape(-1) for x in shards]), axis)
-    del values, shards
-
-    def finish() -> tuple[torch.Tensor, ...]:
-        by_rank = gathered().view(axis.size, -1).split([shape.numel() for shape in shapes], dim=1)
-        return tuple(_joined(part.unflatten(1, shape), dim, sizes)
-                     for part, shape, (dim, sizes) in zip(by_rank, shapes, cuts, strict=True))
-
-    return finish
-
-
-def _joined(shards: torch.Tensor, dim: int, sizes: Sizes) -> torch.Tensor:
-    """[ranks, longest, ...], cut dim first -> the whole tensor, in memory of its own."""
-    if any(size != shards.shape[1] for size in sizes):
-        return torch.cat([shard[:size] for shard, size in zip(shards, sizes, strict=True)]).movedim(0, dim).contiguous()
-    if len(shards) == 1:  # which is contiguous as it is: a part of its bucket
-        return shards[0].movedim(0, dim).clone(memory_format=torch.contiguous_format)
-    return shards.movedim((0, 1), (dim, dim + 1)).contiguous().flatten(dim, dim + 1)
-
-
-def begin_reduce_scatters(values: Sequence[torch.Tensor], axis: Axis, cuts: Sequence[tuple[int, Sizes]]
-                          ) -> Callable[[], tuple[torch.Tensor, ...]]:
-    """Reduce-scatter several tensors of one dtype in one collective; arguments as `begin_all_gathers`. The results are
-    views of one bucket where their cut dim is the first."""
-    if len(values) == 1:
-        finish_one = begin_reduce_scatter(values[0], axis, *cuts[0])
-        return lambda: (finish_one(),)
-    shapes = [torch.Size((max(sizes), *x.movedim(dim, 0).shape[1:]))
-              for x, (dim, sizes) in zip(values, cuts, strict=True)]
-    lengths = [shape.numel() for shape in shapes]
-    bucket = values[0].new_empty((axis.size, sum(lengths)))
-    for x, part, shape, (dim, sizes) in zip(values, bucket.split(lengths, dim=1), shapes, cuts, strict=True):
-        _cut_into(part.unflatten(1, shape), x, dim, sizes)
-    reduced = _begin(_c10d.reduce_scatter_tensor, bucket.view(-1), "sum", axis.size, axis.group_name)
-    del values, x, bucket, part
-
-    def finish() -> tuple[torch.Tensor, ...]:
-        return tuple(part.view(shape)[: sizes[axis.rank]].movedim(0, dim).contiguous()
-                     for part, shape, (dim, sizes) in zip(reduced().split(lengths), shapes, cuts, strict=True))
-
-    return finish
-
-
-def _cut_into(shards: torch.Tensor, x: torch.Tensor, dim: int, sizes: Sizes) -> None:
-    """Write a whole tensor as shards [ranks, longest, ...], cut dim first and padded with zeros."""
-    if all(size == shards.shape[1] for size in sizes):
-        shards.copy_(x.unflatten(dim, shards.shape[:2]).movedim((dim, dim + 1), (0, 1)))
-        return
-    shards.zero_()
-    for shard, part, size in zip(shards, x.movedim(dim, 0).split(list(sizes)), sizes, strict=True):
-        shard[:size].copy_(part)
 
 
 def _begin_all_to_all(x: torch.Tensor, axis: Axis, received: Sequence[int], sent: Sequence[int]) -> Finish:

@@ -17,7 +17,8 @@ import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from autoparallel.kernels import async_communication, groups
-from autoparallel.kernels.collectives import Sizes, begin_all_gathers, redistribute
+from autoparallel.kernels.buckets import begin_all_gathers
+from autoparallel.kernels.collectives import Sizes, redistribute
 from autoparallel.kernels.host_copies import begin as begin_copies
 from autoparallel.layout import Placement
 from autoparallel.schedule.backward_gathers import BackwardGathers, Gather, View

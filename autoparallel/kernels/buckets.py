@@ -1,0 +1,134 @@
+"""Several tensors in one all-gather or reduce-scatter: small ones share a bucket, large ones are sent from where they
+lie.
+
+A bucket costs a copy of what goes into it or comes out of it, of the whole tensor. A large tensor whose cut dim is the
+first needs none: its shards one after the other are the tensor.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+
+from autoparallel.kernels.collectives import (
+    Sizes,
+    begin_all_gather,
+    begin_reduce_scatter,
+    begin_sums_of_shards,
+    begin_whole_tensors,
+    padded,
+)
+from autoparallel.kernels.groups import Axis
+from autoparallel.kernels.tracing import is_traced
+
+#: A tensor's cut dim, and the lengths of all ranks' shards along it.
+Cut = tuple[int, Sizes]
+#: Bytes of the whole tensor from which it is sent by itself. (On a GPU of 3 TB/s, reading and writing so much takes
+#: 3 us, about as long as another message of a group.)
+LARGE_BYTES = 4 * 2**20
+
+
+@dataclass(frozen=True)
+class _Split:
+    """Positions of the tensors that are sent by themselves, and of those that share a bucket."""
+
+    alone: tuple[int, ...]
+    together: tuple[int, ...]
+
+    @staticmethod
+    def of(cuts: Sequence[Cut], whole_bytes: Sequence[int]) -> _Split:
+        """The same on all ranks. In a traced program all share a bucket: a compiler fuses the copies."""
+        alone = [] if is_traced() else [
+            number for number, ((dim, sizes), size) in enumerate(zip(cuts, whole_bytes, strict=True))
+            if dim == 0 and len(set(sizes)) == 1 and size >= LARGE_BYTES]
+        return _Split(tuple(alone), tuple(n for n in range(len(cuts)) if n not in alone))
+
+    def merged(self, alone: Sequence[torch.Tensor], together: Sequence[torch.Tensor]) -> tuple[torch.Tensor, ...]:
+        """Both kinds of results, in the order of the tensors."""
+        made = dict(zip((*self.alone, *self.together), (*alone, *together), strict=True))
+        return tuple(made[number] for number in sorted(made))
+
+
+def begin_all_gathers(values: Sequence[torch.Tensor], axis: Axis, cuts: Sequence[Cut]
+                      ) -> Callable[[], tuple[torch.Tensor, ...]]:
+    """All-gather several tensors of one dtype, in one message to NCCL."""
+    if len(values) == 1:
+        finish_one = begin_all_gather(values[0], axis, *cuts[0])
+        return lambda: (finish_one(),)
+    split = _Split.of(cuts, [axis.size * x.nbytes for x in values])
+    sent = [values[n].contiguous() for n in split.alone]
+    shards = [padded(values[n].movedim(cuts[n][0], 0), max(cuts[n][1])) for n in split.together]
+    shapes, places = [x.shape for x in shards], [cuts[n] for n in split.together]
+    if shards:
+        sent.append(torch.cat([x.reshape(-1) for x in shards]))
+    gathered = begin_whole_tensors(sent, axis)
+    del values, shards, sent
+
+    def finish() -> tuple[torch.Tensor, ...]:
+        whole = [wait() for wait in gathered]
+        if not shapes:
+            return tuple(whole)
+        by_rank = whole.pop().view(axis.size, -1).split([shape.numel() for shape in shapes], dim=1)
+        return split.merged(whole, [_joined(part.unflatten(1, shape), *cut)
+                                    for part, shape, cut in zip(by_rank, shapes, places, strict=True)])
+
+    return finish
+
+
+def _joined(shards: torch.Tensor, dim: int, sizes: Sizes) -> torch.Tensor:
+    """[ranks, longest, ...], cut dim first -> the whole tensor, in memory of its own."""
+    if any(size != shards.shape[1] for size in sizes):
+        return torch.cat([shard[:size] for shard, size in zip(shards, sizes, strict=True)]).movedim(0, dim).contiguous()
+    if len(shards) == 1:  # which is contiguous as it is: a part of its bucket
+        return shards[0].movedim(0, dim).clone(memory_format=torch.contiguous_format)
+    return shards.movedim((0, 1), (dim, dim + 1)).contiguous().flatten(dim, dim + 1)
+
+
+def begin_reduce_scatters(values: Sequence[torch.Tensor], axis: Axis, cuts: Sequence[Cut]
+                          ) -> Callable[[], tuple[torch.Tensor, ...]]:
+    """Reduce-scatter several tensors of one dtype, in one message to NCCL. Of those that share a bucket, the results
+    are views of it where their cut dim is the first."""
+    if len(values) == 1:
+        finish_one = begin_reduce_scatter(values[0], axis, *cuts[0])
+        return lambda: (finish_one(),)
+    split = _Split.of(cuts, [x.nbytes for x in values])
+    sent = [values[n].contiguous() for n in split.alone]
+    places = [cuts[n] for n in split.together]
+    shapes = [torch.Size((max(sizes), *values[n].movedim(dim, 0).shape[1:]))
+              for n, (dim, sizes) in zip(split.together, places, strict=True)]
+    if shapes:
+        sent.append(_bucket([values[n] for n in split.together], axis, places, shapes))
+    reduced = begin_sums_of_shards(sent, axis)
+    del values, sent
+
+    def finish() -> tuple[torch.Tensor, ...]:
+        made = [wait() for wait in reduced]
+        if not shapes:
+            return tuple(made)
+        parts = made.pop().split([shape.numel() for shape in shapes])
+        return split.merged(made, [part.view(shape)[: sizes[axis.rank]].movedim(0, dim).contiguous()
+                                   for part, shape, (dim, sizes) in zip(parts, shapes, places, strict=True)])
+
+    return finish
+
+
+def _bucket(values: Sequence[torch.Tensor], axis: Axis, cuts: Sequence[Cut], shapes: Sequence[torch.Size]
+            ) -> torch.Tensor:
+    """Tensors one after the other, by rank: [ranks * the shards' numbers of elements]."""
+    lengths = [shape.numel() for shape in shapes]
+    bucket = values[0].new_empty((axis.size, sum(lengths)))
+    for x, part, shape, (dim, sizes) in zip(values, bucket.split(lengths, dim=1), shapes, cuts, strict=True):
+        _cut_into(part.unflatten(1, shape), x, dim, sizes)
+    return bucket.view(-1)
+
+
+def _cut_into(shards: torch.Tensor, x: torch.Tensor, dim: int, sizes: Sizes) -> None:
+    """Write a whole tensor as shards [ranks, longest, ...], cut dim first and padded with zeros."""
+    if all(size == shards.shape[1] for size in sizes):
+        shards.copy_(x.unflatten(dim, shards.shape[:2]).movedim((dim, dim + 1), (0, 1)))
+        return
+    shards.zero_()
+    for shard, part, size in zip(shards, x.movedim(dim, 0).split(list(sizes)), sizes, strict=True):
+        shard[:size].copy_(part)
