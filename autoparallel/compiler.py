@@ -93,7 +93,7 @@ def compile(model: nn.Module, mesh: DeviceMesh | int, example: Call | None, inpu
         how = Hybrid(reduce_dtype=hybrid.reduce_dtype, bucket_bytes=hybrid.bucket_bytes) if plain else hybrid
         within = replace(options, offload=None, offload_fraction=None) if placed else options
         if placed or plain:
-            how = replace(how, offload=away, zero_stage=3 if away.parameters else how.zero_stage)
+            how = replace(how, offload=away, zero_stage=3 if away.moves_parameters else how.zero_stage)
         micro = made_equally("a program",
                            lambda: split_batch(capture_for_any(model, args, kwargs, numbers), how.micro_batches),
                            lambda made: f"{made.whole.fingerprint} {how}", lines=lambda made: made.whole.described())

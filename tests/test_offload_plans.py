@@ -180,10 +180,10 @@ def test_the_order_of_tiers(fits: dict[str, float], tier: str, fraction: float) 
 
 @pytest.mark.parametrize(("seconds", "tier"), [
     ({"none": 3.0, "host": 2.0, "host 0.5": 1.5, "host 0.25": 1.8, "parameters": 2.5}, Offload("host", 0.5)),
-    ({"none": 3.0, "host": 2.0, "parameters": 1.0}, Offload("host", parameters=True)),
+    ({"none": 3.0, "host": 2.0, "parameters": 1.0}, Offload("host", parameters="host")),
     ({"none": 3.0, "host": 2.99, "parameters": 9.0}, Offload()),
     ({"none": 3.0, "disk": 1.0}, Offload()),
-    ({"parameters": 5.0, "disk": 1.0}, Offload("host", parameters=True)),
+    ({"parameters": 5.0, "disk": 1.0}, Offload("host", parameters="host")),
 ])
 def test_tiers_are_compared_by_price(seconds: dict[str, float], tier: Offload) -> None:
     """``seconds``: of the plans of those that fit; that of the device recomputes, as memory binds it. Disk is for what

@@ -117,7 +117,7 @@ def _step_s(plan: Plan) -> float:
 def _least(plan: Plan) -> tuple[float, bool, float]:
     """The order of plans in tiers: by seconds, then by how much leaves the device."""
     away = plan.hybrid.offload
-    return _step_s(plan), away.parameters, away.fraction
+    return _step_s(plan), away.moves_parameters, away.fraction
 
 
 def _because(plan: Plan, why: str) -> Plan:

@@ -180,8 +180,8 @@ def _state(graph: OpGraph, cluster: Cluster, options: Options) -> TrainingState:
         found = TrainingState(found.parameters + float(own.parameters), found.gradients + float(own.gradients),
                               found.optimizer + float(own.optimizer))
     away = options.tier
-    return TrainingState(0.0 if away.parameters else found.parameters, 0.0 if away.moves_gradients else found.gradients,
-                         0.0 if away.is_away else found.optimizer)
+    return TrainingState(0.0 if away.moves_parameters else found.parameters,
+                         0.0 if away.moves_gradients else found.gradients, 0.0 if away.is_away else found.optimizer)
 
 
 def state_bytes(hand: ByHand, state: TrainingState) -> float:

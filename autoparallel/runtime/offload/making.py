@@ -40,5 +40,6 @@ def optimizer(parallel: nn.Module, state: State, kind: type[torch.optim.Optimize
     state.together.agree("optimizer")
     return made_equally(
         "an optimizer",
-        lambda: OffloadedOptimizer(kind, chosen, options, away, state.limits, prefetch, state.host_gradients),
+        lambda: OffloadedOptimizer(kind, chosen, options, away, state.limits, prefetch, state.host_gradients,
+                                   state.files),
         lambda made: f"{kind.__qualname__} {away}")

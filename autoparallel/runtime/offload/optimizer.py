@@ -16,10 +16,11 @@ from torch.distributed.tensor import DTensor
 from autoparallel.errors import InputError, shown
 from autoparallel.kernels import host_copies
 from autoparallel.runtime.offload.gradients import HostGradients
+from autoparallel.runtime.offload.mapped import MappedFiles
 from autoparallel.runtime.offload.stores import Disk, Memory, Store
 from autoparallel.runtime.offload.tiles import Region, Tile, regions_of, tiles_of
 from autoparallel.runtime.shard_steps import ELEMENTWISE, steps_shards
-from autoparallel.schedule.tiers import BLOCK_BYTES, BUFFERS, Offload, buffer_bytes, padded
+from autoparallel.schedule.tiers import BLOCK_BYTES, BUFFERS, Offload, buffer_bytes, listed, padded
 
 #: Optimizers with a fused kernel for the host.
 FUSED = (torch.optim.SGD, torch.optim.Adam, torch.optim.AdamW, torch.optim.Adagrad)
@@ -69,19 +70,21 @@ class OffloadedOptimizer(torch.optim.Optimizer):
     """Steps of ``kind``, an element-wise optimizer of torch, on this rank's shards, tile by tile on the host.
 
     ``offload``: the tier of its states, and its tiles. ``prefetch``: the next tile is fetched, and the one before
-    written, while a tile is stepped. ``gradients``: what moves them to the host, if they go. Parameter groups,
+    written, while a tile is stepped. ``gradients``: what moves them to the host, if they go;
+    ``files``: of parameters and gradients on disk. Parameter groups,
     schedulers, ``state_dict`` and ``load_state_dict`` are those of ``kind``; numbers are too, to the bit, where it
     steps on the CPU with the same kernel (``fused=True`` is taken if ``kind`` has it and the options name none).
     Raises InputError.
     """
 
     def __init__(self, kind: Any, params: Any, options: Mapping[str, Any], offload: Offload,
-                 limits: Limits, prefetch: bool = True, gradients: HostGradients | None = None) -> None:
+                 limits: Limits, prefetch: bool = True, gradients: HostGradients | None = None,
+                 files: MappedFiles | None = None) -> None:
         _check(kind, options)
         self._sealed, self._broken, self._others = False, "", 0
         super().__init__(params, {})
         self._take_options(kind, options)
-        self.offload, self._prefetch, self._gradients = offload, prefetch, gradients
+        self.offload, self._prefetch, self._gradients, self._files = offload, prefetch, gradients, files
         self.kind: Any = kind
         self._parameters = [p for group in self.param_groups for p in group["params"]]
         self._group_of = [number for number, group in enumerate(self.param_groups) for _ in group["params"]]
@@ -126,14 +129,15 @@ class OffloadedOptimizer(torch.optim.Optimizer):
     def _check_limits(self, limits: Limits, count: int, num_bytes: int) -> None:
         on_disk = self.offload.states == "disk"
         host = count * (buffer_bytes(num_bytes, self.offload.tile_bytes) if on_disk else num_bytes)
-        if also := self.offload.moves_gradients + self.offload.parameters:
-            host += also * sum(_local(p).nbytes for p in self._parameters if p.requires_grad)
-        for name, needed, limit in (("host_memory_limit_bytes", host, limits.host_bytes),
-                                    ("disk_limit_bytes", count * num_bytes if on_disk else 0, limits.disk_bytes)):
+        disk = (count * num_bytes if on_disk else 0) + (0 if self._files is None else self._files.num_bytes)
+        there = [what for what in self.offload.in_tier("host") if what != "optimizer states"]
+        host += len(there) * sum(_local(p).nbytes for p in self._parameters if p.requires_grad)
+        there.append("tiles of optimizer states" if on_disk else "optimizer states")
+        for name, needed, limit, some in (
+                ("host_memory_limit_bytes", host, limits.host_bytes, there),
+                ("disk_limit_bytes", disk, limits.disk_bytes, self.offload.in_tier("disk"))):
             if needed > limit:
-                tiles = on_disk and name.startswith("host")
-                what = "tiles of optimizer states" if tiles else \
-                    f"{('', 'gradients and ', 'parameters, gradients and ')[also]}optimizer states"
+                what = listed(some)
                 raise InputError(f"{what} need {needed:,.0f} bytes on this rank, and {name} is {limit:,.0f}: give at "
                                  "least that, or plan with more devices, a smaller offload_fraction or another tier")
 
@@ -306,7 +310,9 @@ class OffloadedOptimizer(torch.optim.Optimizer):
         for part in self._parts:
             for tier, num_bytes in part.store.tier_bytes().items():
                 found[tier] += num_bytes
-        found["host"] += max(self._others, 0 if self._gradients is None else self._gradients.largest_bytes)
+        on_host = self._gradients is not None and self.offload.gradients == "host"
+        found["host"] += max(self._others, self._gradients.largest_bytes if self._gradients and on_host else 0)
+        found["disk"] += 0 if self._files is None else self._files.num_bytes
         return found
 
     def close(self) -> None:
@@ -329,8 +335,8 @@ class OffloadedOptimizer(torch.optim.Optimizer):
 
 def _others_on_host(offload: Offload, parameters: Sequence[Tensor], gradients: Sequence[Tensor | None]) -> int:
     """Bytes of gradients and parameters in host memory, if they are there."""
-    gradient = sum(g.nbytes for g in gradients if g is not None) if offload.moves_gradients else 0
-    return gradient + (sum(_local(p).nbytes for p in parameters) if offload.parameters else 0)
+    gradient = sum(g.nbytes for g in gradients if g is not None) if offload.gradients == "host" else 0
+    return gradient + (sum(_local(p).nbytes for p in parameters) if offload.parameters == "host" else 0)
 
 
 class _Work:
