@@ -20,6 +20,7 @@ from autoparallel.garbage import collected_later
 from autoparallel.layout import Layout
 from autoparallel.partition import MicroBatches, split_batch
 from autoparallel.planning.history import SearchHistory
+from autoparallel.planning.offloading import tiers_of
 from autoparallel.planning.one_mesh import plan_call
 from autoparallel.planning.options import Options
 from autoparallel.planning.plan_graph import plan_graph
@@ -71,8 +72,7 @@ def compile(model: nn.Module, mesh: DeviceMesh | int, example: Call | None, inpu
             agree_on("autoparallel.compile", limit_s=peer_timeout_s)
         if disk_path is not None:
             made_equally("a disk_path", partial(check_folder, disk_path), lambda _: "")
-    options = replace(options, tiers=("host", *(("parameters",) if backend == backends.EAGER else ()),
-                                      *(("disk",) if disk_path is not None else ())))
+    options = replace(options, tiers=tiers_of(backend == backends.EAGER, disk_path is not None))
     if isinstance(mesh, int) and example is not None and plan is None:
         plan = _plan_on_devices(model, mesh, cluster, inputs.of_all(*example, mesh), options)
         options = options.without_decided()

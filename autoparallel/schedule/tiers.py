@@ -21,6 +21,8 @@ _TIERS_OF = {
 }
 #: What the option ``offload`` may be; its first four have a name.
 PLACES = tuple(_TIERS_OF)
+#: Of these, those that `autoparallel.fit` tries unless others are named.
+FITTED = ("none", "host", "parameters", "disk", "host/host/disk", "disk/disk/disk")
 #: Bytes of a state (as of the parameters) that are stepped at once, at most.
 TILE_BYTES = 2**26
 #: Tiles in host memory at once: one is read, one stepped, one written.

@@ -11,7 +11,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.distributed.tensor import DTensor
 
 from autoparallel.errors import InputError, shown
 from autoparallel.kernels import host_copies
@@ -19,6 +18,7 @@ from autoparallel.runtime.offload.gradients import HostGradients
 from autoparallel.runtime.offload.mapped import MappedFiles
 from autoparallel.runtime.offload.stores import Disk, Memory, Store
 from autoparallel.runtime.offload.tiles import Region, Tile, regions_of, tiles_of
+from autoparallel.runtime.offload.work import Work, as_sharded, copied, gradient_of, local_of, told
 from autoparallel.runtime.shard_steps import ELEMENTWISE, steps_shards
 from autoparallel.schedule.tiers import BLOCK_BYTES, BUFFERS, Offload, buffer_bytes, listed, padded
 
@@ -107,10 +107,10 @@ class OffloadedOptimizer(torch.optim.Optimizer):
 
     def _divided(self, limits: Limits) -> list[_Part]:
         """The shards in two parts: the offloaded one, and what stays on the device."""
-        sizes, widths = [_local(p).numel() for p in self._parameters], [p.element_size() for p in self._parameters]
+        sizes, widths = [local_of(p).numel() for p in self._parameters], [p.element_size() for p in self._parameters]
         moved = [int(self.offload.moved(size, width)) for size, width in zip(sizes, widths, strict=True)]
         names = list(dict.fromkeys(name for _, elements in self._names for name in elements))
-        device, tile_bytes = _local(self._parameters[0]).device, self.offload.tile_bytes
+        device, tile_bytes = local_of(self._parameters[0]).device, self.offload.tile_bytes
 
         def make(num_bytes: int) -> Store:
             if self.offload.states == "host":
@@ -131,7 +131,7 @@ class OffloadedOptimizer(torch.optim.Optimizer):
         host = count * (buffer_bytes(num_bytes, self.offload.tile_bytes) if on_disk else num_bytes)
         disk = (count * num_bytes if on_disk else 0) + (0 if self._files is None else self._files.num_bytes)
         there = [what for what in self.offload.in_tier("host") if what != "optimizer states"]
-        host += len(there) * sum(_local(p).nbytes for p in self._parameters if p.requires_grad)
+        host += len(there) * sum(local_of(p).nbytes for p in self._parameters if p.requires_grad)
         there.append("tiles of optimizer states" if on_disk else "optimizer states")
         for name, needed, limit, some in (
                 ("host_memory_limit_bytes", host, limits.host_bytes, there),
@@ -152,7 +152,7 @@ class OffloadedOptimizer(torch.optim.Optimizer):
             with torch.enable_grad():
                 loss = closure()
         self._check_whole()
-        gradients = [_gradient(p) for p in self._parameters]
+        gradients = [gradient_of(p) for p in self._parameters]
         self._others = max(self._others, _others_on_host(self.offload, self._parameters, gradients))
         made: dict[int, dict[str, Any]] = {}
         try:
@@ -165,17 +165,17 @@ class OffloadedOptimizer(torch.optim.Optimizer):
         self._made(made)
         return loss
 
-    def _fetched(self, part: _Part, gradients: Sequence[Tensor | None]) -> Iterator[tuple[Tile, list[_Work]]]:
+    def _fetched(self, part: _Part, gradients: Sequence[Tensor | None]) -> Iterator[tuple[Tile, list[Work]]]:
         """Each tile with its states, parameters and gradients; written back when the next is asked for."""
-        stream = host_copies.current(_local(self._parameters[0]).device)
+        stream = host_copies.current(local_of(self._parameters[0]).device)
 
-        def fetch(tile: Tile) -> list[_Work]:
+        def fetch(tile: Tile) -> list[Work]:
             part.store.read(tile, any(region.parameter in self._scalars for region in tile.regions))
             with host_copies.under(stream), torch.no_grad():
-                return [_Work(region, _local(self._parameters[region.parameter]), gradients[region.parameter],
+                return [Work(region, local_of(self._parameters[region.parameter]), gradients[region.parameter],
                               part.on_host) for region in tile.regions]
 
-        def put(tile: Tile, work: Sequence[_Work]) -> None:
+        def put(tile: Tile, work: Sequence[Work]) -> None:
             with host_copies.under(stream), torch.no_grad():
                 for one in work:
                     one.put()
@@ -201,7 +201,7 @@ class OffloadedOptimizer(torch.optim.Optimizer):
             for written in puts:
                 written.result()
 
-    def _step_tile(self, part: _Part, tile: Tile, work: Sequence[_Work], made: dict[int, dict[str, Any]]) -> None:
+    def _step_tile(self, part: _Part, tile: Tile, work: Sequence[Work], made: dict[int, dict[str, Any]]) -> None:
         """Let an optimizer of ``kind`` step the tile's regions, with their states; what parameters have then, but for
         states in the store, is added to ``made``."""
         groups = [{**{key: value for key, value in group.items() if key not in ("params", "param_names")},
@@ -212,7 +212,7 @@ class OffloadedOptimizer(torch.optim.Optimizer):
         for one, states in zip(work, views, strict=True):
             if (known := self._scalars.get(one.region.parameter)) is not None:
                 own = {name: states[name] for name in self._elements_of(one.region.parameter)}
-                inner.state[one.parameter] = {**{key: _copied(value) for key, value in known.items()}, **own}
+                inner.state[one.parameter] = {**{key: copied(value) for key, value in known.items()}, **own}
         inner.step()
         for one, states in zip(work, views, strict=True):
             if one.parameter.grad is None:
@@ -244,9 +244,9 @@ class OffloadedOptimizer(torch.optim.Optimizer):
         self._check_whole()
         parameter = self._parameters[number]
         parts = [part.store.whole(part.regions[number], parameter.dtype)[name] for part in self._parts]
-        local = _local(parameter)
+        local = local_of(parameter)
         flat = parts[0] if len(parts) == 1 else torch.cat([part.to(local.device) for part in reversed(parts)])
-        return _as(parameter, flat.view(local.shape))
+        return as_sharded(parameter, flat.view(local.shape))
 
     def state_dict(self) -> dict[str, Any]:
         """As torch's. Tensors of states in one tier are views of it: of files mapped into memory, if they are on
@@ -278,11 +278,11 @@ class OffloadedOptimizer(torch.optim.Optimizer):
         for region in tile.regions:
             for name, view in part.store.views(tile, region, self._parameters[region.parameter].dtype).items():
                 if name in (entries := states.get(region.parameter, {})):
-                    view.copy_(_local(entries[name]).reshape(-1)[region.start : region.stop])
+                    view.copy_(local_of(entries[name]).reshape(-1)[region.start : region.stop])
         part.store.write(tile)
 
     def _scalars_in(self, number: int, entries: Mapping[str, Any]) -> dict[str, Any]:
-        scalars = {name: _copied(value) for name, value in entries.items() if name not in self._elements_of(number)}
+        scalars = {name: copied(value) for name, value in entries.items() if name not in self._elements_of(number)}
         if "step" in scalars and self.param_groups[self._group_of[number]].get("fused"):
             scalars["step"] = torch.as_tensor(scalars["step"], dtype=torch.float32, device="cpu")
         return scalars
@@ -295,9 +295,9 @@ class OffloadedOptimizer(torch.optim.Optimizer):
         for name in elements:
             value, parameter = entries[name], self._parameters[number]
             if value.shape != parameter.shape or getattr(value, "placements", None) != getattr(
-                    parameter, "placements", None) or _local(value).shape != _local(parameter).shape:
-                raise InputError(f"{name} of parameter {number} is {_told(value)}, and the parameter "
-                                 f"{_told(parameter)}: load states of the same plan, or a checkpoint by parallel.load, "
+                    parameter, "placements", None) or local_of(value).shape != local_of(parameter).shape:
+                raise InputError(f"{name} of parameter {number} is {told(value)}, and the parameter "
+                                 f"{told(parameter)}: load states of the same plan, or a checkpoint by parallel.load, "
                                  "which fits any")
 
     # --- the rest ---------------------------------------------------------------------------------------------------
@@ -336,47 +336,14 @@ class OffloadedOptimizer(torch.optim.Optimizer):
 def _others_on_host(offload: Offload, parameters: Sequence[Tensor], gradients: Sequence[Tensor | None]) -> int:
     """Bytes of gradients and parameters in host memory, if they are there."""
     gradient = sum(g.nbytes for g in gradients if g is not None) if offload.gradients == "host" else 0
-    return gradient + (sum(_local(p).nbytes for p in parameters) if offload.parameters == "host" else 0)
-
-
-class _Work:
-    """The parameter and gradient of a region where they are stepped: views of the shard, or copies, on the host if the
-    region is stepped there and the shard is not."""
-
-    def __init__(self, region: Region, local: Tensor, gradient: Tensor | None, on_host: bool) -> None:
-        self.region, self._local, self._on_host = region, local, on_host
-        self.parameter = self._taken(local)
-        if gradient is not None:
-            self.parameter.grad = self._taken(gradient)
-
-    def _taken(self, value: Tensor) -> Tensor:
-        flat = value.detach().reshape(-1)[self.region.start : self.region.stop]
-        if self._moves(value):
-            return host_copies.begin([flat], host_copies.HOST).ready()[0]
-        return flat if value.is_contiguous() else flat.clone()
-
-    def _moves(self, value: Tensor) -> bool:
-        return self._on_host and value.device.type != "cpu"
-
-    def put(self) -> None:
-        """Write a copied parameter back to the shard."""
-        local = self._local.detach()
-        if self.parameter.grad is None or not (self._moves(local) or not local.is_contiguous()):
-            return
-        flat = local.reshape(-1)
-        region = flat[self.region.start : self.region.stop]
-        copies = host_copies.begin([self.parameter], region.device, into=[region])
-        copies.ready()
-        if not local.is_contiguous():
-            local.copy_(flat.view(local.shape))
-        copies.wait()
+    return gradient + (sum(local_of(p).nbytes for p in parameters) if offload.parameters == "host" else 0)
 
 
 def names_of(kind: Any, group: Mapping[str, Any], dtype: torch.dtype) -> tuple[tuple[str, ...], tuple[str, ...]]:
     """Names of the states that ``kind`` keeps: numbers of a parameter, and tensors of its shape. Found by two steps of
     a parameter of two elements."""
     parameter = torch.zeros(2, dtype=dtype)
-    hyper = {key: _copied(value) for key, value in group.items() if key not in ("params", "param_names")}
+    hyper = {key: copied(value) for key, value in group.items() if key not in ("params", "param_names")}
     optimizer = kind([{**hyper, "params": [parameter]}])
     for _ in range(2):
         parameter.grad = torch.zeros_like(parameter)
@@ -396,30 +363,6 @@ def _check(kind: Any, options: Mapping[str, Any]) -> None:
     for name in ("capturable", "differentiable"):
         if options.get(name):
             raise InputError(f"{name}=True is of optimizers on the device: leave it out, or take offload='none'")
-
-
-def _local(value: Tensor) -> Tensor:
-    return value._local_tensor if isinstance(value, DTensor) else value
-
-
-def _gradient(parameter: Tensor) -> Tensor | None:
-    """This rank's shard of the gradient, as the parameter is sharded."""
-    gradient = parameter.grad
-    if isinstance(gradient, DTensor) and isinstance(parameter, DTensor) and gradient.placements != parameter.placements:
-        gradient = gradient.redistribute(placements=parameter.placements)
-    return None if gradient is None else _local(gradient)
-
-
-def _as(parameter: Tensor, local: Tensor) -> Tensor:
-    return DTensor(local, parameter._spec, requires_grad=False) if isinstance(parameter, DTensor) else local
-
-
-def _copied(value: Any) -> Any:
-    return value.detach().clone() if isinstance(value, Tensor) else value
-
-
-def _told(value: Tensor) -> str:
-    return f"of shape {tuple(value.shape)}, {getattr(value, 'placements', 'not on a mesh')}"
 
 
 __all__ = ["Limits", "OffloadedOptimizer", "names_of"]
