@@ -65,7 +65,8 @@ class _Parts:
     their tier, if that is not the device; ``host_bytes``, ``disk_bytes``: of activations, gradients and parameters
     there. ``once``: the seconds that do not depend on the number of micro-batches, ``once_forward`` those of them in
     forward. ``again``: recompute. ``by_class``: compute of ops by their class. ``outside``: by how much launches
-    prolong ops outside of blocks. All of these are in the others too, as are the two ``ahead_...``."""
+    prolong ops outside of blocks. All of these are in the others too, and so are ``ahead_forward`` and
+    ``ahead_backward``."""
 
     forward: float = 0.0
     backward: float = 0.0

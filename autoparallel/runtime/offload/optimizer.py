@@ -17,6 +17,7 @@ from autoparallel.kernels import host_copies
 from autoparallel.runtime.offload.gradients import HostGradients
 from autoparallel.runtime.offload.mapped import MappedFiles
 from autoparallel.runtime.offload.stores import Disk, Memory, Store
+from autoparallel.runtime.offload.threads import with_threads
 from autoparallel.runtime.offload.tiles import Region, Tile, regions_of, tiles_of
 from autoparallel.runtime.offload.work import Work, as_sharded, copied, gradient_of, local_of, told
 from autoparallel.runtime.shard_steps import ELEMENTWISE, steps_shards
@@ -71,7 +72,7 @@ class OffloadedOptimizer(torch.optim.Optimizer):
 
     ``offload``: the tier of its states, and its tiles. ``prefetch``: the next tile is fetched, and the one before
     written, while a tile is stepped. ``gradients``: what moves them to the host, if they go;
-    ``files``: of parameters and gradients on disk. Parameter groups,
+    ``files``: of parameters and gradients on disk; ``threads``: of a step (None: torch's). Parameter groups,
     schedulers, ``state_dict`` and ``load_state_dict`` are those of ``kind``; numbers are too, to the bit, where it
     steps on the CPU with the same kernel (``fused=True`` is taken if ``kind`` has it and the options name none).
     Raises InputError.
@@ -79,13 +80,14 @@ class OffloadedOptimizer(torch.optim.Optimizer):
 
     def __init__(self, kind: Any, params: Any, options: Mapping[str, Any], offload: Offload,
                  limits: Limits, prefetch: bool = True, gradients: HostGradients | None = None,
-                 files: MappedFiles | None = None) -> None:
+                 files: MappedFiles | None = None, threads: int | None = None) -> None:
         _check(kind, options)
         self._sealed, self._broken, self._others = False, "", 0
         super().__init__(params, {})
         self._take_options(kind, options)
         self.offload, self._prefetch, self._gradients, self._files = offload, prefetch, gradients, files
         self.kind: Any = kind
+        self.threads = threads
         self._parameters = [p for group in self.param_groups for p in group["params"]]
         self._group_of = [number for number, group in enumerate(self.param_groups) for _ in group["params"]]
         self._names = [names_of(kind, group, torch.float32) for group in self.param_groups]
@@ -156,9 +158,10 @@ class OffloadedOptimizer(torch.optim.Optimizer):
         self._others = max(self._others, _others_on_host(self.offload, self._parameters, gradients))
         made: dict[int, dict[str, Any]] = {}
         try:
-            for part in self._parts:
-                for tile, work in self._fetched(part, gradients):
-                    self._step_tile(part, tile, work, made)
+            with with_threads(self.threads or torch.get_num_threads()):
+                for part in self._parts:
+                    for tile, work in self._fetched(part, gradients):
+                        self._step_tile(part, tile, work, made)
         except BaseException as error:
             self._broken = f"{type(error).__name__}: {error}"
             raise
