@@ -90,7 +90,7 @@ def counted(tier: str, folder: Path, micro_batches: int) -> tuple[dict[str, int]
     x = torch.randn(8, 192)
     parallel = autoparallel.compile(Wide(), mesh_of(2), example_inputs=(x,), zero_stage=3, offload=tier,
                                     disk_path=folder, micro_batches=micro_batches)
-    optimizer: Any = parallel.optimizer(torch.optim.AdamW, tile_bytes=4096)
+    optimizer: Any = parallel.optimizer(torch.optim.AdamW)
     for _ in range(2):
         parallel.step(x)
         in_files = parallel._state.files
@@ -105,11 +105,10 @@ def counted(tier: str, folder: Path, micro_batches: int) -> tuple[dict[str, int]
 def local_memory(value: Any) -> int:
     """Bytes of a shard that are no part of a mapped file, by the system's own list."""
     shard = value._local_tensor
-    at = shard.data_ptr()
     for line in Path("/proc/self/maps").read_text().splitlines():
         begin, end = (int(part, 16) for part in line.split()[0].split("-"))
-        if begin <= at < end:
-            return 0 if "autoparallel-" in line or "/#" in line or "(deleted)" in line else int(shard.nbytes)
+        if begin <= shard.data_ptr() < end and line.endswith("(deleted)"):    # a file without a name
+            return 0
     return int(shard.nbytes)
 
 
@@ -121,11 +120,9 @@ def test_bytes_of_each_tier(ranks: Any, tmp_path: Path, tier: str, micro_batches
     parameters and gradients are."""
     each = 4 * (192 * 192 + 192) * 4 / 2
     for memory, host, disk, ordinary in ranks(2).run(counted, tier, tmp_path, micro_batches):
-        tiles = 3 * 2 * (64 * 2**20 if not kept else 0)
         assert memory["disk"] == pytest.approx(disk, rel=0.05) == pytest.approx((4 - kept) * each, rel=0.05)
-        assert memory["host"] == pytest.approx(kept * each + 6 * 4096, rel=0.05)
+        assert memory["host"] == pytest.approx(host, rel=0.05) == pytest.approx((kept + 6) * each, rel=0.05)    # tiles
         assert memory["device"] == 0 and ordinary == pytest.approx(kept * each, rel=0.01)
-        assert host - 6 * 2 * each / 2 <= kept * each * 1.05 + tiles    # the plan's tiles are as large as the states
 
 
 def threads_seen(count: int | None) -> tuple[int, int, int, str]:
@@ -187,6 +184,7 @@ def test_rooms_of_files_are_used_again(tmp_path: Path) -> None:
     first, second = files.copy_of(torch.arange(25.0)), files.empty(torch.Size([2, 3]), torch.bfloat16)
     assert files.num_bytes == 8192 and first.tolist() == list(map(float, range(25)))
     again = first.view(5, 5)
+    assert files.holds(again[1:]) and files.holds(second) and not files.holds(torch.ones(3))
     del first
     third = files.empty(torch.Size([10]), torch.float32)    # no room: ``again`` has it still
     assert files.num_bytes == 3 * 4096 and again[4, 4] == 24
@@ -228,7 +226,7 @@ def refused_early(folder: Path) -> list[str]:
 @pytest.mark.ranks
 def test_refused_before_training(ranks: Any, tmp_path: Path) -> None:
     for full, disk, host, copied in ranks(2).run(refused_early, tmp_path):
-        assert "on rank 1" in full and "no room for parameters and gradients" in full
+        assert "No space left on device" in full and "no room for parameters and gradients" in full
         assert "disk_limit_bytes is 1e+05" in disk and "host_memory_limit_bytes is 100" in host
         assert "is not copied: compile the model again" in copied
     assert list(tmp_path.iterdir()) == []

@@ -76,8 +76,8 @@ def place(root: nn.Module, state: State, compiled: Compiled) -> None:
         offload_states(state, (p for p in placed.values() if isinstance(p, nn.Parameter)), state.offload)
     if state.offload.moves_gradients and (not state.offload.moves_parameters or state.offload.gradients == "disk"):
         in_flight = BUCKETS_IN_FLIGHT * compiled.plan.hybrid.bucket_bytes
-        files = state.files if state.offload.gradients == "disk" else None
-        state.host_gradients = HostGradients(state.device, in_flight, None if files is None else files.empty)
+        on_disk = state.offload.gradients == "disk"
+        state.host_gradients = HostGradients(state.device, in_flight, state.files if on_disk else None)
     state.attributes, state.places = SharedAttributes(state.parts), Places(root)
     state.originals = Originals(model, placed)
 

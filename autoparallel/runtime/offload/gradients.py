@@ -21,21 +21,19 @@ from torch.distributed.tensor import DTensor
 from autoparallel.errors import InputError
 from autoparallel.kernels import host_copies
 from autoparallel.kernels.host_copies import Copies
+from autoparallel.runtime.offload.mapped import MappedFiles
 
 #: A DTensor's mark: its shard is in host memory.
 _MARK = "_shard_on_host"
-#: From a shape and dtype, a tensor.
-Empty = Callable[[torch.Size, torch.dtype], Tensor]
 
 
 class HostGradients:
-    """Moves gradients of one module's shards to the memory of the host, at most ``in_flight_bytes`` of them (or one)
-    at a time; whoever makes more waits. ``empty``: makes the tensors that they move to (None: in host memory; else on
-    disk, by `MappedFiles.empty`). ``largest_bytes``: of gradients there at the end of a backward, at most so far.
-    """
+    """Moves gradients of one module's shards to the memory of the host, or to ``files``, at most ``in_flight_bytes`` of
+    them (or one) at a time; whoever makes more waits. ``largest_bytes``: of gradients there at the end of a backward,
+    at most so far."""
 
-    def __init__(self, device: torch.device, in_flight_bytes: float, empty: Empty | None = None) -> None:
-        self.device, self.in_flight_bytes, self.largest_bytes, self._empty = device, in_flight_bytes, 0, empty
+    def __init__(self, device: torch.device, in_flight_bytes: float, files: MappedFiles | None = None) -> None:
+        self.device, self.in_flight_bytes, self.largest_bytes, self._files = device, in_flight_bytes, 0, files
         self._pool: ThreadPoolExecutor | None = None
         self._moving: deque[tuple[Future[None], int]] = deque()
         self._moving_bytes = 0
@@ -45,7 +43,7 @@ class HostGradients:
 
     def __deepcopy__(self, memo: dict[int, Any]) -> HostGradients:
         """Of a copied module, whose parameters are watched when it runs."""
-        return HostGradients(self.device, self.in_flight_bytes, deepcopy(self._empty, memo))
+        return HostGradients(self.device, self.in_flight_bytes, deepcopy(self._files, memo))
 
     # --- gradients of parameters ------------------------------------------------------------------------------------
 
@@ -103,7 +101,8 @@ class HostGradients:
             gradient = gradient.redistribute(placements=wanted)
         before: Any = self._before.pop(name, None)
         if before is None:
-            parameter.grad = _on_host(gradient, self.take(gradient._local_tensor))
+            shard, files = gradient._local_tensor, self._files
+            parameter.grad = _on_host(gradient, shard if files and files.holds(shard) else self.take(shard))
         else:
             self.take(gradient._local_tensor, before._local_tensor)
             torch.autograd.graph.increment_version(before)
@@ -139,7 +138,7 @@ class HostGradients:
             work: Callable[[], Any] = partial(made.copy_ if into is None else made.add_, gradient)
         else:
             copies = host_copies.begin([gradient], host_copies.HOST)
-            new = into is None and self._empty is not None
+            new = into is None and self._files is not None
             made = self._made(gradient.shape, gradient.dtype) if new else copies.values[0] if into is None else into
             work = partial(_landed, copies, made, into is not None)
         self._moving.append((self._pool.submit(_call, work), gradient.nbytes))
@@ -147,7 +146,7 @@ class HostGradients:
         return made
 
     def _made(self, shape: torch.Size, dtype: torch.dtype) -> Tensor:
-        return torch.empty(shape, dtype=dtype) if self._empty is None else self._empty(shape, dtype)
+        return torch.empty(shape, dtype=dtype) if self._files is None else self._files.empty(shape, dtype)
 
     def wait(self) -> None:
         """Wait for all copies. Raises their errors."""

@@ -29,6 +29,7 @@ class MappedFiles:
 
     def __init__(self, folder: Path, sizes: Iterable[int]) -> None:
         self.folder, self.num_bytes, self._lock = folder, 0, threading.RLock()
+        self._mapped: list[tuple[int, int]] = []    # address and bytes
         self._free = defaultdict[int, list[memoryview]](list)
         self._add([_room(size) for size in sizes])
 
@@ -52,6 +53,10 @@ class MappedFiles:
         """A copy on disk."""
         return self.empty(value.shape, value.dtype).copy_(value.detach())
 
+    def holds(self, value: Tensor) -> bool:
+        """Whether a tensor's memory is in these files."""
+        return any(begin <= value.data_ptr() < begin + size for begin, size in self._mapped)
+
     def _give_back(self, room: memoryview) -> None:
         with self._lock:
             self._free[len(room)].append(room)
@@ -63,6 +68,7 @@ class MappedFiles:
         with made(self.folder, whole, 1, "parameters and gradients") as file:
             memory = memoryview(mmap.mmap(file.fileno(), whole))
         self.num_bytes += whole
+        self._mapped.append((torch.frombuffer(memory, dtype=torch.uint8, count=1).data_ptr(), whole))
         for size in sizes:
             self._free[size].append(memory[:size])
             memory = memory[size:]

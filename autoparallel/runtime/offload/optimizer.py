@@ -182,6 +182,7 @@ class OffloadedOptimizer(torch.optim.Optimizer):
             with host_copies.under(stream), torch.no_grad():
                 for one in work:
                     one.put()
+                    one.parameter.grad = None    # whose memory optimizers of tiles keep until they are collected
             part.store.write(tile)
 
         if not self._prefetch or len(part.tiles) == 1:
@@ -225,6 +226,8 @@ class OffloadedOptimizer(torch.optim.Optimizer):
                 if found[name].data_ptr() != states[name].data_ptr():
                     states[name].copy_(found[name])
             made[one.region.parameter] = {key: value for key, value in found.items() if key not in states}
+        inner.state.clear()
+        inner.param_groups.clear()
 
     def _made(self, made: Mapping[int, dict[str, Any]]) -> None:
         for number, scalars in made.items():
