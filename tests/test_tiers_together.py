@@ -7,6 +7,7 @@ import gc
 import logging
 import os
 from dataclasses import replace
+from functools import cache
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -237,7 +238,7 @@ def planned(cluster: Cluster = PLAIN, **options: Any) -> Plan:
     return autoparallel.plan(CASES["llama"].build(), cluster, example_inputs=args, example_kwargs=kwargs, **options)
 
 
-@pytest.mark.parametrize("tier", [place for place in PLACES[1:] if "/" in place])
+@pytest.mark.parametrize("tier", ["host/host/disk", *(slow(tier) for tier in PLACES if tier.count("/"))])
 def test_a_plan_counts_each_tier(tier: str) -> None:
     """Bytes of each tier, and seconds of the step by hand."""
     kept, moved = (planned(mesh_shape=(4,), zero_stage=3, offload=place) for place in ("none", tier))
@@ -275,11 +276,14 @@ def test_files_are_read_and_written_at_the_rates_of_mapped_ones() -> None:
     assert added > once + 1e9 / (offload.MAPPED_READ * read) * 0.99
 
 
+one_plan = cache(lambda: planned(mesh_shape=(4,)))
+
+
 @pytest.mark.parametrize(("host_bytes", "disk", "tier"), [
     (1e9, True, "host"), (20.0, True, "disk"), (20.0, False, ""), (1e9, False, "host")])
 def test_tiers_that_cannot_hold_the_state_are_not_searched(host_bytes: float, disk: bool, tier: str) -> None:
     """Of 400 bytes of states, 100 a device, on devices of 60: only where they fit is a plan made."""
-    plan, tried = planned(mesh_shape=(4,)), list[str]()
+    plan, tried = one_plan(), list[str]()
     cluster = replace(PLAIN, host=replace(PLAIN.host, disk_read_bytes_per_s=1e9 * disk, memory_bytes=4 * host_bytes))
 
     def make(options: PlanOptions) -> Plan:
