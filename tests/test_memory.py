@@ -234,7 +234,8 @@ def test_copies_of_activations_to_the_host_run_beside_forward() -> None:
                                    to_device_bytes_per_s=machine.host.to_device_bytes_per_s * factor)
         return plan_of("llama", dataclasses.replace(machine, host=host), by_hand=f"dp=4{more}").prediction
 
-    kept, fast, slow_link = planned(1), planned(1e3, more=",recompute=offload"), planned(1e-4, more=",recompute=offload")
+    kept = planned(1)
+    fast, slow_link = (planned(factor, ",recompute=offload") for factor in (1e3, 1e-4))
     assert fast.forward_s == pytest.approx(kept.forward_s)
     back = slow_link.backward_s - kept.backward_s
     assert back > 10 * kept.forward_s
