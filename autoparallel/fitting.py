@@ -80,13 +80,19 @@ def fit(
     told: called with each tier when it is known.
     options: of `autoparallel.plan`.
 
-    A tier is refused where no plan fits or is found in time, or where the cluster does not say how fast it is. Raises
+    A tier is refused where no plan fits or is found in time, or where the cluster does not say how fast it is; with
+    parameters outside of the device only the first that fits is planned, since the others leave as much there. Raises
     PlanError for arguments that cannot be, and whatever `autoparallel.plan` raises of the model.
     """
     _check(model, tiers, devices, smallest, most, told)
     machine = cluster if isinstance(cluster, Cluster) else Cluster.load(cluster, num_devices=devices, software=software)
-    found = []
+    found = list[Fit]()
     for tier in tiers:
+        nearer = next((one.offload for one in found if one.plan and offload_of(one.offload).moves_parameters), None)
+        if nearer is not None and offload_of(tier).moves_parameters:
+            found.append(Fit(tier, refused=f"not tried: as much is on the device with {nearer}, which fits"))
+            told(found[-1])
+            continue
         one = _largest(model, machine, tier, smallest or machine.num_devices, most,
                        {**options, "time_limit_s": time_limit_s})
         found.append(one)

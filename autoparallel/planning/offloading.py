@@ -10,7 +10,7 @@ from autoparallel import clock
 from autoparallel.errors import InfeasibleError, PlanError, SearchError
 from autoparallel.planning.options import Options
 from autoparallel.plans import Plan
-from autoparallel.schedule.tiers import PLACES, Offload, listed, offload_of
+from autoparallel.schedule.tiers import ON_DEVICE, PLACES, Offload, listed, offload_of
 from cost_models import Cluster
 from cost_models.memory import TrainingState
 
@@ -50,6 +50,8 @@ class _Tiers:
 
     def fastest(self) -> Plan:
         try:
+            if said := self._exceeded(ON_DEVICE):
+                raise InfeasibleError(f"no plan fits: {said}")
             here = self._plan("none")
         except InfeasibleError as error:
             return self._elsewhere(error)
@@ -98,11 +100,12 @@ class _Tiers:
             return ""
         sizes = {"parameters": self.state.parameters, "gradients": self.state.gradients,
                  "optimizer states": self.state.optimizer * away.fraction}
-        host, _, _ = tier_limits(self.cluster, self.options)
-        for tier, limit in (("host", host), ("device", self.options.limit_bytes(self.cluster))):
-            needed = sum(sizes[what] for what in away.in_tier(tier)) / self.cluster.num_devices
+        (host, *_), (device, _) = tier_limits(self.cluster, self.options), self.options.wider_limits(self.cluster)
+        stays = {"host": 0.0, "device": self.state.optimizer * (1 - away.fraction)}
+        for tier, limit in (("host", host), ("device", device)):
+            needed = (sum(sizes[what] for what in away.in_tier(tier)) + stays[tier]) / self.cluster.num_devices
             if needed > limit:
-                what = listed(away.in_tier(tier))
+                what = listed([*away.in_tier(tier), *["some optimizer states"] * (stays[tier] > 0)])
                 return f"{what} need {needed:.3g} bytes of the {tier} for each device, which has {limit:.3g}"
         return ""
 
