@@ -66,9 +66,8 @@ class _Tiers:
 
     def _elsewhere(self, error: InfeasibleError) -> Plan:
         self._try_tiers()
-        for tier in ON_DISK if not self.found else ():
-            if tier in self.tiers and self._add(tier):
-                break
+        if not self.found:
+            self._try_disk()
         if self.found:
             return _because(min(self.found, key=_least), "states in device memory do not fit")
         error.args = (f"{error} ({'; '.join(self.why or [self.nothing])})",)
@@ -81,6 +80,13 @@ class _Tiers:
         binds = not self.found or any(plan.hybrid.recompute != "none" for plan in self.found)
         if "parameters" in self.tiers and binds:
             self._add("parameters")
+
+    def _try_disk(self) -> None:
+        """The first of `ON_DISK` that fits with parameters on the device, and the first with these elsewhere."""
+        for tier in ON_DISK:
+            elsewhere = offload_of(tier).moves_parameters
+            if tier in self.tiers and (elsewhere or not self.found) and self._add(tier) and elsewhere:
+                return
 
     def _add(self, tier: str, fraction: float | None = None) -> bool:
         """Whether a plan was found."""
