@@ -9,6 +9,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from autoparallel.schedule.tiers import FITTED
+
 if TYPE_CHECKING:
     from autoparallel.fitting import Fit
     from autoparallel.plans import Plan
@@ -77,7 +79,7 @@ def fit(
                                                 "default")] = None,
     sequence_length: Annotated[int, typer.Option(min=1, help="tokens per sequence")] = 2048,
     most: Annotated[int, typer.Option(min=1, help="sequences of the largest batch to try")] = 4096,
-    offload: Annotated[str, typer.Option(help="tiers to try")] = "none,host,parameters,disk",
+    offload: Annotated[str, typer.Option(help="tiers to try")] = ",".join(FITTED),
     memory_limit: Annotated[str | None, typer.Option(help="of each device, for example 70GiB")] = None,
     host_memory_limit: Annotated[str | None, typer.Option(help="of host memory per device, for example 200GiB")] = None,
     software: Annotated[str | None, typer.Option(help="whose speed counts: torch-eager, megatron-core, ...")] = None,

@@ -61,7 +61,8 @@ def plan(
                                                        "at most (25 MiB)")] = None,
     copies: Annotated[int | None, typer.Option(help="micro-batches that run at a time (multi-copy)")] = None,
     offload: Annotated[str | None, typer.Option(help="optimizer states on: none (the device), host (gradients too), "
-                                                  "parameters (these too), disk; auto: by price")] = None,
+                                                  "parameters (these too), disk, these three's tiers as "
+                                                  "host/host/disk; auto: by price")] = None,
     offload_fraction: Annotated[float | None, typer.Option(help="the share of them that moves, as 0.5")] = None,
     host_memory_limit: Annotated[str | None, typer.Option(help="of host memory per device, for example 200GiB")] = None,
     disk_limit: Annotated[str | None, typer.Option(help="of disk per device, for example 1TB")] = None,

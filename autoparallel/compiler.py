@@ -20,6 +20,7 @@ from autoparallel.garbage import collected_later
 from autoparallel.layout import Layout
 from autoparallel.partition import MicroBatches, split_batch
 from autoparallel.planning.history import SearchHistory
+from autoparallel.planning.offloading import tiers_of
 from autoparallel.planning.one_mesh import plan_call
 from autoparallel.planning.options import Options
 from autoparallel.planning.plan_graph import plan_graph
@@ -71,8 +72,7 @@ def compile(model: nn.Module, mesh: DeviceMesh | int, example: Call | None, inpu
             agree_on("autoparallel.compile", limit_s=peer_timeout_s)
         if disk_path is not None:
             made_equally("a disk_path", partial(check_folder, disk_path), lambda _: "")
-    options = replace(options, tiers=("host", *(("parameters",) if backend == backends.EAGER else ()),
-                                      *(("disk",) if disk_path is not None else ())))
+    options = replace(options, tiers=tiers_of(backend == backends.EAGER, disk_path is not None))
     if isinstance(mesh, int) and example is not None and plan is None:
         plan = _plan_on_devices(model, mesh, cluster, inputs.of_all(*example, mesh), options)
         options = options.without_decided()
@@ -93,7 +93,7 @@ def compile(model: nn.Module, mesh: DeviceMesh | int, example: Call | None, inpu
         how = Hybrid(reduce_dtype=hybrid.reduce_dtype, bucket_bytes=hybrid.bucket_bytes) if plain else hybrid
         within = replace(options, offload=None, offload_fraction=None) if placed else options
         if placed or plain:
-            how = replace(how, offload=away, zero_stage=3 if away.parameters else how.zero_stage)
+            how = replace(how, offload=away, zero_stage=3 if away.moves_parameters else how.zero_stage)
         micro = made_equally("a program",
                            lambda: split_batch(capture_for_any(model, args, kwargs, numbers), how.micro_batches),
                            lambda made: f"{made.whole.fingerprint} {how}", lines=lambda made: made.whole.described())

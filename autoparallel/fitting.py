@@ -19,12 +19,10 @@ from autoparallel.errors import InfeasibleError, PlanError, SearchError, shown
 from autoparallel.plans import Plan
 from autoparallel.plans.reports.text import ReportConsole, as_text
 from autoparallel.plans.reports.units import bytes_str, count_str, seconds_str
-from autoparallel.schedule.tiers import PLACES
+from autoparallel.schedule.tiers import FITTED, PLACES, listed, offload_of
 from cost_models import Cluster
 from cost_models.errors import ClusterError
 
-_WORDS = {"none": "all on the device", "host": "gradients and optimizer states on the host",
-          "parameters": "parameters, gradients and optimizer states on the host", "disk": "optimizer states on disk"}
 _TRIPLE = "(model, example inputs, example keyword inputs)"
 
 
@@ -64,7 +62,7 @@ def fit(
     devices: int | None = None,
     smallest: int | None = None,
     most: int = 4096,
-    tiers: Sequence[str] = PLACES,
+    tiers: Sequence[str] = FITTED,
     software: str | None = None,
     time_limit_s: float = 10.0,
     told: Callable[[Fit], None] = lambda fit: None,
@@ -82,13 +80,19 @@ def fit(
     told: called with each tier when it is known.
     options: of `autoparallel.plan`.
 
-    A tier is refused where no plan fits or is found in time, or where the cluster does not say how fast it is. Raises
+    A tier is refused where no plan fits or is found in time, or where the cluster does not say how fast it is; with
+    parameters outside of the device only the first that fits is planned, since the others leave as much there. Raises
     PlanError for arguments that cannot be, and whatever `autoparallel.plan` raises of the model.
     """
     _check(model, tiers, devices, smallest, most, told)
     machine = cluster if isinstance(cluster, Cluster) else Cluster.load(cluster, num_devices=devices, software=software)
-    found = []
+    found = list[Fit]()
     for tier in tiers:
+        nearer = next((one.offload for one in found if one.plan and offload_of(one.offload).moves_parameters), None)
+        if nearer is not None and offload_of(tier).moves_parameters:
+            found.append(Fit(tier, refused=f"not tried: as much is on the device with {nearer}, which fits"))
+            told(found[-1])
+            continue
         one = _largest(model, machine, tier, smallest or machine.num_devices, most,
                        {**options, "time_limit_s": time_limit_s})
         found.append(one)
@@ -134,6 +138,16 @@ def _check(model: Any, tiers: Any, devices: Any, smallest: Any, most: Any, told:
         raise PlanError(f"told is {shown(told)}: give a function")
 
 
+def _words(place: str) -> str:
+    """
+    >>> _words("host/host/disk")
+    'parameters and gradients on the host and optimizer states on disk'
+    """
+    away = offload_of(place)
+    return " and ".join(f"{listed(away.in_tier(tier))} {where}" for tier, where in (
+        ("host", "on the host"), ("disk", "on disk")) if away.in_tier(tier)) or "all on the device"
+
+
 def print_fitting(found: Fitting, console: ReportConsole) -> None:
     """Print the answer in one sentence, then a row for each tier."""
     devices, first = found.cluster.num_devices, next(iter(found.fits), None)
@@ -142,8 +156,8 @@ def print_fitting(found: Fitting, console: ReportConsole) -> None:
         console.print(f"It does not fit on {where}, in any tier that was tried.")
     else:
         most = max(found.fits, key=lambda one: one.batch)
-        console.print(f"It fits on {where} with {_WORDS[first.offload]}; the largest batch of {most.batch} with "
-                      f"{_WORDS[most.offload]}.")
+        console.print(f"It fits on {where} with {_words(first.offload)}; the largest batch of {most.batch} with "
+                      f"{_words(most.offload)}.")
     table = Table("offload", "batch", "step", "per second", "device", "host", "disk", "plan", box=None, pad_edge=False)
     for one in found.tiers:
         if one.plan is None:

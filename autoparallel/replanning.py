@@ -192,7 +192,7 @@ def _makers(plan: Plan, cluster: Cluster, model: nn.Module, example: tuple[Any, 
     kept = {"optimizer": _optimizer(plan), "reduce_dtype": plan.hybrid.reduce_dtype,
             "bucket_bytes": plan.hybrid.bucket_bytes, **options}
     if plan.hybrid.offload.is_away and "offload" not in options:
-        kept["offload"] = "parameters" if plan.hybrid.offload.parameters else plan.hybrid.offload.states
+        kept["offload"] = plan.hybrid.offload.place
     args, kwargs = example
     call = {"example_inputs": args, "example_kwargs": kwargs, "time_limit_s": time_limit_s}
 

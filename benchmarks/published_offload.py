@@ -109,6 +109,10 @@ ROWS = (
         "dp=1,tp=16,zero=2,recompute=full,offload=host"),
     Row("ZeRO-Infinity 175B", gpt(96, 12288, 96), _DGX2, 16, 16, 1024, f"dp=16,{_FULL}=parameters"),
     Row("ZeRO-Infinity 175B, states on disk", gpt(96, 12288, 96), _DGX2, 16, 16, 1024, f"dp=16,{_FULL}=disk"),
+    Row("ZeRO-Infinity 175B, states on disk, the rest on the host", gpt(96, 12288, 96), _DGX2, 16, 16, 1024,
+        f"dp=16,{_FULL}=host/host/disk"),
+    Row("ZeRO-Infinity 1T on one DGX-2, all on disk, tensor parallel", gpt(128, 25600, 160), _DGX2, 16, 4, 1024,
+        f"dp=4,tp=4,{_FULL}=disk/disk/disk"),
     Row("ZeRO-3 Offload 1T, tensor parallel", gpt(128, 25600, 160), _DGX2, 512, 1024, 1024,
         f"dp=128,tp=4,{_FULL}=parameters"),
 )

@@ -3,7 +3,7 @@ the share of a device's speed that a bandwidth leaves (ZeRO-Infinity's form)."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,6 +14,10 @@ from cost_models.cluster import Cluster
 from cost_models.devices import ITEM_BYTES
 from cost_models.errors import ClusterError
 from cost_models.links import UNLIMITED
+
+#: Shares of a disk's rates at which parameters and gradients, in files mapped into memory, are read and written: of
+#: direct I/O in large requests (docs/measurements/offload.md, "Ways to read and write").
+MAPPED_READ, MAPPED_WRITE = 0.74, 0.35
 
 
 @dataclass(frozen=True)
@@ -35,9 +39,10 @@ class HostStep:
 
 
 def host_step(num_elements: Any, dtype: str, optimizer: str, cluster: Cluster, on_disk: bool = False,
-              gradients_there: bool = False, parameters_there: bool = False) -> HostStep:
+              gradients_there: bool = False, parameters_there: bool = False, files: Collection[str] = ()) -> HostStep:
     """The step of ``num_elements`` elements (arrays allowed) of a dtype or precision by a rank's host.
-    ``gradients_there``: they have come during backward; ``parameters_there``: these live on the host.
+    ``gradients_there``: they have come during backward; ``parameters_there``: these live on the host. ``files``: of
+    "parameters" and "gradients" those that live on its disk, in files mapped into memory.
 
     Its ``step_s`` is the longer of the processors' own time, if known, and that of the host's memory, which all that
     is fetched and put passes too. Raises ClusterError where the cluster's description has no rate of what moves.
@@ -50,10 +55,14 @@ def host_step(num_elements: Any, dtype: str, optimizer: str, cluster: Cluster, o
         up = parameter
     states = how.num_states * ITEM_BYTES[kept.state] + (ITEM_BYTES[kept.master] if kept.master else 0)
     states *= on_disk
-    fetch = _moving_s(elements, cluster, {"from_device_bytes_per_s": down, "disk_read_bytes_per_s": states})
-    put = _moving_s(elements, cluster, {"to_device_bytes_per_s": up, "disk_write_bytes_per_s": states})
+    weights, sums = (ITEM_BYTES[item] * (name in files) for item, name in (
+        (kept.parameter, "parameters"), (kept.gradient, "gradients")))
+    read = states + (sums + (0 if kept.master else weights)) / MAPPED_READ
+    fetch = _moving_s(elements, cluster, {"from_device_bytes_per_s": down, "disk_read_bytes_per_s": read})
+    put = _moving_s(elements, cluster, {"to_device_bytes_per_s": up,
+                                        "disk_write_bytes_per_s": states + weights / MAPPED_WRITE})
     step = elements * (step_bytes(dtype, optimizer, cluster) / _step_rate(cluster)
-                       + (down + up + 2 * states) / _memory_rate(cluster))
+                       + (down + up + 2 * (states + weights) + sums) / _memory_rate(cluster))
     if host.step_elements_per_s:
         step = np.maximum(step, elements / known_rate(cluster, "step_elements_per_s"))
     return HostStep(fetch, step, put)
@@ -78,9 +87,12 @@ def step_bytes(dtype: str, optimizer: str, cluster: Cluster) -> float:
     return own + memory.converted_bytes(dtype) + profile.update_bytes
 
 
-def gradients_s(num_bytes: Any, cluster: Cluster, adds: bool = False) -> Any:
-    """Seconds of moving gradients to the host's memory; ``adds``: to others there, while the next ones come. Raises
-    ClusterError where the cluster's description has no rate of what moves."""
+def gradients_s(num_bytes: Any, cluster: Cluster, adds: bool = False, on_disk: bool = False) -> Any:
+    """Seconds of moving gradients to the host's memory; ``adds``: to others there, while the next ones come;
+    ``on_disk``: then to mapped files. Raises ClusterError where the cluster's description has no rate of what moves."""
+    if on_disk:
+        rates = {"disk_write_bytes_per_s": 1 / MAPPED_WRITE, "disk_read_bytes_per_s": adds / MAPPED_READ}
+        return gradients_s(num_bytes, cluster, adds) + _moving_s(np.asarray(num_bytes, dtype=float), cluster, rates)
     moved = np.asarray(num_bytes, dtype=float)
     passes = 4 if adds else 1                    # each comes; it and the sum are read, and the sum is written
     if cluster.host.shared_memory:
@@ -88,10 +100,12 @@ def gradients_s(num_bytes: Any, cluster: Cluster, adds: bool = False) -> Any:
     return np.maximum(moved / known_rate(cluster, "from_device_bytes_per_s"), passes * moved / _memory_rate(cluster))
 
 
-def fetch_s(num_bytes: Any, cluster: Cluster) -> Any:
-    """Seconds of moving parameters from the host's memory to the device. Raises ClusterError where the cluster's
-    description has no rate of it."""
+def fetch_s(num_bytes: Any, cluster: Cluster, on_disk: bool = False) -> Any:
+    """Seconds of moving parameters from the host's memory to the device; ``on_disk``: from mapped files. Raises
+    ClusterError where the cluster's description has no rate of it."""
     moved = np.asarray(num_bytes, dtype=float)
+    if on_disk:
+        return fetch_s(moved, cluster) + _moving_s(moved, cluster, {"disk_read_bytes_per_s": 1 / MAPPED_READ})
     if cluster.host.shared_memory:
         return 2 * moved / _memory_rate(cluster)
     return np.maximum(moved / known_rate(cluster, "to_device_bytes_per_s"), moved / _memory_rate(cluster))

@@ -122,7 +122,7 @@ def planned(devices: int = 4, cluster: str = "a100-sxm", **options: Any) -> Plan
 def test_they_leave_the_device_in_a_plan(devices: int) -> None:
     kept, moved = (planned(devices, mesh_shape=(devices,), zero_stage=3, offload=tier)
                    for tier in ("none", "parameters"))
-    assert moved.hybrid.offload == Offload("host", parameters=True) and moved.strategies == kept.strategies
+    assert moved.hybrid.offload == Offload("host", parameters="host") and moved.strategies == kept.strategies
     states = kept.prediction.state_bytes
     assert moved.prediction.state_bytes == 0 and moved.prediction.host_bytes == pytest.approx(states)
     assert moved.known is not None and moved.known.memory is not None

@@ -19,6 +19,7 @@ import autoparallel
 from autoparallel.errors import InfeasibleError
 from autoparallel.kernels import recomputed
 from autoparallel.kernels.host_copies import Copies
+from autoparallel.plans import Prediction
 from autoparallel.runtime.stage_module import StageModule
 from cost_models import Cluster
 from tests.support.captured import plan_of
@@ -219,3 +220,26 @@ def test_offload_trades_memory_for_copies() -> None:
     small = dataclasses.replace(machine, host=dataclasses.replace(machine.host, memory_bytes=1e3))
     with pytest.raises(InfeasibleError, match="recompute='offload' needs"):
         planned(small, recompute="offload")
+
+
+@pytest.mark.slow
+def test_copies_of_activations_to_the_host_run_beside_forward() -> None:
+    """Over a fast link forward hides them; over a slow one what exceeds forward counts. Backward waits for each copy
+    back. Where host and device are one memory nothing is hidden."""
+    machine = Cluster.load("h100-sxm", num_devices=4, software="none")
+    assert machine.host.to_device_bytes_per_s == machine.host.from_device_bytes_per_s
+
+    def planned(factor: float, more: str = "") -> Prediction:
+        host = dataclasses.replace(machine.host, from_device_bytes_per_s=machine.host.from_device_bytes_per_s * factor,
+                                   to_device_bytes_per_s=machine.host.to_device_bytes_per_s * factor)
+        return plan_of("llama", dataclasses.replace(machine, host=host), by_hand=f"dp=4{more}").prediction
+
+    kept = planned(1)
+    fast, slow_link = (planned(factor, ",recompute=offload") for factor in (1e3, 1e-4))
+    assert fast.forward_s == pytest.approx(kept.forward_s)
+    back = slow_link.backward_s - kept.backward_s
+    assert back > 10 * kept.forward_s
+    assert slow_link.forward_s - kept.forward_s == pytest.approx(back - kept.forward_s, rel=0.05)
+    local = Cluster.load("local-cpu", num_devices=4)
+    one, other = (plan_of("llama", local, by_hand=f"dp=4{more}").prediction for more in ("", ",recompute=offload"))
+    assert other.forward_s - one.forward_s == pytest.approx(other.backward_s - one.backward_s, rel=0.05)

@@ -15,7 +15,7 @@ from autoparallel.errors import ClusterError, InfeasibleError, PlanError
 from autoparallel.planning.offloading import fastest_tier
 from autoparallel.planning.options import Options
 from autoparallel.plans import Plan
-from autoparallel.schedule.tiers import BLOCK_BYTES, BUFFERS, TILE_BYTES, Offload
+from autoparallel.schedule.tiers import BLOCK_BYTES, BUFFERS, TILE_BYTES, Offload, offload_of
 from benchmarks.published_offload import SOFTWARE, STEPS, left_out
 from cost_models import Cluster, offload
 from cost_models.memory import optimizer_step_s, step_bytes
@@ -180,10 +180,10 @@ def test_the_order_of_tiers(fits: dict[str, float], tier: str, fraction: float) 
 
 @pytest.mark.parametrize(("seconds", "tier"), [
     ({"none": 3.0, "host": 2.0, "host 0.5": 1.5, "host 0.25": 1.8, "parameters": 2.5}, Offload("host", 0.5)),
-    ({"none": 3.0, "host": 2.0, "parameters": 1.0}, Offload("host", parameters=True)),
+    ({"none": 3.0, "host": 2.0, "parameters": 1.0}, Offload("host", parameters="host")),
     ({"none": 3.0, "host": 2.99, "parameters": 9.0}, Offload()),
     ({"none": 3.0, "disk": 1.0}, Offload()),
-    ({"parameters": 5.0, "disk": 1.0}, Offload("host", parameters=True)),
+    ({"parameters": 5.0, "disk": 1.0}, Offload("host", parameters="host")),
 ])
 def test_tiers_are_compared_by_price(seconds: dict[str, float], tier: Offload) -> None:
     """``seconds``: of the plans of those that fit; that of the device recomputes, as memory binds it. Disk is for what
@@ -225,8 +225,13 @@ def test_limits_of_a_plan() -> None:
 def test_an_older_plan_file_has_its_states_on_the_device() -> None:
     data = json.loads(planned().to_json())
     assert data["hybrid"].pop("offload") == {"states": "device", "fraction": 1.0, "tile_bytes": TILE_BYTES,
-                                             "parameters": False}
+                                             "parameters": "device", "gradients": "device"}
     assert Plan.from_json(json.dumps(data)).hybrid.offload == Offload()
+    for states, parameters, place in (("device", False, "none"), ("host", False, "host"), ("host", True, "parameters"),
+                                      ("disk", False, "disk")):
+        data["hybrid"]["offload"] = {"states": states, "fraction": 1.0, "tile_bytes": 4096, "parameters": parameters}
+        data["hybrid"]["zero_stage"] = 3
+        assert Plan.from_json(json.dumps(data)).hybrid.offload == offload_of(place, tile_bytes=4096)
 
 
 def test_tiles_keep_to_the_limit_of_host_memory() -> None:

@@ -42,9 +42,9 @@ def check(backend: str, hybrid: Hybrid) -> None:
     if hybrid.recompute == "offload":
         raise PlanError(f"recompute='offload' moves saved tensors of single ops to the host, and backend={backend!r} "
                         "saves those of whole graphs: take recompute='full', or backend='eager'")
-    if hybrid.offload.parameters:
-        raise PlanError(f"offload='parameters' fetches parameters op by op, and backend={backend!r} reads all at the "
-                        "beginning of its graphs: take offload='host', or backend='eager'")
+    if hybrid.offload.moves_parameters:
+        raise PlanError(f"offload={hybrid.offload.place!r} fetches parameters op by op, and backend={backend!r} reads "
+                        "all at the beginning of its graphs: take offload='host', or backend='eager'")
     if hybrid.puts_off_weights:
         raise PlanError(f"schedule {hybrid.schedule!r} runs backward in two parts, and a graph of backend={backend!r} "
                         f"is one: take schedule={names_of(lambda how: not how.splits_backward)}, or backend='eager'")

@@ -53,7 +53,7 @@ def _offloaded(plan: Plan, degrees: Degrees) -> dict[str, Any]:
         return {}
     return {"offload_optimizer": {"device": "cpu", "pin_memory": True,
                                   **({"ratio": away.fraction} if away.fraction < 1 else {})},
-            **({"offload_param": {"device": "cpu", "pin_memory": True}} if away.parameters else {})}
+            **({"offload_param": {"device": "cpu", "pin_memory": True}} if away.moves_parameters else {})}
 
 
 def _check(plan: Plan, d: Degrees) -> None:

@@ -13,6 +13,7 @@ from autoparallel.planning.by_hand import ByHand
 from autoparallel.plans import Plan
 from autoparallel.plans.roles import AxisRole, Roles, roles_of
 from autoparallel.schedule.schedules import usual
+from autoparallel.schedule.tiers import listed
 from cost_models.unequal import told
 
 #: Roles from the slowest links to the fastest, as frameworks lay out their ranks.
@@ -266,9 +267,10 @@ def sharded_by_context(hand: ByHand) -> list[Lost]:
 def states_lost(plan: Plan) -> Lost:
     """Training state that leaves the device in the plan, and not in the export."""
     away = plan.hybrid.offload
-    also = "parameters, gradients and " if away.parameters else "gradients and " if away.moves_gradients else ""
-    where = {"host": "in the host's memory", "disk": "on disk"}[plan.hybrid.offload.states]
-    return Lost(f"{also}optimizer states {where}", "on the devices, in more of their memory")
+    where = " and ".join(f"{listed(there)} {words}" for tier, words in (("host", "in the host's memory"),
+                                                                        ("disk", "on disk"))
+                         if (there := away.in_tier(tier)))
+    return Lost(where, "on the devices, in more of their memory")
 
 
 __all__ = ["Degrees", "Lost", "as_data", "degrees_of", "ep_by_hand", "experts_beside_tensor", "head_size",

@@ -25,7 +25,8 @@
     | copies            | micro-batches that run at a time (multi-copy)                 | 1                          |
     | recompute         | none, selective, full, offload; auto: of whole blocks, as few | none                       |
     |                   | as memory requires                                            |                            |
-    | offload           | host (states and gradients), parameters (these too), disk     | none                       |
+    | offload           | host (states and gradients), parameters (these too), disk,    | none                       |
+    |                   | host/host/disk (parameters, gradients, states), ...           |                            |
     | sequence_parallel | norms and residuals are cut along the sequence over tp        | no                         |
 
 Ranks are laid out as Megatron does: tensor innermost, then context, expert, data, pipeline.

@@ -124,7 +124,7 @@ class CandidateBounds:
             inside = self.reduced_model.inside(space)
             pricer = SpacePricer(self._whole_prices(1), counts=ExecutionCounts(
                 space, Hybrid(recompute=hybrid.recompute, offload=hybrid.offload,
-                              zero_stage=3 if hybrid.offload.parameters else 2),
+                              zero_stage=3 if hybrid.offload.moves_parameters else 2),
                 multiplicities=self.reduced_model.counts(space)))
             found = dict.fromkeys(itertools.product(("state", "micro_batch"), (True, False)), 0.0)
             for decision, node in zip(space.decisions, pricer.full().nodes, strict=True):

@@ -6,7 +6,11 @@ from collections import Counter
 from collections.abc import Sequence
 
 from autoparallel.capture import OpGraph, find_blocks
+from autoparallel.planning.options import Options
 from autoparallel.plans.facts import ModelFacts
+from autoparallel.pricing.op_costs import kept_precision
+from cost_models import Cluster
+from cost_models.memory import TrainingState, training_state
 
 
 def facts_of(graph: OpGraph, body: OpGraph, cuts: Sequence[str]) -> ModelFacts:
@@ -20,6 +24,19 @@ def facts_of(graph: OpGraph, body: OpGraph, cuts: Sequence[str]) -> ModelFacts:
     return ModelFacts(inputs, {name: meta.shape for name, meta in parameters.items()},
                       elements.most_common(1)[0][0] if elements else "float32", _heads(graph), _experts(graph),
                       _starts(body, cuts) if cuts else ())
+
+
+def whole_state(graph: OpGraph, cluster: Cluster, options: Options) -> TrainingState:
+    """Bytes of all weights, and of the trained weights' gradients and optimizer states."""
+    found = TrainingState(0.0, 0.0, 0.0)
+    for node in graph.of_kind("parameter"):
+        meta = node.outputs[0]
+        own = TrainingState(float(meta.num_bytes), 0.0, 0.0)
+        if meta.requires_grad:
+            own = training_state(meta.num_elements, kept_precision(meta, cluster), options.optimizer)
+        found = TrainingState(found.parameters + float(own.parameters), found.gradients + float(own.gradients),
+                              found.optimizer + float(own.optimizer))
+    return found
 
 
 def _starts(body: OpGraph, cuts: Sequence[str]) -> tuple[tuple[str, float], ...]:
@@ -44,4 +61,4 @@ def _experts(graph: OpGraph) -> int:
     return 0
 
 
-__all__ = ["facts_of"]
+__all__ = ["facts_of", "whole_state"]

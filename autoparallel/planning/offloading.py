@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 
@@ -9,7 +10,9 @@ from autoparallel import clock
 from autoparallel.errors import InfeasibleError, PlanError, SearchError
 from autoparallel.planning.options import Options
 from autoparallel.plans import Plan
+from autoparallel.schedule.tiers import ON_DEVICE, PLACES, Offload, listed, offload_of
 from cost_models import Cluster
+from cost_models.memory import TrainingState
 
 #: Shares of the states on the host that are tried where all of them are more than memory requires.
 FRACTIONS = (0.25, 0.5, 0.75)
@@ -20,21 +23,26 @@ BINDS = 0.9
 #: A tier is taken where it makes a step shorter by more than this share.
 LEAST_GAIN = 0.01
 
+#: Tiers with states on disk, in the order in which they are tried.
+ON_DISK = tuple(place for place in PLACES if offload_of(place).states == "disk")
+
 Make = Callable[[Options], Plan]
 
 
-def fastest_tier(options: Options, cluster: Cluster, make: Make) -> Plan:
+def fastest_tier(options: Options, cluster: Cluster, make: Make, state: TrainingState | None = None) -> Plan:
     """The fastest of the plans by ``make`` with states on the device, on the host in part or whole, and with parameters
-    there; on disk only where none of these fits. Tiers are left out where memory does not bind, or where the cluster's
-    description does not say how fast they are. Raises InfeasibleError (that of the device) if none fits."""
-    return _Tiers(options, cluster, make).fastest()
+    there; on disk only where none of these fits: states alone, then gradients and parameters on the host, then these on
+    disk too. Tiers are left out where memory does not bind, where ``state`` (all parameters, gradients and optimizer
+    states, in bytes) exceeds what its hosts have, or where the cluster's description does not say how fast they are.
+    Raises InfeasibleError (that of the device) if none fits."""
+    return _Tiers(options, cluster, make, state).fastest()
 
 
 class _Tiers:
     """The plans of one call by tier. ``why``: of tiers without one, the reason."""
 
-    def __init__(self, options: Options, cluster: Cluster, make: Make) -> None:
-        self.options, self.make = options, make
+    def __init__(self, options: Options, cluster: Cluster, make: Make, state: TrainingState | None) -> None:
+        self.options, self.make, self.cluster, self.state = options, make, cluster, state
         self.ends = clock.now() + options.time_limit_s
         self.tiers = [tier for tier in _known(cluster) if tier in options.tiers]
         self.nothing = f"the description of {cluster.name} has no rates of its hosts for offload='host' or 'disk'"
@@ -42,6 +50,8 @@ class _Tiers:
 
     def fastest(self) -> Plan:
         try:
+            if said := self._exceeded(ON_DEVICE):
+                raise InfeasibleError(f"no plan fits: {said}")
             here = self._plan("none")
         except InfeasibleError as error:
             return self._elsewhere(error)
@@ -56,8 +66,8 @@ class _Tiers:
 
     def _elsewhere(self, error: InfeasibleError) -> Plan:
         self._try_tiers()
-        if not self.found and "disk" in self.tiers:
-            self._add("disk")
+        if not self.found:
+            self._try_disk()
         if self.found:
             return _because(min(self.found, key=_least), "states in device memory do not fit")
         error.args = (f"{error} ({'; '.join(self.why or [self.nothing])})",)
@@ -71,14 +81,39 @@ class _Tiers:
         if "parameters" in self.tiers and binds:
             self._add("parameters")
 
+    def _try_disk(self) -> None:
+        """The first of `ON_DISK` that fits with parameters on the device, and the first with these elsewhere."""
+        for tier in ON_DISK:
+            elsewhere = offload_of(tier).moves_parameters
+            if tier in self.tiers and (elsewhere or not self.found) and self._add(tier) and elsewhere:
+                return
+
     def _add(self, tier: str, fraction: float | None = None) -> bool:
         """Whether a plan was found."""
+        if said := self._exceeded(offload_of(tier, fraction or 1.0)):
+            self.why.append(f"offload={tier!r}: {said}")
+            return False
         try:
             self.found.append(self._plan(tier, fraction))
         except (InfeasibleError, SearchError, PlanError) as error:
             self.why.append(f"offload={tier!r}: {error}")
             return False
         return True
+
+    def _exceeded(self, away: Offload) -> str:
+        """Why no plan keeps the state of this tier in the memory of hosts or devices, divided evenly; "" if one may."""
+        if self.state is None:
+            return ""
+        sizes = {"parameters": self.state.parameters, "gradients": self.state.gradients,
+                 "optimizer states": self.state.optimizer * away.fraction}
+        (host, *_), (device, _) = tier_limits(self.cluster, self.options), self.options.wider_limits(self.cluster)
+        stays = {"host": 0.0, "device": self.state.optimizer * (1 - away.fraction)}
+        for tier, limit in (("host", host), ("device", device)):
+            needed = (sum(sizes[what] for what in away.in_tier(tier)) + stays[tier]) / self.cluster.num_devices
+            if needed > limit:
+                what = listed([*away.in_tier(tier), *["some optimizer states"] * (stays[tier] > 0)])
+                return f"{what} need {needed:.3g} bytes of the {tier} for each device, which has {limit:.3g}"
+        return ""
 
     def _fewer(self) -> None:
         """Plans with parts of the states on the host, by bisection of `FRACTIONS`."""
@@ -94,7 +129,7 @@ class _Tiers:
         """The plan with states in a tier. Raises InfeasibleError, also for one by hand that does not fit."""
         left = max(LEAST_SHARE * self.options.time_limit_s, self.ends - clock.now())
         within = replace(self.options, offload=tier, offload_fraction=fraction, time_limit_s=left)
-        if tier == "parameters" and within.by_hand is None:
+        if within.tier.moves_parameters and within.by_hand is None:
             within = replace(within, zero_stage=3 if within.zero_stage is None else within.zero_stage)
         made = self.make(within)
         limit = made.prediction.limit_bytes
@@ -117,7 +152,7 @@ def _step_s(plan: Plan) -> float:
 def _least(plan: Plan) -> tuple[float, bool, float]:
     """The order of plans in tiers: by seconds, then by how much leaves the device."""
     away = plan.hybrid.offload
-    return _step_s(plan), away.parameters, away.fraction
+    return _step_s(plan), away.moves_parameters, away.fraction
 
 
 def _because(plan: Plan, why: str) -> Plan:
@@ -130,7 +165,21 @@ def _known(cluster: Cluster) -> Iterator[str]:
     if host.shared_memory or links:
         yield from ("host", "parameters")
         if host.disk_read_bytes_per_s and host.disk_write_bytes_per_s:
-            yield "disk"
+            yield from ON_DISK
 
 
-__all__ = ["fastest_tier"]
+def tiers_of(fetches: bool, has_disk: bool) -> tuple[str, ...]:
+    """The tiers that "auto" may take where programs can fetch parameters for each use, and where there is a disk."""
+    found = ((place, offload_of(place)) for place in PLACES[1:])
+    return tuple(place for place, away in found if (fetches or not away.moves_parameters) and
+                 (has_disk or not away.in_tier("disk")))
+
+
+def tier_limits(cluster: Cluster, options: Options) -> tuple[float, float, float]:
+    """Bytes for each device: of host memory and of disk, and the share of the host's memory that it has."""
+    share = cluster.host.memory_bytes / cluster.devices_on_host or math.inf
+    host = share if options.host_memory_limit_bytes is None else options.host_memory_limit_bytes
+    return host, math.inf if options.disk_limit_bytes is None else options.disk_limit_bytes, share
+
+
+__all__ = ["fastest_tier", "tier_limits", "tiers_of"]

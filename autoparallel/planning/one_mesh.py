@@ -29,8 +29,8 @@ from autoparallel.planning.baselines import Baseline, baseline, by_roles
 from autoparallel.planning.block_summary import block_layouts
 from autoparallel.planning.candidates import First
 from autoparallel.planning.departures import departures, told
-from autoparallel.planning.facts import facts_of
-from autoparallel.planning.offloading import fastest_tier
+from autoparallel.planning.facts import facts_of, whole_state
+from autoparallel.planning.offloading import fastest_tier, tier_limits
 from autoparallel.planning.options import Options
 from autoparallel.planning.recompute import fewest_recomputed
 from autoparallel.planning.study import TIME_LIMIT_S, Study
@@ -199,8 +199,9 @@ def plan_call(space: StrategySpace, micro: MicroBatches, cluster: Cluster, optio
 def _plan_call(space: StrategySpace, micro: MicroBatches, cluster: Cluster, options: Options,
                placed: Mapping[str, Layout], hybrid: Hybrid) -> Plan:
     if options.offload == "auto":
+        state = whole_state(space.graph, cluster, options)
         return fastest_tier(options, cluster, lambda chosen: _plan_call(
-            space, micro, cluster, chosen, placed, _in_tier(hybrid, chosen)))
+            space, micro, cluster, chosen, placed, _in_tier(hybrid, chosen)), state)
     try:
         return plan_in(space, micro, cluster, options, placed, hybrid)
     except InfeasibleError as error:
@@ -222,7 +223,7 @@ def _plan_call(space: StrategySpace, micro: MicroBatches, cluster: Cluster, opti
 
 def _in_tier(hybrid: Hybrid, options: Options) -> Hybrid:
     """The step configuration with training state in the options' tier. Raises PlanError where it does not go there."""
-    zero_stage = 3 if options.tier.parameters and options.zero_stage == 3 else hybrid.zero_stage
+    zero_stage = 3 if options.tier.moves_parameters and options.zero_stage == 3 else hybrid.zero_stage
     return replace(hybrid, offload=options.tier, zero_stage=zero_stage)
 
 
@@ -323,13 +324,6 @@ def _record(pricer: SpacePricer, problem: Problem, strategies: Sequence[Strategy
     return replace(found, stages=stage_seconds(pricer, problem, strategies, sends), stage_parameters=names)
 
 
-def _tier_limits(cluster: Cluster, options: Options) -> tuple[float, float, float]:
-    """Bytes for each device: of host memory and of disk, and the share of the host's memory that it has."""
-    share = cluster.host.memory_bytes / cluster.devices_on_host or math.inf
-    host = share if options.host_memory_limit_bytes is None else options.host_memory_limit_bytes
-    return host, math.inf if options.disk_limit_bytes is None else options.disk_limit_bytes, share
-
-
 def _tiers_hold(pricer: SpacePricer, problem: Problem, solution: Solution, options: Options) -> bool:
     """Whether a solution keeps to the limits of host memory and disk."""
     if not pricer.counts.hybrid.offload.is_away:
@@ -346,7 +340,7 @@ def _within_tiers(pricer: SpacePricer, problem: Problem, solution: Solution, opt
                   ) -> tuple[SpacePricer, Problem, Solution]:
     """The search once more, with the limits of host memory and disk: (pricer, problem, solution); where no plan keeps
     to them, as before."""
-    host, disk, _ = _tier_limits(pricer.prices.cluster, options)
+    host, disk, _ = tier_limits(pricer.prices.cluster, options)
     limits = {tier: max(limit, 1.0) for tier, limit in (("host", host), ("disk", disk)) if limit < math.inf}
     limited = pricer.within(limits)
     try:
@@ -360,13 +354,13 @@ def _within_tiers(pricer: SpacePricer, problem: Problem, solution: Solution, opt
 def _check_tiers(prediction: Prediction, cluster: Cluster, hybrid: Hybrid, options: Options) -> None:
     """Raises InfeasibleError if what leaves a device exceeds its share of its host's memory, or a limit of the
     options."""
-    host, disk, share = _tier_limits(cluster, options)
-    what = f"offload={hybrid.offload.states!r}" if hybrid.offload.is_away else "recompute='offload'"
+    host, disk, share = tier_limits(cluster, options)
+    what = f"offload={hybrid.offload.place!r}" if hybrid.offload.is_away else "recompute='offload'"
     if prediction.host_bytes > host:
         given = f"{cluster.name} has" if host == share else "host_memory_limit_bytes is"
         raise InfeasibleError(f"{what} needs {prediction.host_bytes:.3g} bytes of the host's memory for each device, "
                               f"and {given} {host:.3g}: take "
-                              + ("more devices, zero_stage=1 or more, or offload='disk'" if hybrid.offload.is_away else
+                              + ("more devices, zero_stage=1 or more, or more on disk" if hybrid.offload.is_away else
                                  "more micro-batches or recompute='full'"))
     if prediction.disk_bytes > disk:
         raise InfeasibleError(f"{what} needs {prediction.disk_bytes:.3g} bytes of disk for each device, and "

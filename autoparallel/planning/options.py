@@ -63,8 +63,9 @@ OPTIONS = f"""
     bucket_bytes: of a bucket of parameter gathers and gradient reductions, at most; None: 25 MiB.
     copies: micro-batches that run at a time (multi-copy): one's activations are sent while another computes.
     offload: the tier of optimizer states between steps: "none" (the device), "host" memory, where gradients go too,
-        "parameters": these as well (by ZeRO-3, copied to the device for each use), "disk", or "auto": the fastest of
-        the plans that fit into the devices' memory. `ParallelModule.optimizer` steps them.
+        "parameters": these as well (by ZeRO-3, copied to the device for each use), "disk", the tiers of parameters,
+        gradients and states, as "host/host/disk" and "disk/disk/disk", or "auto": the fastest of the plans that fit
+        into the devices' memory. `ParallelModule.optimizer` steps them.
     offload_fraction: the share of each parameter's elements whose states are there; None: all ("auto": of the host, as
         few quarters as memory requires).
     host_memory_limit_bytes: of host memory for what leaves each device, or for tiles of what is on disk; None: its
@@ -74,6 +75,8 @@ OPTIONS = f"""
 """
 
 
+#: The share of a limit of host memory that tiles of states on disk take beside gradients and parameters there.
+TILES_SHARE = 0.25
 #: Options that a ready plan leaves no room for.
 DECIDED_BY_A_PLAN = frozenset({"pins", "baseline", "micro_batches", "pipeline_stages", "stage_replicas", "schedule",
                                "recompute", "zero_stage", "reduce_dtype", "bucket_bytes", "copies", "offload",
@@ -141,10 +144,12 @@ class Options:
         """The tier of optimizer states; of "auto" the first, the device."""
         if self.offload in (None, "none", "auto"):
             return ON_DEVICE
-        limit = math.inf if self.host_memory_limit_bytes is None or self.offload != "disk" else \
-            self.host_memory_limit_bytes
+        found = offload_of(str(self.offload), self.offload_fraction or 1.0)
+        if self.host_memory_limit_bytes is None or found.states != "disk":
+            return found
+        beside = TILES_SHARE if found.in_tier("host") else 1.0
         states = memory.recipe(self.optimizer).num_states
-        return offload_of(str(self.offload), self.offload_fraction or 1.0, largest_tile(limit, states))
+        return replace(found, tile_bytes=largest_tile(beside * self.host_memory_limit_bytes, states))
 
     def without_decided(self) -> Options:
         """The options for calls of another form than a plan's: without those that the plan decides."""
@@ -205,7 +210,7 @@ def compared_by_hand(options: Options, given: Any, devices: int) -> Options:
 def with_plan_by_hand(options: Options, by_hand: Any, num_devices: int, **given: Any) -> Options:
     """The options with a plan by hand for so many devices. Raises PlanError if it is none, or if something that it
     decides is ``given`` or among the options."""
-    if options.offload == "parameters":    # whose ZeRO stage the plan by hand says
+    if options.tier.moves_parameters:    # whose ZeRO stage the plan by hand says
         options = replace(options, zero_stage=None)
     given |= {name: getattr(options, name) for name in DECIDED_BY_A_PLAN - _BESIDE_BY_HAND}
     if taken := sorted(name for name, value in given.items() if value):
@@ -253,9 +258,13 @@ def options_of(given: Mapping[str, Any]) -> Options:
     if given.get("offload_fraction") is not None and given.get("offload") not in ("host", "disk"):
         raise PlanError(f"offload_fraction={given['offload_fraction']} is of offload='host' or 'disk', and offload is "
                         f"{shown(given.get('offload'))}: give one of these, or leave offload_fraction out")
-    if given.get("offload") == "parameters" and given.get("zero_stage") is None:
+    if given.get("zero_stage") is None and _moves_parameters(given.get("offload")):
         given["zero_stage"] = 3    # which alone fetches for each use
     return Options(**given)
+
+
+def _moves_parameters(place: Any) -> bool:
+    return place not in (None, "auto") and offload_of(str(place)).moves_parameters
 
 
 @dataclass(frozen=True)

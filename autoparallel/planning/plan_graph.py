@@ -17,6 +17,7 @@ from autoparallel.errors import InfeasibleError, InputError, MeshError, SearchEr
 from autoparallel.garbage import collected_later
 from autoparallel.partition import Splits
 from autoparallel.planning.by_hand import ByHand
+from autoparallel.planning.facts import whole_state
 from autoparallel.planning.joint_plan import JointStudy, plan_jointly
 from autoparallel.planning.meshes import best_of, mesh_shapes
 from autoparallel.planning.offloading import fastest_tier
@@ -82,7 +83,8 @@ def _planned(split: Splits, cluster: Cluster, mesh_shape: Sequence[int] | None, 
              joint: bool, options: Options) -> Plan:
     if options.offload == "auto":
         return fastest_tier(options, cluster,
-                            lambda chosen: _planned(split, cluster, mesh_shape, axis_names, joint, chosen))
+                            lambda chosen: _planned(split, cluster, mesh_shape, axis_names, joint, chosen),
+                            whole_state(split.graph, cluster, options))
     if options.by_hand is not None:
         return plan_by_hand(split, cluster, options, options.by_hand)
     if joint:

@@ -14,14 +14,14 @@ from autoparallel.garbage import collected_later
 from autoparallel.partition import Splits
 from autoparallel.partition.microbatch import batch_size
 from autoparallel.planning.by_hand import ByHand
+from autoparallel.planning.facts import whole_state
 from autoparallel.planning.options import Options
 from autoparallel.planning.plan_by_hand import plan_by_hand
 from autoparallel.plans import Hybrid, Plan
 from autoparallel.plans.record import EXCLUDED, LATE, Alternative, LeftOut, Record
 from autoparallel.plans.reports.asked import alternative_of, with_comparison
-from autoparallel.pricing.op_costs import kept_precision
 from cost_models import Cluster
-from cost_models.memory import TrainingState, training_state
+from cost_models.memory import TrainingState
 
 EXPERTS = "routed_experts"
 #: Letters of an error that says why a plan is not possible, at most.
@@ -169,19 +169,10 @@ def _figures(plan: Plan) -> tuple[object, ...]:
 
 
 def _state(graph: OpGraph, cluster: Cluster, options: Options) -> TrainingState:
-    """Bytes of all weights, and of the trained weights' gradients and optimizer states; 0 of a part that the options
-    keep on the host or disk."""
-    found = TrainingState(0.0, 0.0, 0.0)
-    for node in graph.of_kind("parameter"):
-        meta = node.outputs[0]
-        own = TrainingState(float(meta.num_bytes), 0.0, 0.0)
-        if meta.requires_grad:
-            own = training_state(meta.num_elements, kept_precision(meta, cluster), options.optimizer)
-        found = TrainingState(found.parameters + float(own.parameters), found.gradients + float(own.gradients),
-                              found.optimizer + float(own.optimizer))
-    away = options.tier
-    return TrainingState(0.0 if away.parameters else found.parameters, 0.0 if away.moves_gradients else found.gradients,
-                         0.0 if away.is_away else found.optimizer)
+    """`whole_state`; 0 of a part that the options keep on the host or disk."""
+    found, away = whole_state(graph, cluster, options), options.tier
+    return TrainingState(0.0 if away.moves_parameters else found.parameters,
+                         0.0 if away.moves_gradients else found.gradients, 0.0 if away.is_away else found.optimizer)
 
 
 def state_bytes(hand: ByHand, state: TrainingState) -> float:

@@ -17,6 +17,7 @@ def read(kind: Any, value: Any, where: str = "") -> Any:
     ``where``: the field's path in errors. Raises PlanError."""
     origin, parts, is_ours = get_origin(kind), get_args(kind), is_dataclass(kind)
     if is_ours and isinstance(value, dict):
+        value = kind.upgraded(value) if hasattr(kind, "upgraded") else value
         hints = _hints(kind)
         if unknown := [name for name in value if name not in hints]:
             raise PlanError(f"{where or 'the plan'} has a key {nearest(unknown[0], hints)} that is not known; there "

@@ -1,4 +1,4 @@
-"""Seconds and bytes of gradients that go to the memory of the host: on their way, and there."""
+"""Seconds and bytes of gradients that go to the host or disk: on their way, and there."""
 
 from __future__ import annotations
 
@@ -14,12 +14,13 @@ from cost_models import memory, offload
 
 
 class HostGradients:
-    """Gradients of parameters that go to the host during backward (`Offload.moves_gradients`), on the fullest rank;
-    arrays by strategy of a parameter."""
+    """Gradients of parameters that leave the device during backward (`Offload.gradients`), on the fullest rank; arrays
+    by strategy of a parameter."""
 
     def __init__(self, prices: Prices, counts: ExecutionCounts) -> None:
         self.prices, self.counts, self.space = prices, counts, prices.space
         self.go = prices.training and counts.hybrid.offload.moves_gradients
+        self.tier = counts.hybrid.offload.gradients
 
     def leave(self, index: int) -> bool:
         """Whether a parameter's gradient leaves the device within backward. Those that several micro-batches add up
@@ -37,8 +38,8 @@ class HostGradients:
         kept = self.prices.kept(s.output_metas[0])
         return np.asarray(memory.training_state(self.prices.elements(s), kept, self.prices.optimizer).gradients)
 
-    def host_bytes(self, index: int) -> np.ndarray:
-        """Bytes on the host; of the sum over micro-batches, where that is more precise."""
+    def away_bytes(self, index: int) -> np.ndarray:
+        """Bytes in the gradients' tier; of the sum over micro-batches, where that is more precise."""
         s = self.space.strategy_sets[index]
         if not (self.go and self._trains(index)):
             return np.zeros(len(s.strategies))
@@ -51,7 +52,7 @@ class HostGradients:
         if not (self.go and self._trains(index)):
             return np.zeros(len(s.strategies))
         times = self.counts.count(index) if self.leave(index) else 1
-        each = offload.gradients_s(self.bytes_of(s), self.prices.cluster, adds=times > 1)
+        each = offload.gradients_s(self.bytes_of(s), self.prices.cluster, times > 1, on_disk=self.tier == "disk")
         return times * self.counts.multiplicities[index] * each
 
     def exposed_share(self, backward_s: Callable[[int], float]) -> float:

@@ -1,4 +1,4 @@
-"""Seconds and bytes of parameters that live in the memory of the host and are fetched to the device for each use."""
+"""Seconds and bytes of parameters that live on the host or disk and are fetched to the device for each use."""
 
 from __future__ import annotations
 
@@ -21,18 +21,18 @@ class Fetching(NamedTuple):
 
 
 class HostParameters:
-    """Parameters on the host (`Offload.parameters`), on the fullest rank; arrays by strategy of a parameter."""
+    """Parameters outside of the device (`Offload.parameters`), on the fullest rank; arrays by strategy of one."""
 
     def __init__(self, prices: Prices, counts: ExecutionCounts) -> None:
         self.prices, self.counts, self.space = prices, counts, prices.space
-        self.go = counts.hybrid.offload.parameters
+        self.go, self.tier = counts.hybrid.offload.moves_parameters, counts.hybrid.offload.parameters
 
     def fetches(self, use: TensorUse) -> bool:
         """Whether a use reads a parameter where it is stored."""
         return self.go and self.space.decisions[use.source].kind == "parameter"
 
-    def host_bytes(self, s: StrategySet) -> np.ndarray:
-        """Bytes of a parameter on the host."""
+    def away_bytes(self, s: StrategySet) -> np.ndarray:
+        """Bytes of a parameter in its tier."""
         if not self.go:
             return np.zeros(len(s.strategies))
         (meta,), elements = s.output_metas, self.prices.elements(s)
@@ -47,7 +47,7 @@ class HostParameters:
     def moving_s(self, use: TensorUse) -> tuple[np.ndarray, np.ndarray]:
         """Seconds per step of the fetches (of forward, of backward), as if nothing else went on."""
         forward, again, _ = self.counts.use_times(use)
-        each = np.asarray(offload.fetch_s(self.bytes_of(use), self.prices.cluster))
+        each = np.asarray(offload.fetch_s(self.bytes_of(use), self.prices.cluster, on_disk=self.tier == "disk"))
         return forward * each, again * each
 
     def exposed_shares(self, compute_s: Callable[[int], tuple[float, float]]) -> Fetching:

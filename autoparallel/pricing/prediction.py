@@ -62,10 +62,11 @@ class _Ahead:
 @dataclass
 class _Parts:
     """Seconds of one step and bytes, on each of the ``ranks`` ranks of a stage. ``tier_bytes``: of optimizer states in
-    their tier, if that is not the device; ``host_bytes``: of activations, gradients and parameters there. ``once``: the
-    seconds that do not depend on the number of micro-batches, ``once_forward`` those of them in forward. ``again``:
-    recompute. ``by_class``: compute of ops by their class. ``outside``: by how much launches prolong ops outside
-    of blocks. All of these are in the others too, and so are ``ahead_forward`` and ``ahead_backward``."""
+    their tier, if that is not the device; ``host_bytes``, ``disk_bytes``: of activations, gradients and parameters
+    there. ``once``: the seconds that do not depend on the number of micro-batches, ``once_forward`` those of them in
+    forward. ``again``: recompute. ``by_class``: compute of ops by their class. ``outside``: by how much launches
+    prolong ops outside of blocks. All of these are in the others too, and so are ``ahead_forward`` and
+    ``ahead_backward``."""
 
     forward: float = 0.0
     backward: float = 0.0
@@ -82,6 +83,7 @@ class _Parts:
     live_bytes: float = 0.0
     always_bytes: float = 0.0
     host_bytes: float = 0.0
+    disk_bytes: float = 0.0
     tier_bytes: float = 0.0
     by_class: dict[str, float] = field(default_factory=dict)
     repeated: list[int] = field(default_factory=list)
@@ -149,7 +151,7 @@ def predict(pricer: SpacePricer, problem: Problem, strategies: Sequence[Strategy
                           if k in COLLECTIVES or " in " in k),
         repeated_ops=tuple(str(nodes[decisions[index].node]) for index in sorted(set(mean.repeated))),
         host_bytes=max(s.host_bytes + pricer.costs.states.host_bytes(s.tier_bytes) for s in by_rank),
-        disk_bytes=max(s.tier_bytes for s in by_rank) if hybrid.offload.states == "disk" else 0.0,
+        disk_bytes=max(s.disk_bytes + s.tier_bytes * (hybrid.offload.states == "disk") for s in by_rank),
         waiting_s=bubbles + waited,
         hidden_s=max(0.0, hidden),
         ahead_s=min(max(0.0, ahead), max(0.0, hidden)),
@@ -247,7 +249,7 @@ def _together(stages: Sequence[_Parts]) -> _Parts:
     made = _Parts(repeated=[index for s in stages for index in s.repeated])
     for name in ("forward", "backward", "optimizer", "forward_communication", "backward_communication", "once",
                  "once_forward", "again", "outside", "state_bytes", "live_bytes", "always_bytes", "host_bytes",
-                 "tier_bytes"):
+                 "disk_bytes", "tier_bytes"):
         setattr(made, name, sum(getattr(s, name) for s in stages))
     for stage in stages:
         made.ahead_forward.add(stage.ahead_forward)
@@ -439,8 +441,8 @@ def _add_parameter(pricer: SpacePricer, index: int, number: int, count: int, sta
                    float(pricer.costs.shared_bytes(index)[number]), shared / some)
     stage.backward_communication += count * (shared + moved)
     stage.once += count * (updated + shared + (0.0 if pricer.costs.gradients.leave(index) else moved))
-    stage.host_bytes += count * float(pricer.costs.gradients.host_bytes(index)[number]
-                                      + pricer.costs.parameters.host_bytes(pricer.space.strategy_sets[index])[number])
+    stage.host_bytes += count * float(pricer.costs.tiers.others_in(index, "host")[number])
+    stage.disk_bytes += count * float(pricer.costs.tiers.others_in(index, "disk")[number])
 
 
 def _add_inside(pricer: SpacePricer, inside: Inside, number: int, times: tuple[int, int], stage: _Parts,

@@ -18,8 +18,8 @@ class StatePrices:
         self.prices, self.away, self.parameters = prices, away, parameters
 
     def device_bytes(self, s: StrategySet) -> np.ndarray:
-        """Bytes of the parameter, unless it is on the host, of its gradient and the optimizer states that stay."""
-        return self.prices.parameter_bytes(s) - self.tier_bytes(s) - self.parameters.host_bytes(s)
+        """Bytes of the parameter, unless it is in another tier, of its gradient and the optimizer states that stay."""
+        return self.prices.parameter_bytes(s) - self.tier_bytes(s) - self.parameters.away_bytes(s)
 
     def tier_bytes(self, s: StrategySet) -> np.ndarray:
         """Bytes of optimizer states in the tier."""
@@ -35,7 +35,7 @@ class StatePrices:
         moved, elements = self._moved(s), self.prices.elements(s)
         found = offload.host_step(moved, self.prices.kept(s.output_metas[0]), self.prices.optimizer,
                                   self.prices.cluster, self.away.states == "disk", self.away.moves_gradients,
-                                  self.away.parameters)
+                                  self.away.moves_parameters, self.away.in_tier("disk"))
         return whole_s * (1 - moved / np.maximum(elements, 1)) + found.total_s
 
     def _moved(self, s: StrategySet) -> np.ndarray:

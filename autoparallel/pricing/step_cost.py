@@ -133,15 +133,31 @@ class StepCosts:
                               lambda: there.costs.sum_s(s, readers, chain))
 
     def offload_s(self, index: int) -> tuple[np.ndarray, np.ndarray]:
-        """Seconds per step of moving an op's results (to the host, back for backward), by strategy."""
+        """Seconds per step of moving an op's results, by strategy: to the host, as far as forward does not hide it, and
+        back for backward, which waits for each copy at its use."""
         if not (times := self.counts.offloads(index)):
             return self._nothing(len(self.space.strategy_sets[index].strategies))
-        return self._moved_s(times, self.decision_bytes(index))
+        there, back = self._moved_s(times, self.decision_bytes(index))
+        return self._copies_exposed() * there, back
 
     def offload_copy_s(self, use: TensorUse) -> tuple[np.ndarray, np.ndarray]:
         """As `offload_s`, for a use's redistributed copy; by (source strategy, target strategy)."""
         times = self.counts.offloads_copy(use)
-        return self._moved_s(times, self.prices.redistribution.use_copies(use))
+        there, back = self._moved_s(times, self.prices.redistribution.use_copies(use))
+        return self._copies_exposed() * there, back
+
+    def _copies_exposed(self) -> float:
+        """The share of copies of activations to the host that exceeds forward, beside which they run on a stream of
+        their own, if both are divided evenly over the devices; all of them where host and device are one memory."""
+        def found() -> float:
+            ops = [decision.index for decision in self.space.decisions if decision.kind == "op"]
+            moved_s = sum(float(self._moved_s(times, self.decision_bytes(index))[0].min()) for index in ops
+                          if (times := self.counts.offloads(index)))
+            beside_s = sum(self.counts.op_times(index)[1] * float(self.prices.op_of(index).forward_s.min())
+                           for index in ops)
+            return max(0.0, 1 - beside_s / moved_s) if moved_s else 0.0
+
+        return 1.0 if self.prices.cluster.host.shared_memory else self.memo.once("exposed copies", found)
 
     def _moved_s(self, times: int, num_bytes: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         cluster = self.prices.cluster

@@ -56,12 +56,15 @@ class TierCosts:
         return shares.forward * forward, shares.backward * backward
 
     def bytes_in(self, index: int, tier: str) -> np.ndarray:
-        """Bytes of a parameter's states (and on the "host" of gradient and parameter) in a tier."""
+        """Bytes of a parameter, its gradient and its states in a tier."""
         s = self.space.strategy_sets[index]
-        states = self.states.tier_bytes(s) * (self._states_in == tier)
-        if tier != "host":
-            return states
-        return states + self.gradients.host_bytes(index) + self.parameters.host_bytes(s)
+        return self.states.tier_bytes(s) * (self._states_in == tier) + self.others_in(index, tier)
+
+    def others_in(self, index: int, tier: str) -> np.ndarray:
+        """Bytes of a parameter and its gradient in a tier."""
+        s = self.space.strategy_sets[index]
+        return (self.gradients.away_bytes(index) * (self.gradients.tier == tier)
+                + self.parameters.away_bytes(s) * (self.parameters.tier == tier))
 
 
 def _least_s(op: Compute) -> tuple[float, float]:

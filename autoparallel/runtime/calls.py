@@ -143,7 +143,7 @@ class Calls:
 
     def _settle(self) -> None:
         """Parameters on the host are not read any more."""
-        if self._state.offload.parameters:
+        if self._state.offload.moves_parameters:
             host_copies.settle()
 
     def _watch_gradients(self) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -12,12 +12,13 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, distribute_tensor
 
 from autoparallel.errors import InputError
-from autoparallel.kernels.host_copies import host_memory
 from autoparallel.layout import Layout, from_torch, local_box, to_torch
 from autoparallel.runtime.agree import decide_once
 
-#: The mark of a parameter that lives in the memory of the host.
-_ON_HOST = "_lives_on_host"
+#: Copies a tensor to the memory in which a parameter lives.
+Keep = Callable[[torch.Tensor], torch.Tensor]
+#: The attribute of a parameter outside of the device that has its `Keep`.
+_KEPT = "_kept_elsewhere"
 
 
 def container(root: nn.Module, name: str) -> tuple[nn.Module, str]:
@@ -34,14 +35,14 @@ def as_dtensor(local: torch.Tensor, mesh: DeviceMesh, layout: Layout, shape: tup
     return DTensor.from_local(local, mesh, to_torch(layout), run_check=False, shape=torch.Size(shape), stride=stride)
 
 
-def on_host(value: DTensor) -> DTensor:
-    """The DTensor with its shard in the memory of the host; one on the meta device stays there."""
-    return value if value.is_meta else DTensor(host_memory(value._local_tensor), value._spec, requires_grad=False)
+def elsewhere(value: DTensor, keep: Keep) -> DTensor:
+    """The DTensor with its shard outside of the device; one on the meta device stays there."""
+    return value if value.is_meta else DTensor(keep(value._local_tensor), value._spec, requires_grad=False)
 
 
-def live_on_host(parameter: torch.Tensor) -> None:
-    """Mark a parameter whose values `set_value` shall put into the memory of the host."""
-    setattr(parameter, _ON_HOST, True)
+def live_elsewhere(parameter: torch.Tensor, keep: Keep) -> None:
+    """Mark a parameter whose values `set_value` shall keep outside of the device."""
+    setattr(parameter, _KEPT, keep)
 
 
 def taking_any_gradient(output: torch.Tensor) -> torch.Tensor:
@@ -124,7 +125,8 @@ def set_value(parallel: nn.Module, name: str, value: torch.Tensor, device: torch
         else:
             local = local_shard(value, mesh, layout)
         made = as_dtensor(local.to(device=device, dtype=old.dtype).contiguous().clone(), mesh, layout, tuple(old.shape))
-        made = on_host(made) if hasattr(old, _ON_HOST) else made
+        if old.device.type == "meta" and (keep := getattr(old, _KEPT, None)) is not None:
+            made = elsewhere(made, keep)
     if old.device.type != "meta":
         with torch.no_grad():
             old.copy_(made)

@@ -184,7 +184,7 @@ class ParallelModule(nn.Module):
                             ranks, position, self._state.device)
 
     def optimizer(self, kind: type[torch.optim.Optimizer], params: Any = None, *, tile_bytes: int | None = None,
-                  prefetch: bool = True, **options: Any) -> torch.optim.Optimizer:
+                  prefetch: bool = True, threads: int | None = None, **options: Any) -> torch.optim.Optimizer:
         """An optimizer of this module's parameters whose states live where the plan says (``offload``).
 
             optimizer = parallel.optimizer(torch.optim.AdamW, lr=3e-4, weight_decay=0.1)
@@ -194,12 +194,14 @@ class ParallelModule(nn.Module):
         tile_bytes: of the parameters that are stepped at once, a multiple of 4096; None: the plan's, which are 64 MiB,
             or less by its limit of host memory. States on disk take three times that for each state.
         prefetch: read the next tile and write the one before while one is stepped.
+        threads: of steps on the host; None: the cores of this host over its ranks, if torch has fewer, as under
+            torchrun, which sets OMP_NUM_THREADS=1; a warning says so.
         options: of ``kind``; ``fused=True`` unless they name a kernel, where states are stepped on the host.
 
         All ranks call this. Raises InputError on all ranks, before any state is made, where states do not fit into the
         limits of `autoparallel.compile` or onto the disk.
         """
-        return making.optimizer(self, self._state, kind, params, tile_bytes, prefetch, options)
+        return making.optimizer(self, self._state, kind, params, tile_bytes, prefetch, threads, options)
 
     def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> torch.Tensor:
         """Scale all gradients so that their total norm is at most ``max_norm``; returns the norm before scaling.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 
 import torch
@@ -11,12 +12,15 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, distribute_tensor
 
 from autoparallel.errors import InputError
+from autoparallel.kernels.host_copies import host_memory
 from autoparallel.layout import INVARIANT, Layout, local_shape, to_torch
+from autoparallel.runtime.agree import made_equally
 from autoparallel.runtime.dtensors import watch
 from autoparallel.runtime.form import Compiled
 from autoparallel.runtime.guards import Places, SharedAttributes
-from autoparallel.runtime.initialise import as_dtensor, container, live_on_host, on_host
+from autoparallel.runtime.initialise import Keep, as_dtensor, container, elsewhere, live_elsewhere
 from autoparallel.runtime.offload.gradients import HostGradients
+from autoparallel.runtime.offload.mapped import MappedFiles
 from autoparallel.runtime.optimizers import look_at_steps, offload_states
 from autoparallel.runtime.originals import Originals
 from autoparallel.runtime.shared import Ranks
@@ -30,7 +34,7 @@ def place(root: nn.Module, state: State, compiled: Compiled) -> None:
     whole on every rank, with rank 0's values. Parameters that only other stages read are left out. All ranks call this.
     """
     model, mesh = state.model, state.mesh
-    layouts, elsewhere = compiled.parameter_layouts, compiled.elsewhere
+    layouts, absent = compiled.parameter_layouts, compiled.elsewhere
     watch(mesh)
     draw_whole()
     look_at_steps()
@@ -39,19 +43,22 @@ def place(root: nn.Module, state: State, compiled: Compiled) -> None:
     state.parts = _make_parts(root, model)
     root.training, state.original_modes = model.training, [module.training for module in state.parts]
     placed: dict[int, nn.Parameter | torch.Tensor] = {}
+    state.offload = compiled.plan.hybrid.offload
+    state.files = _files(state, compiled)
+    keep = _keep(state)
     for name, parameter in model.named_parameters(remove_duplicate=False):
         value = _same_on_pipeline(state, parameter.detach())
-        if compiled.micro.whole.aliases.get(name, name) in elsewhere:
+        if compiled.micro.whole.aliases.get(name, name) in absent:
             continue
         owner, leaf = container(root, name)
         if id(parameter) not in placed:
             layout = layouts.get(name, everywhere)
             state.layouts[name] = layout
             shard = _shard_of(value, mesh, layout, state.device)
-            away = compiled.plan.hybrid.offload.parameters
-            placed[id(parameter)] = nn.Parameter(on_host(shard) if away else shard, parameter.requires_grad)
-            if away:
-                live_on_host(placed[id(parameter)])
+            placed[id(parameter)] = nn.Parameter(shard if keep is None else elsewhere(shard, keep),
+                                                 parameter.requires_grad)
+            if keep is not None:
+                live_elsewhere(placed[id(parameter)], keep)
             _take_hooks(parameter, placed[id(parameter)])
         owner._parameters[leaf] = placed[id(parameter)]  # type: ignore[assignment]
     for path, owner_module in model.named_modules():
@@ -65,14 +72,43 @@ def place(root: nn.Module, state: State, compiled: Compiled) -> None:
                 owner._buffers[leaf] = placed[id(buffer)]
                 if leaf in owner_module._non_persistent_buffers_set:
                     owner._non_persistent_buffers_set.add(leaf)
-    state.offload = compiled.plan.hybrid.offload
     if state.offload.is_away:
         offload_states(state, (p for p in placed.values() if isinstance(p, nn.Parameter)), state.offload)
-    if state.offload.moves_gradients and not state.offload.parameters:
+    if state.offload.moves_gradients and (not state.offload.moves_parameters or state.offload.gradients == "disk"):
         in_flight = BUCKETS_IN_FLIGHT * compiled.plan.hybrid.bucket_bytes
-        state.host_gradients = HostGradients(state.device, in_flight)
+        on_disk = state.offload.gradients == "disk"
+        state.host_gradients = HostGradients(state.device, in_flight, state.files if on_disk else None)
     state.attributes, state.places = SharedAttributes(state.parts), Places(root)
     state.originals = Originals(model, placed)
+
+
+def _keep(state: State) -> Keep | None:
+    """The way to the memory in which parameters live; None: on the device."""
+    if state.offload.parameters == "disk":
+        assert state.files is not None
+        return state.files.copy_of
+    return host_memory if state.offload.moves_parameters else None
+
+
+def _files(state: State, compiled: Compiled) -> MappedFiles | None:
+    """The files of this rank's parameters and gradients, if they live on disk. All ranks call this. Raises InputError
+    on all where one has no room."""
+    there = state.offload.in_tier("disk")
+    if not {"parameters", "gradients"} & {*there}:
+        return None
+    folder, hybrid, sizes, seen = state.limits.disk_path, compiled.plan.hybrid, list[int](), set[int]()
+    assert folder is not None
+    coordinate, everywhere = state.mesh.get_coordinate() or (), (INVARIANT,) * state.mesh.ndim
+    for name, parameter in state.model.named_parameters():
+        if id(parameter) in seen:
+            continue
+        seen.add(id(parameter))
+        layout = compiled.parameter_layouts.get(name, everywhere)
+        count = math.prod(local_shape(tuple(parameter.shape), layout, state.mesh.shape, coordinate))
+        width, sums = parameter.element_size(), hybrid.micro_batches > 1 and hybrid.sum_dtype
+        sizes += [count * width] * ("parameters" in there)
+        sizes += [count * max(width, sums.itemsize if sums else 0)] * ("gradients" in there and parameter.requires_grad)
+    return made_equally("files of parameters and gradients", lambda: MappedFiles(folder, sizes), lambda _: "")
 
 
 def check_conversion(fn: Callable[[torch.Tensor], torch.Tensor], tensors: Iterable[tuple[str, torch.Tensor]]) -> None:

@@ -213,12 +213,12 @@ class StageModule(nn.Module):
         self.gradients.note(sum(summed.nbytes for summed in self.on_host.values()))
         while self.on_host:
             number, summed = self.on_host.popitem()
-            (value, leaf), name = self.parameters_read[number], self.names[number]
+            (_, leaf), name = self.parameters_read[number], self.names[number]
             assert name is not None
             if self.gradients.has_hooks(name):
                 leaf.grad = summed.to(leaf.device)
             else:
-                self.gradients.give(name, summed.to(value.dtype))
+                self.gradients.give(name, summed)
 
     def finish(self) -> None:
         """End a step: reduce the remaining gradients and accumulate them in the model's parameters."""

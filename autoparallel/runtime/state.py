@@ -22,6 +22,7 @@ from autoparallel.runtime.generation_caches import Caches
 from autoparallel.runtime.guards import Places, SharedAttributes
 from autoparallel.runtime.inputs import Inputs
 from autoparallel.runtime.offload.gradients import HostGradients
+from autoparallel.runtime.offload.mapped import MappedFiles
 from autoparallel.runtime.offload.optimizer import Limits
 from autoparallel.runtime.originals import Originals
 from autoparallel.runtime.scaler import make_torchs_right
@@ -64,6 +65,7 @@ class State:
         self.nothing: nn.Parameter | None = None  # of an optimizer on a pipeline stage without parameters
         self.offload = ON_DEVICE  # of the first form's plan
         self.host_gradients: HostGradients | None = None
+        self.files: MappedFiles | None = None  # of parameters and gradients on disk
         self.gathers = self.whole_outputs = False
         self.caches: Caches | None = None
         self.seed = initialise.shared_seed(torch.initial_seed())

@@ -82,7 +82,7 @@ class Hybrid:
         if self.zero_stage == 3 and self.recompute == "offload":
             raise PlanError("zero_stage=3 gathers parameters again for backward, and recompute='offload' would move "
                             "them to the host: take zero_stage=2 or recompute='full'")
-        if self.offload.parameters:
+        if self.offload.moves_parameters:
             self._check_fetches()
         if self.replicas:
             self._check_replicas()
@@ -119,8 +119,8 @@ class Hybrid:
                 (self.stages > 1, f"{self.stages} pipeline stages: leave the pipeline out"),
                 (self.copies > 1, f"copies={self.copies}: leave copies out")):
             if wrong:
-                raise PlanError("offload='parameters' fetches each parameter for each use, and does not go with "
-                                f"{given}")
+                raise PlanError(f"offload={self.offload.place!r} fetches each parameter for each use, and does not go "
+                                f"with {given}")
 
     def _check_copies(self) -> None:
         if self.micro_batches % self.copies:
@@ -173,7 +173,7 @@ class Hybrid:
     def gathers_blocks(self) -> bool:
         """Whether ZeRO-3 gathers a block's parameters together, a block ahead, as FSDP2 does; not from the host, since
         who keeps them there wants few on the device at a time."""
-        return self.prefetches and not self.offload.parameters
+        return self.prefetches and not self.offload.moves_parameters
 
     @property
     def keeps_gathered(self) -> bool:

@@ -47,6 +47,7 @@ def trained(case_name: str, shape: tuple[int, ...], options: Options, tier: str,
     return {"losses": losses, "norms": norms, "gradients": left, "states": states,
             "parameters": [local(p) for p in parallel.parameters()], "whole": gathered(parallel.named_parameters()),
             "memory": (optimizer.memory() if tier != "none" else {}, parallel.plan.prediction.host_bytes),
+            "disk": (optimizer.memory()["disk"] if tier != "none" else 0, parallel.plan.prediction.disk_bytes),
             "bytes": 0 if on_host is None else on_host.largest_bytes}
 
 
@@ -63,4 +64,4 @@ def same(found: Any, expected: Any) -> bool:
 def differing(found: Options, expected: Options) -> list[str]:
     """The names of what two results of `trained` do not share to the bit."""
     return [name for name, value in expected.items()
-            if name not in ("bytes", "memory") and not same(found[name], value)]
+            if name not in ("bytes", "memory", "disk") and not same(found[name], value)]

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from autoparallel.plans.plan import Plan
 from autoparallel.plans.record import Workload
 from autoparallel.plans.roles import AxisRole, products_of, roles_of
+from autoparallel.schedule.tiers import listed
 
 ZERO = {1: "ZeRO-1", 2: "ZeRO-2", 3: "ZeRO-3 (FSDP)"}
 PARALLEL = {"data": "data parallel", "tensor": "tensor parallel", "context": "context parallel",
@@ -216,9 +217,8 @@ def _settings(plan: Plan) -> Iterator[str]:
         yield f"{how} on {some}{len(every)} blocks"
     if h.offload.is_away:
         some = "" if h.offload.fraction == 1 else f"{h.offload.fraction:.0%} of "
-        what = "parameters, " if h.offload.parameters else ""
-        what += "gradients and " if h.offload.moves_gradients else ""
-        yield f"{what}{some}optimizer states {'in the memory of the host' if h.offload.states == 'host' else 'on disk'}"
+        yield "; ".join(f"{some}{listed(there)} {words}" for tier, words in (
+            ("host", "in the memory of the host"), ("disk", "on disk")) if (there := h.offload.in_tier(tier)))
     if h.reduce_dtype:
         yield f"gradients summed in {h.reduce_dtype}"
 

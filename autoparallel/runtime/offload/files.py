@@ -24,13 +24,13 @@ NETWORK = ("nfs", "cifs", "smb", "fuse.", "lustre", "ceph", "gpfs", "beegfs", "9
 MOUNTS = Path("/proc/mounts")
 
 
-def made(folder: Path, num_bytes: int, count: int) -> IO[bytes]:
+def made(folder: Path, num_bytes: int, count: int, of: str = "optimizer states") -> IO[bytes]:
     """A file without a name of so many bytes on disk; ``count`` of them are made. Raises InputError without room."""
     try:
         file = tempfile.TemporaryFile(dir=folder, prefix="autoparallel-", buffering=0)  # noqa: SIM115
         os.posix_fallocate(file.fileno(), 0, max(BLOCK_BYTES, num_bytes))
     except OSError as error:
-        raise InputError(f"disk_path {folder} has no room for optimizer states of {count * num_bytes:,} bytes on this "
+        raise InputError(f"disk_path {folder} has no room for {of} of {count * num_bytes:,} bytes on this "
                          f"rank: {error.strerror}\n  Give another folder as disk_path, or take more devices, whose "
                          "shards are smaller.") from error
     with suppress(OSError):  # a file system without direct I/O goes by the page cache

@@ -1,4 +1,4 @@
-"""Gradients in the memory of the host: each leaves the device when backward has reduced it.
+"""Gradients in the memory of the host, or on disk: each leaves the device when backward has reduced it.
 
 A parameter's ``.grad`` is a DTensor as ever, whose shard is in host memory. It is copied while backward goes on: by a
 thread, or on an accelerator by a stream of its own into pinned memory. When backward ends, all copies have ended.
@@ -10,6 +10,7 @@ import weakref
 from collections import deque
 from collections.abc import Callable, Iterable
 from concurrent.futures import Future, ThreadPoolExecutor
+from copy import deepcopy
 from functools import partial
 from typing import Any, cast
 
@@ -20,18 +21,19 @@ from torch.distributed.tensor import DTensor
 from autoparallel.errors import InputError
 from autoparallel.kernels import host_copies
 from autoparallel.kernels.host_copies import Copies
+from autoparallel.runtime.offload.mapped import MappedFiles
 
 #: A DTensor's mark: its shard is in host memory.
 _MARK = "_shard_on_host"
 
 
 class HostGradients:
-    """Moves gradients of one module's shards to the memory of the host, at most ``in_flight_bytes`` of them (or one)
-    at a time; whoever makes more waits. ``largest_bytes``: of gradients there at the end of a backward, at most so far.
-    """
+    """Moves gradients of one module's shards to the memory of the host, or to ``files``, at most ``in_flight_bytes`` of
+    them (or one) at a time; whoever makes more waits. ``largest_bytes``: of gradients there at the end of a backward,
+    at most so far."""
 
-    def __init__(self, device: torch.device, in_flight_bytes: float) -> None:
-        self.device, self.in_flight_bytes, self.largest_bytes = device, in_flight_bytes, 0
+    def __init__(self, device: torch.device, in_flight_bytes: float, files: MappedFiles | None = None) -> None:
+        self.device, self.in_flight_bytes, self.largest_bytes, self._files = device, in_flight_bytes, 0, files
         self._pool: ThreadPoolExecutor | None = None
         self._moving: deque[tuple[Future[None], int]] = deque()
         self._moving_bytes = 0
@@ -41,7 +43,7 @@ class HostGradients:
 
     def __deepcopy__(self, memo: dict[int, Any]) -> HostGradients:
         """Of a copied module, whose parameters are watched when it runs."""
-        return HostGradients(self.device, self.in_flight_bytes)
+        return HostGradients(self.device, self.in_flight_bytes, deepcopy(self._files, memo))
 
     # --- gradients of parameters ------------------------------------------------------------------------------------
 
@@ -63,8 +65,10 @@ class HostGradients:
         return sum(len(some or ()) for some in hooks) > 2
 
     def give(self, name: str, shard: Tensor) -> None:
-        """Add a gradient in host memory to that of a parameter."""
+        """Add a gradient that `take` made to that of a parameter, in the parameter's dtype."""
         parameter = self._parameters[name]
+        if shard.dtype != parameter.dtype:
+            shard = self._made(shard.shape, parameter.dtype).copy_(shard)
         known: Any = parameter.grad
         if known is not None and not hasattr(known, _MARK):
             self.take(known._local_tensor, shard)
@@ -97,7 +101,8 @@ class HostGradients:
             gradient = gradient.redistribute(placements=wanted)
         before: Any = self._before.pop(name, None)
         if before is None:
-            parameter.grad = _on_host(gradient, self.take(gradient._local_tensor))
+            shard, files = gradient._local_tensor, self._files
+            parameter.grad = _on_host(gradient, shard if files and files.holds(shard) else self.take(shard))
         else:
             self.take(gradient._local_tensor, before._local_tensor)
             torch.autograd.graph.increment_version(before)
@@ -129,15 +134,19 @@ class HostGradients:
         if self._pool is None:
             self._pool = ThreadPoolExecutor(1, "autoparallel-gradients")
         if gradient.device.type == "cpu":
-            made = torch.empty(gradient.shape, dtype=gradient.dtype) if into is None else into
+            made = self._made(gradient.shape, gradient.dtype) if into is None else into
             work: Callable[[], Any] = partial(made.copy_ if into is None else made.add_, gradient)
         else:
             copies = host_copies.begin([gradient], host_copies.HOST)
-            made = copies.values[0] if into is None else into
-            work = partial(_added, copies, into)
+            new = into is None and self._files is not None
+            made = self._made(gradient.shape, gradient.dtype) if new else copies.values[0] if into is None else into
+            work = partial(_landed, copies, made, into is not None)
         self._moving.append((self._pool.submit(_call, work), gradient.nbytes))
         self._moving_bytes += gradient.nbytes
         return made
+
+    def _made(self, shape: torch.Size, dtype: torch.dtype) -> Tensor:
+        return torch.empty(shape, dtype=dtype) if self._files is None else self._files.empty(shape, dtype)
 
     def wait(self) -> None:
         """Wait for all copies. Raises their errors."""
@@ -184,10 +193,12 @@ def _call(work: Callable[[], Any]) -> None:
         work()
 
 
-def _added(copies: Copies, into: Tensor | None) -> None:
-    (landed,) = copies.ready()
-    if into is not None:
-        into.add_(landed)
+def _landed(copies: Copies, into: Tensor, adds: bool) -> None:
+    (there,) = copies.ready()
+    if adds:
+        into.add_(there)
+    elif there is not into:
+        into.copy_(there)
 
 
 __all__ = ["HostGradients"]

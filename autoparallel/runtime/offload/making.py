@@ -14,14 +14,16 @@ from autoparallel.runtime import tracing
 from autoparallel.runtime.agree import made_equally
 from autoparallel.runtime.arguments import check_flag
 from autoparallel.runtime.offload.optimizer import OffloadedOptimizer
+from autoparallel.runtime.offload.threads import step_threads
 from autoparallel.runtime.state import State
 
 
 def optimizer(parallel: nn.Module, state: State, kind: type[torch.optim.Optimizer], params: Any, tile_bytes: int | None,
-              prefetch: bool, options: Mapping[str, Any]) -> torch.optim.Optimizer:
+              prefetch: bool, threads: int | None, options: Mapping[str, Any]) -> torch.optim.Optimizer:
     """An optimizer ``kind(params, **options)`` of the module's parameters (None: all), with its states where the plan
     puts them: on the device, as torch makes it; on the host or disk, an `OffloadedOptimizer` that steps ``tile_bytes``
-    of parameters at a time (None: the plan's) and, with ``prefetch``, reads the next tile meanwhile.
+    of parameters at a time (None: the plan's) on ``threads`` threads (None: this rank's share of the cores) and, with
+    ``prefetch``, reads the next tile meanwhile.
 
     All ranks call this. Raises InputError for a ``kind`` that is no optimizer and for parameters on the meta device;
     and on all ranks, before any state is made, where states exceed the limits of host memory or disk.
@@ -38,7 +40,9 @@ def optimizer(parallel: nn.Module, state: State, kind: type[torch.optim.Optimize
                          "or load_state_dict before the optimizer is made")
     away = state.offload if tile_bytes is None else replace(state.offload, tile_bytes=tile_bytes)
     state.together.agree("optimizer")
+    count = step_threads(threads)
     return made_equally(
         "an optimizer",
-        lambda: OffloadedOptimizer(kind, chosen, options, away, state.limits, prefetch, state.host_gradients),
+        lambda: OffloadedOptimizer(kind, chosen, options, away, state.limits, prefetch, state.host_gradients,
+                                   state.files, count),
         lambda made: f"{kind.__qualname__} {away}")

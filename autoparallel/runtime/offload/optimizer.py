@@ -11,15 +11,17 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.distributed.tensor import DTensor
 
 from autoparallel.errors import InputError, shown
 from autoparallel.kernels import host_copies
 from autoparallel.runtime.offload.gradients import HostGradients
+from autoparallel.runtime.offload.mapped import MappedFiles
 from autoparallel.runtime.offload.stores import Disk, Memory, Store
+from autoparallel.runtime.offload.threads import with_threads
 from autoparallel.runtime.offload.tiles import Region, Tile, regions_of, tiles_of
+from autoparallel.runtime.offload.work import Work, as_sharded, copied, gradient_of, local_of, told
 from autoparallel.runtime.shard_steps import ELEMENTWISE, steps_shards
-from autoparallel.schedule.tiers import BLOCK_BYTES, BUFFERS, Offload, buffer_bytes, padded
+from autoparallel.schedule.tiers import BLOCK_BYTES, BUFFERS, Offload, buffer_bytes, listed, padded
 
 #: Optimizers with a fused kernel for the host.
 FUSED = (torch.optim.SGD, torch.optim.Adam, torch.optim.AdamW, torch.optim.Adagrad)
@@ -69,20 +71,23 @@ class OffloadedOptimizer(torch.optim.Optimizer):
     """Steps of ``kind``, an element-wise optimizer of torch, on this rank's shards, tile by tile on the host.
 
     ``offload``: the tier of its states, and its tiles. ``prefetch``: the next tile is fetched, and the one before
-    written, while a tile is stepped. ``gradients``: what moves them to the host, if they go. Parameter groups,
+    written, while a tile is stepped. ``gradients``: what moves them to the host, if they go;
+    ``files``: of parameters and gradients on disk; ``threads``: of a step (None: torch's). Parameter groups,
     schedulers, ``state_dict`` and ``load_state_dict`` are those of ``kind``; numbers are too, to the bit, where it
     steps on the CPU with the same kernel (``fused=True`` is taken if ``kind`` has it and the options name none).
     Raises InputError.
     """
 
     def __init__(self, kind: Any, params: Any, options: Mapping[str, Any], offload: Offload,
-                 limits: Limits, prefetch: bool = True, gradients: HostGradients | None = None) -> None:
+                 limits: Limits, prefetch: bool = True, gradients: HostGradients | None = None,
+                 files: MappedFiles | None = None, threads: int | None = None) -> None:
         _check(kind, options)
         self._sealed, self._broken, self._others = False, "", 0
         super().__init__(params, {})
         self._take_options(kind, options)
-        self.offload, self._prefetch, self._gradients = offload, prefetch, gradients
+        self.offload, self._prefetch, self._gradients, self._files = offload, prefetch, gradients, files
         self.kind: Any = kind
+        self.threads = threads
         self._parameters = [p for group in self.param_groups for p in group["params"]]
         self._group_of = [number for number, group in enumerate(self.param_groups) for _ in group["params"]]
         self._names = [names_of(kind, group, torch.float32) for group in self.param_groups]
@@ -104,10 +109,10 @@ class OffloadedOptimizer(torch.optim.Optimizer):
 
     def _divided(self, limits: Limits) -> list[_Part]:
         """The shards in two parts: the offloaded one, and what stays on the device."""
-        sizes, widths = [_local(p).numel() for p in self._parameters], [p.element_size() for p in self._parameters]
+        sizes, widths = [local_of(p).numel() for p in self._parameters], [p.element_size() for p in self._parameters]
         moved = [int(self.offload.moved(size, width)) for size, width in zip(sizes, widths, strict=True)]
         names = list(dict.fromkeys(name for _, elements in self._names for name in elements))
-        device, tile_bytes = _local(self._parameters[0]).device, self.offload.tile_bytes
+        device, tile_bytes = local_of(self._parameters[0]).device, self.offload.tile_bytes
 
         def make(num_bytes: int) -> Store:
             if self.offload.states == "host":
@@ -126,14 +131,15 @@ class OffloadedOptimizer(torch.optim.Optimizer):
     def _check_limits(self, limits: Limits, count: int, num_bytes: int) -> None:
         on_disk = self.offload.states == "disk"
         host = count * (buffer_bytes(num_bytes, self.offload.tile_bytes) if on_disk else num_bytes)
-        if also := self.offload.moves_gradients + self.offload.parameters:
-            host += also * sum(_local(p).nbytes for p in self._parameters if p.requires_grad)
-        for name, needed, limit in (("host_memory_limit_bytes", host, limits.host_bytes),
-                                    ("disk_limit_bytes", count * num_bytes if on_disk else 0, limits.disk_bytes)):
+        disk = (count * num_bytes if on_disk else 0) + (0 if self._files is None else self._files.num_bytes)
+        there = [what for what in self.offload.in_tier("host") if what != "optimizer states"]
+        host += len(there) * sum(local_of(p).nbytes for p in self._parameters if p.requires_grad)
+        there.append("tiles of optimizer states" if on_disk else "optimizer states")
+        for name, needed, limit, some in (
+                ("host_memory_limit_bytes", host, limits.host_bytes, there),
+                ("disk_limit_bytes", disk, limits.disk_bytes, self.offload.in_tier("disk"))):
             if needed > limit:
-                tiles = on_disk and name.startswith("host")
-                what = "tiles of optimizer states" if tiles else \
-                    f"{('', 'gradients and ', 'parameters, gradients and ')[also]}optimizer states"
+                what = listed(some)
                 raise InputError(f"{what} need {needed:,.0f} bytes on this rank, and {name} is {limit:,.0f}: give at "
                                  "least that, or plan with more devices, a smaller offload_fraction or another tier")
 
@@ -148,33 +154,35 @@ class OffloadedOptimizer(torch.optim.Optimizer):
             with torch.enable_grad():
                 loss = closure()
         self._check_whole()
-        gradients = [_gradient(p) for p in self._parameters]
+        gradients = [gradient_of(p) for p in self._parameters]
         self._others = max(self._others, _others_on_host(self.offload, self._parameters, gradients))
         made: dict[int, dict[str, Any]] = {}
         try:
-            for part in self._parts:
-                for tile, work in self._fetched(part, gradients):
-                    self._step_tile(part, tile, work, made)
+            with with_threads(self.threads or torch.get_num_threads()):
+                for part in self._parts:
+                    for tile, work in self._fetched(part, gradients):
+                        self._step_tile(part, tile, work, made)
         except BaseException as error:
             self._broken = f"{type(error).__name__}: {error}"
             raise
         self._made(made)
         return loss
 
-    def _fetched(self, part: _Part, gradients: Sequence[Tensor | None]) -> Iterator[tuple[Tile, list[_Work]]]:
+    def _fetched(self, part: _Part, gradients: Sequence[Tensor | None]) -> Iterator[tuple[Tile, list[Work]]]:
         """Each tile with its states, parameters and gradients; written back when the next is asked for."""
-        stream = host_copies.current(_local(self._parameters[0]).device)
+        stream = host_copies.current(local_of(self._parameters[0]).device)
 
-        def fetch(tile: Tile) -> list[_Work]:
+        def fetch(tile: Tile) -> list[Work]:
             part.store.read(tile, any(region.parameter in self._scalars for region in tile.regions))
             with host_copies.under(stream), torch.no_grad():
-                return [_Work(region, _local(self._parameters[region.parameter]), gradients[region.parameter],
+                return [Work(region, local_of(self._parameters[region.parameter]), gradients[region.parameter],
                               part.on_host) for region in tile.regions]
 
-        def put(tile: Tile, work: Sequence[_Work]) -> None:
+        def put(tile: Tile, work: Sequence[Work]) -> None:
             with host_copies.under(stream), torch.no_grad():
                 for one in work:
                     one.put()
+                    one.parameter.grad = None    # whose memory optimizers of tiles keep until they are collected
             part.store.write(tile)
 
         if not self._prefetch or len(part.tiles) == 1:
@@ -197,7 +205,7 @@ class OffloadedOptimizer(torch.optim.Optimizer):
             for written in puts:
                 written.result()
 
-    def _step_tile(self, part: _Part, tile: Tile, work: Sequence[_Work], made: dict[int, dict[str, Any]]) -> None:
+    def _step_tile(self, part: _Part, tile: Tile, work: Sequence[Work], made: dict[int, dict[str, Any]]) -> None:
         """Let an optimizer of ``kind`` step the tile's regions, with their states; what parameters have then, but for
         states in the store, is added to ``made``."""
         groups = [{**{key: value for key, value in group.items() if key not in ("params", "param_names")},
@@ -208,7 +216,7 @@ class OffloadedOptimizer(torch.optim.Optimizer):
         for one, states in zip(work, views, strict=True):
             if (known := self._scalars.get(one.region.parameter)) is not None:
                 own = {name: states[name] for name in self._elements_of(one.region.parameter)}
-                inner.state[one.parameter] = {**{key: _copied(value) for key, value in known.items()}, **own}
+                inner.state[one.parameter] = {**{key: copied(value) for key, value in known.items()}, **own}
         inner.step()
         for one, states in zip(work, views, strict=True):
             if one.parameter.grad is None:
@@ -218,6 +226,8 @@ class OffloadedOptimizer(torch.optim.Optimizer):
                 if found[name].data_ptr() != states[name].data_ptr():
                     states[name].copy_(found[name])
             made[one.region.parameter] = {key: value for key, value in found.items() if key not in states}
+        inner.state.clear()
+        inner.param_groups.clear()
 
     def _made(self, made: Mapping[int, dict[str, Any]]) -> None:
         for number, scalars in made.items():
@@ -240,9 +250,9 @@ class OffloadedOptimizer(torch.optim.Optimizer):
         self._check_whole()
         parameter = self._parameters[number]
         parts = [part.store.whole(part.regions[number], parameter.dtype)[name] for part in self._parts]
-        local = _local(parameter)
+        local = local_of(parameter)
         flat = parts[0] if len(parts) == 1 else torch.cat([part.to(local.device) for part in reversed(parts)])
-        return _as(parameter, flat.view(local.shape))
+        return as_sharded(parameter, flat.view(local.shape))
 
     def state_dict(self) -> dict[str, Any]:
         """As torch's. Tensors of states in one tier are views of it: of files mapped into memory, if they are on
@@ -274,11 +284,11 @@ class OffloadedOptimizer(torch.optim.Optimizer):
         for region in tile.regions:
             for name, view in part.store.views(tile, region, self._parameters[region.parameter].dtype).items():
                 if name in (entries := states.get(region.parameter, {})):
-                    view.copy_(_local(entries[name]).reshape(-1)[region.start : region.stop])
+                    view.copy_(local_of(entries[name]).reshape(-1)[region.start : region.stop])
         part.store.write(tile)
 
     def _scalars_in(self, number: int, entries: Mapping[str, Any]) -> dict[str, Any]:
-        scalars = {name: _copied(value) for name, value in entries.items() if name not in self._elements_of(number)}
+        scalars = {name: copied(value) for name, value in entries.items() if name not in self._elements_of(number)}
         if "step" in scalars and self.param_groups[self._group_of[number]].get("fused"):
             scalars["step"] = torch.as_tensor(scalars["step"], dtype=torch.float32, device="cpu")
         return scalars
@@ -291,9 +301,9 @@ class OffloadedOptimizer(torch.optim.Optimizer):
         for name in elements:
             value, parameter = entries[name], self._parameters[number]
             if value.shape != parameter.shape or getattr(value, "placements", None) != getattr(
-                    parameter, "placements", None) or _local(value).shape != _local(parameter).shape:
-                raise InputError(f"{name} of parameter {number} is {_told(value)}, and the parameter "
-                                 f"{_told(parameter)}: load states of the same plan, or a checkpoint by parallel.load, "
+                    parameter, "placements", None) or local_of(value).shape != local_of(parameter).shape:
+                raise InputError(f"{name} of parameter {number} is {told(value)}, and the parameter "
+                                 f"{told(parameter)}: load states of the same plan, or a checkpoint by parallel.load, "
                                  "which fits any")
 
     # --- the rest ---------------------------------------------------------------------------------------------------
@@ -306,7 +316,9 @@ class OffloadedOptimizer(torch.optim.Optimizer):
         for part in self._parts:
             for tier, num_bytes in part.store.tier_bytes().items():
                 found[tier] += num_bytes
-        found["host"] += max(self._others, 0 if self._gradients is None else self._gradients.largest_bytes)
+        on_host = self._gradients is not None and self.offload.gradients == "host"
+        found["host"] += max(self._others, self._gradients.largest_bytes if self._gradients and on_host else 0)
+        found["disk"] += 0 if self._files is None else self._files.num_bytes
         return found
 
     def close(self) -> None:
@@ -329,48 +341,15 @@ class OffloadedOptimizer(torch.optim.Optimizer):
 
 def _others_on_host(offload: Offload, parameters: Sequence[Tensor], gradients: Sequence[Tensor | None]) -> int:
     """Bytes of gradients and parameters in host memory, if they are there."""
-    gradient = sum(g.nbytes for g in gradients if g is not None) if offload.moves_gradients else 0
-    return gradient + (sum(_local(p).nbytes for p in parameters) if offload.parameters else 0)
-
-
-class _Work:
-    """The parameter and gradient of a region where they are stepped: views of the shard, or copies, on the host if the
-    region is stepped there and the shard is not."""
-
-    def __init__(self, region: Region, local: Tensor, gradient: Tensor | None, on_host: bool) -> None:
-        self.region, self._local, self._on_host = region, local, on_host
-        self.parameter = self._taken(local)
-        if gradient is not None:
-            self.parameter.grad = self._taken(gradient)
-
-    def _taken(self, value: Tensor) -> Tensor:
-        flat = value.detach().reshape(-1)[self.region.start : self.region.stop]
-        if self._moves(value):
-            return host_copies.begin([flat], host_copies.HOST).ready()[0]
-        return flat if value.is_contiguous() else flat.clone()
-
-    def _moves(self, value: Tensor) -> bool:
-        return self._on_host and value.device.type != "cpu"
-
-    def put(self) -> None:
-        """Write a copied parameter back to the shard."""
-        local = self._local.detach()
-        if self.parameter.grad is None or not (self._moves(local) or not local.is_contiguous()):
-            return
-        flat = local.reshape(-1)
-        region = flat[self.region.start : self.region.stop]
-        copies = host_copies.begin([self.parameter], region.device, into=[region])
-        copies.ready()
-        if not local.is_contiguous():
-            local.copy_(flat.view(local.shape))
-        copies.wait()
+    gradient = sum(g.nbytes for g in gradients if g is not None) if offload.gradients == "host" else 0
+    return gradient + (sum(local_of(p).nbytes for p in parameters) if offload.parameters == "host" else 0)
 
 
 def names_of(kind: Any, group: Mapping[str, Any], dtype: torch.dtype) -> tuple[tuple[str, ...], tuple[str, ...]]:
     """Names of the states that ``kind`` keeps: numbers of a parameter, and tensors of its shape. Found by two steps of
     a parameter of two elements."""
     parameter = torch.zeros(2, dtype=dtype)
-    hyper = {key: _copied(value) for key, value in group.items() if key not in ("params", "param_names")}
+    hyper = {key: copied(value) for key, value in group.items() if key not in ("params", "param_names")}
     optimizer = kind([{**hyper, "params": [parameter]}])
     for _ in range(2):
         parameter.grad = torch.zeros_like(parameter)
@@ -390,30 +369,6 @@ def _check(kind: Any, options: Mapping[str, Any]) -> None:
     for name in ("capturable", "differentiable"):
         if options.get(name):
             raise InputError(f"{name}=True is of optimizers on the device: leave it out, or take offload='none'")
-
-
-def _local(value: Tensor) -> Tensor:
-    return value._local_tensor if isinstance(value, DTensor) else value
-
-
-def _gradient(parameter: Tensor) -> Tensor | None:
-    """This rank's shard of the gradient, as the parameter is sharded."""
-    gradient = parameter.grad
-    if isinstance(gradient, DTensor) and isinstance(parameter, DTensor) and gradient.placements != parameter.placements:
-        gradient = gradient.redistribute(placements=parameter.placements)
-    return None if gradient is None else _local(gradient)
-
-
-def _as(parameter: Tensor, local: Tensor) -> Tensor:
-    return DTensor(local, parameter._spec, requires_grad=False) if isinstance(parameter, DTensor) else local
-
-
-def _copied(value: Any) -> Any:
-    return value.detach().clone() if isinstance(value, Tensor) else value
-
-
-def _told(value: Tensor) -> str:
-    return f"of shape {tuple(value.shape)}, {getattr(value, 'placements', 'not on a mesh')}"
 
 
 __all__ = ["Limits", "OffloadedOptimizer", "names_of"]
