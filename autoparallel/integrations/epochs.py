@@ -34,7 +34,7 @@ class Loaded:
 
 
 def rest_of_epoch(rest: Any, whole: Any) -> Any:
-    """``rest``, which accelerate's ``skip_first_batches`` made of ``whole``; at its end ``whole`` is an epoch further."""
+    """``rest``, made of ``whole`` by accelerate's ``skip_first_batches``; at its end ``whole`` is an epoch further."""
     ended, epoch = rest.end, whole.iteration
 
     def end() -> None:
