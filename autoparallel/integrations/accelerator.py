@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import shutil
 import warnings
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -224,10 +225,10 @@ class AutoparallelAccelerator(Accelerator):
             raise InputError("load_state needs the folder: accelerator.load_state(\"checkpoints/checkpoint_0\")\n  Or "
                              "the Accelerator ProjectConfiguration(project_dir=..., automatic_checkpoint_naming=True): "
                              "then it loads the newest.")
-        found, latest = decide_once(lambda: newest_named(Path(self.project_dir) / "checkpoints"))
+        found = decide_once(lambda: newest_named(Path(self.project_dir) / "checkpoints"))
         if found is None:
-            raise InputError(f"{self.project_dir} has no state of a parallel module in checkpoints/checkpoint_<number>")
-        naming.iteration = latest + 1
+            raise InputError(f"{self.project_dir} has no whole state in checkpoints/checkpoint_<number>")
+        naming.iteration = _number(found) + 1
         return str(found)
 
     @contextmanager
@@ -252,12 +253,21 @@ def _whole(value: Any) -> Any:
     return value.full_tensor() if isinstance(value, DTensor) else value
 
 
-def newest_named(folder: Path) -> tuple[Path | None, int]:
-    """The newest ``checkpoint_<number>`` that is whole, and the highest number (-1: none)."""
-    numbers = sorted(int(path.name.removeprefix("checkpoint_")) for path in folder.glob("checkpoint_*")
-                     if path.name.removeprefix("checkpoint_").isdigit())
-    whole = [number for number in numbers if (folder / f"checkpoint_{number}" / IN_OTHERS / EPOCHS).exists()]
-    return (folder / f"checkpoint_{whole[-1]}" if whole else None), max(numbers, default=-1)
+def newest_named(folder: Path) -> Path | None:
+    """The newest whole ``checkpoint_<number>``. Newer ones, that a process which ended has left half written, are
+    removed: accelerate would refuse to write over them."""
+    named = sorted((path for path in folder.glob("checkpoint_*") if _number(path) >= 0), key=_number)
+    whole = [path for path in named if (path / IN_OTHERS / EPOCHS).exists()]
+    for path in named[named.index(whole[-1]) + 1 :] if whole else named:
+        warnings.warn(f"{path} is not whole, and is removed", stacklevel=4)
+        shutil.rmtree(path)
+    return whole[-1] if whole else None
+
+
+def _number(path: Path) -> int:
+    """Of ``checkpoint_<number>``; -1: another name."""
+    number = path.name.removeprefix("checkpoint_")
+    return int(number) if number.isdigit() else -1
 
 
 def _is_of(optimizer: Any, model: nn.Module) -> bool:
