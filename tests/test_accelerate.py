@@ -143,6 +143,57 @@ def test_losses_are_gathered_as_often_as_there_are_samples(ranks: Any, split: bo
     assert ranks(4).run(metrics, split, timeout_s=100) == 4 * [expected]
 
 
+def shuffled() -> Any:
+    """A loader of 12 samples in batches of 4, in an order drawn for each epoch."""
+    from accelerate.data_loader import prepare_data_loader
+
+    return prepare_data_loader(DataLoader(TensorDataset(torch.arange(12)), batch_size=4, shuffle=True), num_processes=1,
+                               process_index=0, use_seedable_sampler=True, data_seed=3)
+
+
+@pytest.mark.parametrize("taken", [1, 2, 3, 4, 5])
+def test_loaders_go_on_in_their_epoch(taken: int, tmp_path: Path) -> None:
+    """Saved after so many batches of three epochs of three, within the loop; accelerate alone starts with the first
+    epoch's order again, and repeats the epoch that it left out a part of."""
+    from autoparallel.integrations.epochs import load_epochs, rest_of_epoch, save_epochs
+
+    torch.manual_seed(0)
+    accelerate.state.PartialState(cpu=True)
+    expected, loader = list[list[int]](), shuffled()
+    for _ in range(3):
+        for (rows,) in loader:
+            expected.append(rows.tolist())
+            if len(expected) == taken:
+                save_epochs([loader], tmp_path / "state")
+    assert len(expected) == 9 and sorted(expected[0]) != sorted(expected[3])
+    torch.manual_seed(0)
+    again = shuffled()
+    load_epochs([again], tmp_path / "state")
+    found = list[list[int]]()
+    for epoch in range(taken // 3, 3):
+        skipped = taken % 3 if epoch == taken // 3 else 0
+        rest = rest_of_epoch(accelerate.skip_first_batches(again, skipped), again) if skipped else again
+        found += [rows.tolist() for (rows,) in rest]
+    assert found == expected[taken:]
+    reset_accelerate()
+
+
+@pytest.mark.filterwarnings("error")
+def test_loaders_of_other_batches_are_told(tmp_path: Path) -> None:
+    from autoparallel.integrations.epochs import load_epochs, save_epochs
+
+    accelerate.state.PartialState(cpu=True)
+    save_epochs([shuffled()], tmp_path / "state")
+    other = accelerate.data_loader.prepare_data_loader(DataLoader(TensorDataset(torch.arange(12)), batch_size=3),
+                                                       num_processes=1, process_index=0)
+    with pytest.raises(UserWarning, match=r"batches of 4 samples.*3 now.*\n.*split_batches=True"):
+        load_epochs([other], tmp_path / "state")
+    with pytest.raises(UserWarning, match="1 prepared loaders, and there are 2"):
+        load_epochs([other, other], tmp_path / "state")
+    load_epochs([other], tmp_path)  # of an older release
+    reset_accelerate()
+
+
 _SCHEDULES: dict[str, Any] = {
     "lambda": lambda o, ranks: torch.optim.lr_scheduler.LambdaLR(o, lambda step: 1 - step / (10 * ranks)),
     "cosine": lambda o, ranks: torch.optim.lr_scheduler.CosineAnnealingLR(o, 10 * ranks),

@@ -60,6 +60,7 @@ EXAMPLES = [
     Example("run_clm.py", 8, _TRAINER, ("'loss'", 5), ("transformers", "accelerate")),
     Example("nlp_example.py", 16, "--cpu --batch_size {batch}", ("epoch", 2), ("transformers", "accelerate")),
     Example("lightning_lm.py", 16, "--batch_size {batch} --devices {ranks}", ("step", 6), ("lightning",)),
+    Example("lightning_gan.py", 16, "--batch_size {batch} --devices {ranks}", ("step", 6), ("lightning",)),
 ]
 
 

@@ -4,8 +4,10 @@ and keeps is not. The user's objects are left as they were."""
 from __future__ import annotations
 
 import collections
+import cProfile
 import datetime
 import gc
+import importlib
 import itertools
 import os
 import queue
@@ -229,3 +231,24 @@ class Checkpointed(nn.Module):
 def test_running_statistics_in_a_checkpoint_are_told() -> None:
     with pytest.warns(UserWarning, match="BatchNorm1d is in a checkpoint: its running statistics count"):
         capture(Checkpointed(), (X,))
+
+
+def test_a_script_under_cprofile_captures_and_is_profiled_on() -> None:
+    """As by python -m cProfile: its profiler is no function."""
+    profile, model = cProfile.Profile(), Model(lambda model, y: model.value.now.numel(), SimpleNamespace(now=X))
+    with profile:
+        capture(model, (X,), {})
+        sorted([1])
+    assert any("sorted" in str(row.code) for row in profile.getstats())
+
+
+def test_a_module_that_is_imported_first_while_a_model_is_traced_may_ask(tmp_path: Path,
+                                                                        monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "imported_late.py").write_text("import time\nBEGAN = time.time()\n")
+    monkeypatch.syspath_prepend(tmp_path)
+
+    def scale(model: Any, y: Tensor) -> float:
+        importlib.import_module("imported_late")
+        return model.value.now
+
+    capture(Model(scale, SimpleNamespace(now=2.0)), (X,), {})

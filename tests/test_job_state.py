@@ -176,3 +176,21 @@ def test_states_that_cannot_be_are_refused(ranks: Any) -> None:
         assert "epoch is -1" in epoch
         assert fine == "no error" and state == {"version": 1, "seed": -5, "calls": 3}
         assert counts == [3, 5, 0, 5, 4], "the last of 28 samples in batches of 8 too"
+
+
+def test_an_optimizer_with_an_empty_group_goes_on(mesh_of_one: Any, tmp_path: Path) -> None:
+    """transformers makes a group of biases, of which a model with adapters may train none."""
+    def made() -> tuple[Any, torch.optim.Optimizer]:
+        parallel = autoparallel.compile(nn.Linear(4, 4, bias=False), mesh_of_one, example_inputs=(torch.ones(2, 4),))
+        return parallel, torch.optim.AdamW([{"params": [], "lr": 0.5}, {"params": list(parallel.parameters())}], lr=0.1)
+
+    parallel, optimizer = made()
+    parallel(torch.ones(2, 4)).sum().backward()
+    optimizer.step()
+    optimizer.param_groups[1]["lr"] = 0.2
+    parallel.save(tmp_path, optimizer)
+    again, loaded = made()
+    again.load(tmp_path, loaded)
+    assert [(group["lr"], len(group["params"])) for group in loaded.param_groups] == [(0.5, 0), (0.2, 1)]
+    (before,), (after,) = optimizer.state.values(), loaded.state.values()
+    assert torch.equal(before["exp_avg"].full_tensor(), after["exp_avg"].full_tensor())

@@ -174,3 +174,38 @@ def test_random_numbers_of_a_model_are_told_from_another_thread_s(model: type[nn
     finally:
         ended.set()
         thread.join()
+
+
+class Monitor(threading.Thread):
+    """As tqdm's: notes when it has last woken."""
+
+    def __init__(self) -> None:
+        super().__init__(daemon=True)
+        self.woken, self.ended = 0.0, threading.Event()
+
+    def run(self) -> None:
+        while not self.ended.wait(0.0005):
+            self.woken = time.time()
+
+
+monitor: Monitor | None = None
+
+
+def checked(x: torch.Tensor) -> torch.Tensor:
+    return x if monitor is None or monitor.is_alive() else -x
+
+
+class Checks(nn.Module):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return checked(x) * 2
+
+
+def test_a_thread_that_writes_into_itself_is_no_memory_of_a_model(monkeypatch: pytest.MonkeyPatch) -> None:
+    running = Monitor()
+    monkeypatch.setitem(globals(), "monitor", running)
+    running.start()
+    try:
+        autoparallel.plan(Checks(), "local-cpu", example_inputs=(torch.ones(4),))
+    finally:
+        running.ended.set()
+        running.join()

@@ -248,9 +248,10 @@ class Inventory:
                 yield name, function, new
 
     def changes(self) -> list[Change]:
-        """Of the containers that have other contents now."""
+        """Of the containers that have other contents now. Threads that run beside this one write into themselves, as
+        tqdm's monitor every ten seconds: they count if the model owns them."""
         return [Change(name, owned, value, before, now) for name, owned, value, before in self._held.values()
-                if not _is_equal(before, now := _copied(value))]
+                if (owned or not _runs_beside(value)) and not _is_equal(before, now := _copied(value))]
 
 
 @dataclass(frozen=True)
@@ -313,6 +314,10 @@ def _is_equal(before: Any, now: Any) -> bool:
 
 def _is_same(before: Any, now: Any) -> bool:
     return before is now or (is_plain(before) and is_plain(now) and description(before) == description(now))
+
+
+def _runs_beside(value: Any) -> bool:
+    return isinstance(value, threading.Thread) and value is not threading.current_thread() and value.is_alive()
 
 
 def is_plain(value: Any) -> bool:

@@ -64,7 +64,7 @@ class Watch:
         try:
             yield
         finally:
-            sys.setprofile(before)
+            _profile_again(before)
             for name, function in own.items():
                 setattr(np.random, name, function)
 
@@ -93,6 +93,14 @@ class Watch:
         return call
 
 
+def _profile_again(profiler: Any) -> None:
+    """Let the profiler go on that ran before: a function, or a cProfile.Profile, which is none."""
+    if profiler is None or callable(profiler):
+        sys.setprofile(profiler)
+    else:
+        profiler.enable()
+
+
 def _key(function: Any) -> tuple[int, str]:
     return id(function.__self__), function.__name__
 
@@ -103,7 +111,14 @@ def _is_asked_by_user(frame: Any) -> bool:
         frame = frame.f_back
     if frame is not None and any(frame.f_code is getattr(called, "__code__", None) for called in gc.callbacks):
         return False  # a library that measures the collector, of whatever happens to run
-    return frame is not None and is_users(frame.f_globals)
+    return frame is not None and is_users(frame.f_globals) and not _is_importing(frame)
+
+
+def _is_importing(frame: Any) -> bool:
+    """Whether a module is imported, which asks once: torch imports some when they are needed first."""
+    while frame is not None and frame.f_globals.get("__name__") != "importlib._bootstrap":
+        frame = frame.f_back
+    return frame is not None
 
 
 def may_ask(value: Any) -> bool:

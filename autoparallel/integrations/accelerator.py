@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import inspect
+import shutil
+import warnings
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict
@@ -21,8 +23,10 @@ from torch.utils.data import DataLoader
 
 from autoparallel.errors import InputError
 from autoparallel.integrations.batches import first_batches, joined_loader
+from autoparallel.integrations.epochs import EPOCHS, load_epochs, rest_of_epoch, save_epochs
 from autoparallel.integrations.prepared import Call, Preparation, move_optimizer
 from autoparallel.integrations.schedules import Begun, moved, ranks_of_state
+from autoparallel.runtime.agree import decide_once
 from autoparallel.runtime.checkpoint.job import IN_OTHERS
 from autoparallel.runtime.module import ParallelModule
 from autoparallel.runtime.scaler import GradScaler
@@ -175,22 +179,32 @@ class AutoparallelAccelerator(Accelerator):
             super().save_model(model, save_directory, max_shard_size, safe_serialization)
 
     def save_state(self, output_dir: str | None = None, safe_serialization: bool = True, **options: Any) -> Any:
-        """As accelerate's; weights and optimizer of parallel modules in one folder for any mesh and ranks."""
+        """As accelerate's; weights and optimizer of parallel modules in one folder for any mesh and ranks, and the
+        loaders' epochs. Gradients are not saved, as ever: warns between batches of ``accumulate``."""
+        if not self.sync_gradients and self.is_main_process:
+            warnings.warn("a state is saved between the batches of a step, whose gradients it leaves out: save it "
+                          "where accelerator.sync_gradients is True", stacklevel=2)
         with self._without_parallel() as pairs:
             folder = super().save_state(output_dir, safe_serialization, **options)
         for number, (model, optimizer) in enumerate(pairs):
             model.save(Path(folder) / IN_OTHERS / f"model-{number}", optimizer, step=0)
+        if self.is_main_process:
+            save_epochs(self._dataloaders, Path(folder) / IN_OTHERS)  # last: the state is whole
         return folder
 
     def load_state(self, input_dir: str | None = None, load_kwargs: dict[str, Any] | None = None, **options: Any
                    ) -> None:
-        """As accelerate's, of a state of any number of ranks: schedules go on where as many training steps end here.
-        Raises InputError for a folder without a parallel module's state."""
+        """As accelerate's, of a state of any number of ranks: schedules go on where as many training steps end here,
+        loaders in their epochs. Without a folder the newest whole one of ``automatic_checkpoint_naming``, after whose
+        number the next is named. Raises InputError for a folder without a parallel module's state."""
         if input_dir is None:
-            raise InputError("load_state needs the folder: accelerator.load_state(\"checkpoints/checkpoint_0\")")
+            input_dir = self._newest_state()
         ranks = ranks_of_state(Path(input_dir))
         with self._without_parallel() as pairs:
             super().load_state(input_dir, load_kwargs, **options)
+        if pairs:
+            self.step = decide_once(lambda: self.step)  # ranks that were not there when it was saved have read none
+        load_epochs(self._dataloaders, Path(input_dir) / IN_OTHERS)
         if ranks not in (0, self.num_processes):
             moved(self.schedules_begun, ranks, self.num_processes)
         for number, (model, optimizer) in enumerate(pairs):
@@ -199,6 +213,23 @@ class AutoparallelAccelerator(Accelerator):
                 raise InputError(f"{input_dir} has no state of a parallel module: give a folder of this class's "
                                  "save_state")
             self.preparation.when_traced(model, partial(model.load, folder, optimizer))
+
+    def skip_first_batches(self, dataloader: Any, num_batches: int = 0) -> Any:
+        """As accelerate's; after the rest of the epoch ``dataloader`` is in its next one."""
+        return rest_of_epoch(super().skip_first_batches(dataloader, num_batches), dataloader)
+
+    def _newest_state(self) -> str:
+        """The newest whole folder that save_state has named. Raises InputError where there is none."""
+        naming = self.project_configuration
+        if not naming.automatic_checkpoint_naming or self.project_dir is None:
+            raise InputError("load_state needs the folder: accelerator.load_state(\"checkpoints/checkpoint_0\")\n  Or "
+                             "the Accelerator ProjectConfiguration(project_dir=..., automatic_checkpoint_naming=True): "
+                             "then it loads the newest.")
+        found = decide_once(lambda: newest_named(Path(self.project_dir) / "checkpoints"))
+        if found is None:
+            raise InputError(f"{self.project_dir} has no whole state in checkpoints/checkpoint_<number>")
+        naming.iteration = _number(found) + 1
+        return str(found)
 
     @contextmanager
     def _without_parallel(self) -> Iterator[list[tuple[ParallelModule, torch.optim.Optimizer | None]]]:
@@ -220,6 +251,23 @@ class AutoparallelAccelerator(Accelerator):
 
 def _whole(value: Any) -> Any:
     return value.full_tensor() if isinstance(value, DTensor) else value
+
+
+def newest_named(folder: Path) -> Path | None:
+    """The newest whole ``checkpoint_<number>``. Newer ones, that a process which ended has left half written, are
+    removed: accelerate would refuse to write over them."""
+    named = sorted((path for path in folder.glob("checkpoint_*") if _number(path) >= 0), key=_number)
+    whole = [path for path in named if (path / IN_OTHERS / EPOCHS).exists()]
+    for path in named[named.index(whole[-1]) + 1 :] if whole else named:
+        warnings.warn(f"{path} is not whole, and is removed", stacklevel=4)
+        shutil.rmtree(path)
+    return whole[-1] if whole else None
+
+
+def _number(path: Path) -> int:
+    """Of ``checkpoint_<number>``; -1: another name."""
+    number = path.name.removeprefix("checkpoint_")
+    return int(number) if number.isdigit() else -1
 
 
 def _is_of(optimizer: Any, model: nn.Module) -> bool:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import warnings
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
@@ -27,6 +28,8 @@ from autoparallel.runtime.checkpoint.job import IN_OTHERS
 from autoparallel.runtime.module import ParallelModule
 from autoparallel.runtime.tracing import first_form
 
+#: File of a checkpoint with the samples of a step on all ranks.
+_SAMPLES = "samples_per_step.txt"
 _Base: Any = object  # a Trainer, where the mixin is used
 
 
@@ -233,6 +236,7 @@ class AutoparallelTraining(_Base):
         self.model.save(Path(output_dir) / IN_OTHERS, self.optimizer.optimizer, step=self.state.global_step)
         if self.args.should_save:
             torch.save(self.lr_scheduler.state_dict(), Path(output_dir) / "scheduler.pt")
+            (Path(output_dir) / IN_OTHERS / _SAMPLES).write_text(str(_samples_of_step(self)))
 
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: Any = None) -> None:
         """Weights before training; those of a whole run are loaded with its optimizer, when there is one."""
@@ -251,6 +255,8 @@ class AutoparallelTraining(_Base):
             return  # weights only
         assert isinstance(self.model, ParallelModule)
         self.model.load(folder, self.optimizer.optimizer)
+        if self.args.should_save and (folder / _SAMPLES).exists():
+            _tell_other_batches(int((folder / _SAMPLES).read_text()), _samples_of_step(self), checkpoint)
         self.lr_scheduler.load_state_dict(torch.load(Path(checkpoint) / "scheduler.pt", weights_only=True))
 
     def _load_best_model(self) -> None:
@@ -324,6 +330,21 @@ def _reads_items(model: ParallelModule) -> bool:
         return True
     paths = {graph.nodes[ref.node].path for ref in graph.consumers if graph.nodes[ref.node].kind == "input"}
     return str(names["num_items_in_batch"]) in paths
+
+
+def _samples_of_step(trainer: Any) -> int:
+    """Samples of a training step on all ranks."""
+    args, ranks = trainer.args, 1 if trainer.accelerator.split_batches else trainer.args.world_size
+    return int(args.per_device_train_batch_size * args.gradient_accumulation_steps * ranks)
+
+
+def _tell_other_batches(before: int, now: int, checkpoint: str) -> None:
+    """Warn of steps of other samples than the checkpoint's, as with another number of ranks."""
+    if before != now:
+        warnings.warn(f"{checkpoint} was saved by steps of {before} samples, and a step has {now} now: losses, "
+                      "schedules and the samples that are left of the epoch are others\n  "
+                      "per_device_train_batch_size is the batch of each rank; TrainingArguments(accelerator_config="
+                      "{'split_batches': True}) makes it that of all ranks, however many there are.", stacklevel=2)
 
 
 def _with_items(trainer: Any, batch: Mapping[str, Any], batches: Sequence[Mapping[str, Any]], items: Any = None

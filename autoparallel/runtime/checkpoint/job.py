@@ -10,8 +10,9 @@ import json
 import os
 import re
 import shutil
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future
+from contextlib import contextmanager
 from copy import deepcopy
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -183,7 +184,8 @@ class Job:
         else:
             self._parallel.load_state_dict({})  # as the other ranks do
         if optimizer is not None and not self._is_empty(optimizer):
-            set_optimizer_state_dict(self._parallel, optimizer, contents["optimizer"], options=_FLAT)
+            with _without_empty_groups(optimizer):
+                set_optimizer_state_dict(self._parallel, optimizer, contents["optimizer"], options=_FLAT)
         self._parallel.load_run_state(contents["run"])  # type: ignore[operator]
         for name, thing in others.items():
             thing.load_state_dict(contents[name])
@@ -209,6 +211,19 @@ class Job:
             assert self._group is not None
             self._state.together.own(self._group)
         return self._group
+
+
+@contextmanager
+def _without_empty_groups(optimizer: torch.optim.Optimizer) -> Iterator[None]:
+    """Hide the groups without parameters, which torch's functions cannot fill: transformers makes one of biases, of
+    which a model with adapters may train none."""
+    groups = optimizer.param_groups
+    optimizer.param_groups = [group for group in groups if group["params"]]
+    try:
+        yield
+    finally:
+        filled = iter(optimizer.param_groups)
+        optimizer.param_groups = [next(filled) if group["params"] else group for group in groups]
 
 
 def reason(error: BaseException) -> str:
