@@ -102,7 +102,7 @@ def _read(name_or_path: str | Path) -> tuple[dict[str, Any], str]:
         data["links"] = [_like(link, known["links"], f"{where}: links.{i}") for i, link in enumerate(data["links"])]
         each = load(base).devices_per_host
         if any(isinstance(link, dict) and _plain(link.get("num_devices")) == each for link in data["links"]):
-            data.setdefault("host", {}).setdefault("devices", each)    # the same hosts, whatever joins them
+            data.setdefault("host", {}).setdefault("devices", {"value": each, "source": f"hosts of {base}"})
     return _merged(known, data), where
 
 
@@ -118,7 +118,8 @@ def _like(link: Any, known: Sequence[Mapping[str, Any]], where: str) -> Any:
     changes = {key: value for key, value in link.items() if key != "like"}
     for one in known:
         if one["name"] == link["like"]:
-            return _merged(one, changes)
+            apart = {"nics_per_host"} if "uplinks" in changes else set()    # a link has one of both
+            return _merged({key: value for key, value in one.items() if key not in apart}, changes)
     raise ClusterError(f"{where}.like = {_told(link['like'])} must be a link of what the file is based on: "
                        f"{', '.join(one['name'] for one in known)}")
 
