@@ -67,8 +67,8 @@ _HOMES = {
 }
 __all__ = ["Advice", "Bounded", "Cluster", "Exported", "Fitting", "GradScaler", "Imported", "JsonLines",
            "ParallelModule", "Plan", "Regions", "Replan", "Sizing", "StepLog", "TensorBoard", "World", "__version__",
-           "advise", "bound", "compile", "export_plan", "fit", "import_plan", "inference_call", "init", "padded_to", "plan",
-           "register_rule", "replan", "serve_parameters", "size", "study"]
+           "advise", "bound", "compile", "export_plan", "fit", "import_plan", "inference_call", "init", "padded_to",
+           "plan", "register_rule", "replan", "serve_parameters", "size", "study"]
 
 
 def __getattr__(name: str) -> Any:
