@@ -292,7 +292,9 @@ def _crossings(
     ranks = np.arange(math.prod(mesh_shape)).reshape(mesh_shape).transpose(order)
     groups = ranks.reshape(-1, math.prod(mesh_shape[a] for a in axes))
     groups = groups[:, places] if places else groups
-    homes = [np.sort(groups // size, axis=1) for size in domains]
+    homes = [groups // size for size in domains]    # ascending along a group, as its ranks are
+    if places and any(a > b for a, b in pairwise(places)):
+        homes = [np.sort(home, axis=1) for home in homes]
     spread = [1 + (np.diff(home, axis=1) > 0).sum(axis=1) for home in homes]
     worst = int(np.lexsort(spread)[-1]) if spread else 0
     parts = [groups[worst], *(np.unique(home[worst]) * size for home, size in zip(homes, domains, strict=True))]
@@ -302,8 +304,9 @@ def _crossings(
     members, sharing = [], []
     for home, wide in zip(homes, spread, strict=True):
         leaving = home[wide > 1]
-        number = np.repeat(np.arange(len(leaving)), leaving.shape[1])
-        pairs, inside = np.unique(np.stack([leaving.ravel(), number]), axis=1, return_counts=True)
-        members.append(int(inside.min()) if len(inside) else 1)
-        sharing.append(int(np.bincount(pairs[0]).max()) if len(inside) else 1)
+        first = np.ones(leaving.shape, dtype=bool)    # of a group's members in one domain
+        first[:, 1:] = np.diff(leaving, axis=1) > 0
+        begins = np.flatnonzero(first)
+        members.append(int(np.diff(begins, append=leaving.size).min()) if len(begins) else 1)
+        sharing.append(int(np.bincount(leaving.ravel()[begins]).max()) if len(begins) else 1)
     return tuple(counts), tuple(members), tuple(sharing)
