@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import math
 import re
+import time
 from dataclasses import replace
 from pathlib import Path
 
@@ -206,6 +208,26 @@ def test_sites_share_a_batch_only_where_it_pays(tmp_path: Path, rows: int, expec
     compute_s = 6 * 8 * 4096**2 * rows / (16 * 0.75 * 989e12)
     assert (compute_s / 2 > 16e-3) == (expected == "data")
     assert roles(planned(described("two-sites", tmp_path), rows, 4096, (2, 16), count=1))[0] == expected
+
+
+# --- many devices ---------------------------------------------------------------------------------------------------
+
+
+def test_groups_of_a_million_devices() -> None:
+    """125,000 hosts: by hand, a ring of all has 8 members in each host, and 31,250 groups of 32 four hosts each."""
+    many = Cluster.load("h100-sxm", 1_000_000, "none")
+    assert [count for count, _ in many.group((1_000_000,), 0).levels] == [8, 125_000]
+    inner, outer = many.group((31_250, 32), 1), many.group((31_250, 32), 0)
+    assert ([count for count, _ in inner.levels], inner.lanes[1], inner.sharing) == ([8, 4], 8.0, 1)
+    assert ([count for count, _ in outer.levels], outer.lanes[1], outer.sharing) == ([1, 31_250], 1.0, 8)
+
+
+@pytest.mark.slow
+def test_a_million_devices_are_planned_without_a_mesh() -> None:
+    many, began = Cluster.load("h100-sxm", 1_000_000), time.process_time()
+    plan = planned(many, 16_000_000, 1024, None, count=4)
+    assert math.prod(plan.mesh_shape) == 1_000_000
+    assert time.process_time() - began < 60
 
 
 # --- refused --------------------------------------------------------------------------------------------------------
