@@ -213,9 +213,12 @@ def _searched(model: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any], 
 
 
 def _best_of_kinds(plans: Sequence[tuple[str, Plan]], cluster: Cluster) -> tuple[Found, ...]:
-    every = sorted((Found(traits_of(made, cluster), text, made.prediction.step_s, made.prediction.peak_bytes)
-                    for text, made in plans), key=lambda one: one.step_s)
-    return tuple({one.traits: one for one in reversed(every)}.values())[::-1]
+    """The fastest of each kind, fastest first."""
+    found = dict[tuple[str, ...], Found]()
+    for text, made in sorted(plans, key=lambda item: item[1].prediction.step_s):
+        traits = traits_of(made, cluster)
+        found.setdefault(traits, Found(traits, text, made.prediction.step_s, made.prediction.peak_bytes))
+    return tuple(found.values())
 
 
 def traits_of(made: Plan, cluster: Cluster) -> tuple[str, ...]:

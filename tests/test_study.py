@@ -7,6 +7,7 @@ import json
 import math
 import xml.etree.ElementTree as ElementTree
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -15,6 +16,7 @@ from torch import nn
 from typer.testing import CliRunner
 
 import autoparallel
+from autoparallel import regions
 from autoparallel.cli import app
 from autoparallel.errors import PlanError
 from autoparallel.region_reports import report, to_json, to_svg
@@ -118,6 +120,15 @@ def test_sequences_are_cut_where_the_batch_is_smaller_than_the_devices() -> None
                                  example_inputs=blocks(16, length)[1], by_hand=many.best.text)
         assert made.prediction.step_s == pytest.approx(many.best.step_s)
         assert traits_of(made, Cluster.load("h100-sxm", 8)) == many.best.traits
+
+
+def test_the_fastest_of_each_kind_comes_first(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Kinds a, b, a, c of 3, 2, 1 and 4 seconds: a of one second, b, c."""
+    monkeypatch.setattr(regions, "traits_of", lambda made, cluster: (made.kind,))
+    plans = [(f"{kind}{step_s}", SimpleNamespace(kind=kind, prediction=SimpleNamespace(step_s=step_s, peak_bytes=1.0)))
+             for kind, step_s in (("a", 3.0), ("b", 2.0), ("a", 1.0), ("c", 4.0))]
+    found = regions._best_of_kinds(plans, Cluster.load("h100-sxm"))    # type: ignore[arg-type]
+    assert [one.text for one in found] == ["a1.0", "b2.0", "c4.0"]
 
 
 def test_context_recipes_divide_the_batch() -> None:
