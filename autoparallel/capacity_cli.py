@@ -129,7 +129,7 @@ def study(
     as_json: Annotated[bool, typer.Option("--json", help="the points as JSON (docs/report_schema.md)")] = False,
 ) -> None:
     """Say which kind of plan is the fastest by sequence length, batch and number of devices, and from where on; exit
-    code 3 if nothing fits anywhere.
+    code 3 if there is no plan anywhere.
 
     autoparallel study llama3-8b.json --cluster h100-sxm --sequence-lengths 8k,64k,256k --devices 64
     """
@@ -142,7 +142,8 @@ def study(
     from autoparallel.region_reports import print_regions, to_json, to_svg
 
     def tell(one: Point) -> None:
-        said = "nothing fits" if one.best is None else f"{one.best.kind}, {seconds_str(one.best.step_s)} a step"
+        best = one.best
+        said = f"no plan, {one.refused}" if best is None else f"{best.kind}, {seconds_str(best.step_s)} a step"
         typer.echo(printable(f"{one.devices} devices, batch {one.batch}, {one.sequence} tokens: {said}"), err=True)
 
     check_output(svg, "--svg")

@@ -15,7 +15,7 @@ from autoparallel.regions import Point, Regions, quantity
 SCHEMA, VERSION = "autoparallel.study", 1
 #: Fills of the kinds, from that with most points on; then grey.
 COLOURS = ("#4477aa", "#ee6677", "#228833", "#ccbb44", "#66ccee", "#aa3377", "#ee8866", "#44bb99")
-NONE_FITS = "nothing fits"
+NONE_FITS = "none"
 _CELL_W, _CELL_H, _LEFT, _TOP, _ROW = 120, 34, 110, 54, 20
 
 
@@ -25,7 +25,7 @@ def print_regions(found: Regions, console: ReportConsole) -> None:
     for sentence in found.told:
         console.print(f"- {sentence}")
     if len(found.kinds) == 1:
-        console.print(f"- {found.kinds[0]} is the fastest wherever anything fits.")
+        console.print(f"- {found.kinds[0]} is the fastest wherever there is a plan.")
     table = Table("devices", "batch", "sequence", "step", "fastest plan", "by hand", "next kind", "", box=None,
                   pad_edge=False)
     for point in found.points:
@@ -36,7 +36,7 @@ def print_regions(found: Regions, console: ReportConsole) -> None:
 def _row(point: Point) -> tuple[str, ...]:
     place = (str(point.devices), str(point.batch), quantity("sequence", point.sequence).removesuffix(" tokens"))
     if point.best is None:
-        return (*place, "-", NONE_FITS, "", "", "")
+        return (*place, "-", NONE_FITS, "", point.refused, "")
     second = point.found[1] if len(point.found) > 1 else None
     slower = ("", "") if second is None else (second.kind, f"+{second.step_s / point.best.step_s - 1:.1%}")
     return (*place, seconds_str(point.best.step_s), point.best.kind, point.best.text, *slower)
@@ -50,6 +50,7 @@ def report(found: Regions, width: int = 140) -> str:
 def to_json(found: Regions) -> str:
     """The study for programs; seconds and bytes."""
     points = [{"devices": point.devices, "batch": point.batch, "sequence": point.sequence, "priced": point.priced,
+               "refused": point.refused,
                "plans": [{"kind": one.kind, "traits": list(one.traits), "by_hand": one.text, "step_s": one.step_s,
                           "peak_bytes": one.peak_bytes} for one in point.found]} for point in found.points]
     return json.dumps({"schema": SCHEMA, "version": VERSION, "cluster": found.cluster, "kinds": list(found.kinds),
@@ -86,7 +87,7 @@ def to_svg(found: Regions) -> str:
 def _cell(point: Point, x: int, y: int, fill: dict[str, str]) -> list[str]:
     best = point.best
     colour = "#eeeeee" if best is None else fill.get(best.kind, "#bbbbbb")
-    said = NONE_FITS if best is None else f"{best.kind}: {seconds_str(best.step_s)}, {best.text}"
+    said = point.refused or NONE_FITS if best is None else f"{best.kind}: {seconds_str(best.step_s)}, {best.text}"
     return [f'<rect x="{x}" y="{y}" width="{_CELL_W}" height="{_CELL_H}" fill="{colour}"><title>{escape(said)}</title>'
             "</rect>", _text(x + 6, y + 22, "-" if best is None else seconds_str(best.step_s), "cell")]
 

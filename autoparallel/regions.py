@@ -23,6 +23,7 @@ from autoparallel.partition import Splits
 from autoparallel.planning.options import Options
 from autoparallel.planning.usual import EXPERTS, recipes, usual_plans
 from autoparallel.plans import Plan
+from autoparallel.plans.reports.units import bytes_str
 from autoparallel.plans.roles import roles_of
 from cost_models import Cluster
 
@@ -53,13 +54,14 @@ class Found:
 @dataclass(frozen=True)
 class Point:
     """A combination of ``sequence`` (tokens), global ``batch`` (sequences) and ``devices``, and the fastest plan of
-    each kind that fits there, fastest first; ``priced`` plans in all."""
+    each kind that fits there, fastest first; ``priced`` plans in all. ``refused``: why there is none."""
 
     sequence: int
     batch: int
     devices: int
     found: tuple[Found, ...] = ()
     priced: int = 0
+    refused: str = ""
 
     @property
     def best(self) -> Found | None:
@@ -144,10 +146,11 @@ def study(
         network, args, kwargs = made
         split, points = Splits(capture(network, args, kwargs)), []
         for count in counts:
-            plans = _priced(split, machines[count], options, batch)
+            plans, refused = _priced(split, machines[count], options, batch)
             if joint:
                 plans += _searched(network, args, kwargs, machines[count], optimizer, time_limit_s)
-            points.append(Point(sequence, batch, count, _best_of_kinds(plans, machines[count]), len(plans)))
+            points.append(Point(sequence, batch, count, _best_of_kinds(plans, machines[count]), len(plans),
+                                "" if plans else refused))
             told(points[-1])
         return points
 
@@ -171,11 +174,15 @@ def _between(points: Sequence[Point]) -> dict[int, list[int]]:
     return found
 
 
-def _priced(split: Splits, cluster: Cluster, options: Options, batch: int) -> list[tuple[str, Plan]]:
-    """The usual plans, and those with context parallelism, that fit."""
+def _priced(split: Splits, cluster: Cluster, options: Options, batch: int) -> tuple[list[tuple[str, Plan]], str]:
+    """The usual plans, and those with context parallelism, that fit; and why the last of the others does not."""
     texts = dict.fromkeys(text.replace("recompute=auto", "recompute=full")
                           for text in (*_usual(split.graph, cluster), *context_recipes(cluster, batch)))
-    return list(usual_plans(split, cluster, options, texts=texts).fitting)
+    found = usual_plans(split, cluster, options, texts=texts)
+    large = [f"{text} needs {bytes_str(made.prediction.peak_bytes)} a device" for text, made in found.priced.items()
+             if made.prediction.peak_bytes > found.limit_bytes]
+    left_out = [f"{one.by_hand}: {one.why}" for one in found.left_out]
+    return list(found.fitting), (large or left_out or ["no plan is known for it"])[-1]
 
 
 def _usual(graph: OpGraph, cluster: Cluster) -> Iterator[str]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import json
 import math
 import xml.etree.ElementTree as ElementTree
@@ -19,6 +18,7 @@ import autoparallel
 from autoparallel import regions
 from autoparallel.cli import app
 from autoparallel.errors import PlanError
+from autoparallel.models import load_model
 from autoparallel.region_reports import report, to_json, to_svg
 from autoparallel.regions import Found, Point, Regions, context_recipes, traits_of
 from cost_models import Cluster
@@ -72,13 +72,13 @@ def test_the_report_its_json_and_the_picture() -> None:
     data = json.loads(to_json(SMALL))
     assert (data["schema"], data["points"][3]["plans"][0]["step_s"]) == ("autoparallel.study", 4.0)
     assert data["told"] == list(SMALL.told)
-    empty = Regions("<x>", (*SMALL.points, Point(256 * K, 16, 64)))
+    empty = Regions("<x>", (*SMALL.points, Point(256 * K, 16, 64, refused="dp=64 needs 90 GiB a device")))
     drawn = ElementTree.fromstring(to_svg(empty))
     cells = [rect for rect in drawn.iter() if rect.tag.endswith("rect") and list(rect)]
     assert len(cells) == 5
-    assert [cell[0].text for cell in cells][-1] == "nothing fits"
+    assert [cell[0].text for cell in cells][-1] == "dp=64 needs 90 GiB a device"
     assert len({cell.get("fill") for cell in cells}) == 3
-    assert "nothing fits" in report(empty)
+    assert "dp=64 needs 90 GiB a device" in report(empty)
 
 
 # --- the sweep ------------------------------------------------------------------------------------------------------
@@ -101,25 +101,33 @@ def blocks(batch: int, sequence: int) -> tuple[nn.Module, tuple[torch.Tensor, ..
         return Blocks(1024, 2).bfloat16(), (torch.empty(batch, sequence, 1024, dtype=torch.bfloat16),), {}
 
 
-@functools.cache
-def swept() -> Regions:
-    return autoparallel.study(blocks, sequences=[2 * K, 8 * K], batches=[2, 16], devices=[8], refine=1)
+LLAMA = {"model_type": "llama", "hidden_size": 256, "intermediate_size": 512, "num_hidden_layers": 2,
+         "num_attention_heads": 8, "num_key_value_heads": 8, "vocab_size": 512}
 
 
 @pytest.mark.slow
 def test_sequences_are_cut_where_the_batch_is_smaller_than_the_devices() -> None:
-    """Two sequences on eight devices leave two data-parallel ranks: the rest cut each sequence, or weights. Sixteen are
-    data parallel: tokens are the same for a device, and nothing is sent but gradients."""
-    by_place = {(one.batch, one.sequence): one for one in swept().points}
-    for length in (2 * K, 8 * K):
-        few, many = by_place[2, length], by_place[16, length]
-        assert few.best is not None and many.best is not None
-        assert "context parallel inside hosts" in few.best.traits or "tensor parallel inside hosts" in few.best.traits
-        assert len(many.best.traits) == 1
-        made = autoparallel.plan(*blocks(16, length)[:1], Cluster.load("h100-sxm", 8),
-                                 example_inputs=blocks(16, length)[1], by_hand=many.best.text)
-        assert made.prediction.step_s == pytest.approx(many.best.step_s)
-        assert traits_of(made, Cluster.load("h100-sxm", 8)) == many.best.traits
+    """Two sequences on eight devices leave two data-parallel ranks: the rest cut each sequence, or weights. Of 16
+    sequences each device has two, and of so small a model nothing else pays. The prices are those of plans by hand."""
+    found = autoparallel.study(lambda batch, length: load_model(LLAMA, batch, length, "bfloat16"),
+                               sequences=[2 * K], batches=[2, 16], devices=[8], refine=0)
+    few, many = found.points
+    assert few.best is not None and many.best is not None
+    assert {"context parallel inside hosts", "tensor parallel inside hosts"} & set(few.best.traits)
+    assert many.best.traits in (("data parallel",), ("ZeRO-1",), ("FSDP",))
+    cluster = Cluster.load("h100-sxm", 8)
+    for point_ in found.points:
+        assert [one.step_s for one in point_.found] == sorted(one.step_s for one in point_.found)
+        model, args, kwargs = load_model(LLAMA, point_.batch, 2 * K, "bfloat16")
+        best = point_.found[0]
+        made = autoparallel.plan(model, cluster, example_inputs=args, example_kwargs=kwargs, by_hand=best.text)
+        assert (made.prediction.step_s, traits_of(made, cluster)) == (pytest.approx(best.step_s), best.traits)
+
+
+def test_a_point_without_a_plan_says_why() -> None:
+    """Without tokens and attention no sequence can be cut, and two rows are not divided by eight ranks."""
+    (found,) = autoparallel.study(blocks, sequences=[64], batches=[2], devices=[8]).points
+    assert found.best is None and "cp=8,zero=3" in found.refused and "this model has none" in found.refused
 
 
 def test_the_fastest_of_each_kind_comes_first(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -160,9 +168,7 @@ def test_a_list_that_cannot_be_read_is_refused() -> None:
 
 @pytest.mark.slow
 def test_the_command(tmp_path: Path) -> None:
-    (tmp_path / "model.json").write_text(json.dumps({
-        "model_type": "llama", "hidden_size": 256, "intermediate_size": 512, "num_hidden_layers": 2,
-        "num_attention_heads": 8, "num_key_value_heads": 8, "vocab_size": 512}))
+    (tmp_path / "model.json").write_text(json.dumps(LLAMA))
     result = CliRunner().invoke(app, ["study", str(tmp_path / "model.json"), "--cluster", "h100-sxm", "--devices", "2",
                                       "--sequence-lengths", "1k", "--global-batches", "2", "--svg",
                                       str(tmp_path / "a.svg"), "--json"])
