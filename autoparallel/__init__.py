@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from autoparallel.ops.bounded import Bounded, bound
     from autoparallel.planning.inference import inference_call
     from autoparallel.plans import Plan
+    from autoparallel.regions import Regions, study
     from autoparallel.replanning import Replan, replan
     from autoparallel.rules.custom import register_rule
     from autoparallel.runtime.module import ParallelModule
@@ -55,6 +56,8 @@ _HOMES = {
     "ParallelModule": "autoparallel.runtime.module",
     "padded_to": "autoparallel.runtime.padding",
     "serve_parameters": "autoparallel.servers.start",
+    "Regions": "autoparallel.regions",
+    "study": "autoparallel.regions",
     "Sizing": "autoparallel.sizing",
     "size": "autoparallel.sizing",
     "Cluster": "cost_models",
@@ -63,9 +66,9 @@ _HOMES = {
     "register_rule": "autoparallel.rules.custom",
 }
 __all__ = ["Advice", "Bounded", "Cluster", "Exported", "Fitting", "GradScaler", "Imported", "JsonLines",
-           "ParallelModule", "Plan", "Replan", "Sizing", "StepLog", "TensorBoard", "World", "__version__", "advise",
-           "bound", "compile", "export_plan", "fit", "import_plan", "inference_call", "init", "padded_to", "plan",
-           "register_rule", "replan", "serve_parameters", "size"]
+           "ParallelModule", "Plan", "Regions", "Replan", "Sizing", "StepLog", "TensorBoard", "World", "__version__",
+           "advise", "bound", "compile", "export_plan", "fit", "import_plan", "inference_call", "init", "padded_to",
+           "plan", "register_rule", "replan", "serve_parameters", "size", "study"]
 
 
 def __getattr__(name: str) -> Any:

@@ -1,5 +1,5 @@
-"""Commands on how many devices a job takes, or has left: ``size``, ``fit``, ``goodput`` and ``replan``. Torch is
-imported when a model is planned."""
+"""Commands on how many devices a job takes, or has left, and on which plan pays where: ``size``, ``fit``, ``goodput``,
+``replan`` and ``study``. Torch is imported when a model is planned."""
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ from autoparallel.schedule.tiers import FITTED
 if TYPE_CHECKING:
     from autoparallel.fitting import Fit
     from autoparallel.plans import Plan
+    from autoparallel.regions import Point
     from autoparallel.replanning import Candidate
     from autoparallel.sizing import Size
     from cost_models import Cluster
@@ -24,7 +25,7 @@ INTERVALS_MIN = (5.0, 15.0, 60.0)
 
 def add_to(app: typer.Typer) -> None:
     """Add the commands."""
-    for command in (size, fit, goodput, replan):
+    for command in (size, fit, goodput, replan, study):
         app.command()(command)
 
 
@@ -111,6 +112,69 @@ def fit(
         optimizer=optimizer, **limits)
     print_fitting(found, ReportConsole())
     raise typer.Exit(0 if found.fits else 1)
+
+
+def study(
+    model: Annotated[str, typer.Argument(help="a Hugging Face config file (JSON), or module:function")],
+    cluster: Annotated[str, typer.Option(help="a cluster's name, or a TOML file")],
+    sequence_lengths: Annotated[str, typer.Option(help="tokens per sequence, as 8k,32k,128k")] = "4k,32k,128k",
+    global_batches: Annotated[str, typer.Option(help="sequences per step, as 64,512")] = "64",
+    devices: Annotated[str, typer.Option(help="numbers of devices, as 8,64,512")] = "8,64",
+    refine: Annotated[int, typer.Option(min=0, max=8, help="how often intervals of lengths are halved where another "
+                                        "kind of plan is the fastest")] = 1,
+    joint: Annotated[bool, typer.Option("--joint", help="ask the joint search, too")] = False,
+    time_limit: Annotated[float, typer.Option(help="seconds of that search at each point")] = 10.0,
+    software: Annotated[str | None, typer.Option(help="whose speed counts: torch-eager, megatron-core, ...")] = None,
+    dtype: Annotated[str, typer.Option(help="bfloat16, float16 or float32")] = "bfloat16",
+    optimizer: Annotated[str, typer.Option(help="whose state is counted: adamw, sgd, ...")] = "adamw",
+    svg: Annotated[Path | None, typer.Option(help="write the picture of the regions here")] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="the points as JSON (docs/report_schema.md)")] = False,
+) -> None:
+    """Say which kind of plan is the fastest by sequence length, batch and number of devices, and from where on; exit
+    code 3 if there is no plan anywhere.
+
+    autoparallel study llama3-8b.json --cluster h100-sxm --sequence-lengths 8k,64k,256k --devices 64
+    """
+    import autoparallel
+    from autoparallel.errors import printable
+    from autoparallel.models import load_model
+    from autoparallel.plan_cli import check_output
+    from autoparallel.plans.reports.text import ReportConsole
+    from autoparallel.plans.reports.units import seconds_str
+    from autoparallel.region_reports import print_regions, to_json, to_svg
+
+    def tell(one: Point) -> None:
+        best = one.best
+        said = f"no plan, {one.refused}" if best is None else f"{best.kind}, {seconds_str(best.step_s)} a step"
+        typer.echo(printable(f"{one.devices} devices, batch {one.batch}, {one.sequence} tokens: {said}"), err=True)
+
+    check_output(svg, "--svg")
+    lengths, batches, counts = (_list_of(text, option) for text, option in (
+        (sequence_lengths, "--sequence-lengths"), (global_batches, "--global-batches"), (devices, "--devices")))
+    found = autoparallel.study(
+        lambda batch, length: load_model(model, batch, length, dtype), cluster, sequences=lengths, batches=batches,
+        devices=counts, refine=refine, joint=joint, time_limit_s=time_limit, software=software, optimizer=optimizer,
+        told=tell)
+    if svg is not None:
+        svg.write_text(to_svg(found), encoding="utf-8")
+    if as_json:
+        typer.echo(to_json(found))
+    else:
+        print_regions(found, ReportConsole())
+    raise typer.Exit(0 if found.kinds else 3)
+
+
+def _list_of(text: str, option: str) -> list[int]:
+    """Whole numbers of a list, where 8k is 8,192. Raises InputError."""
+    from autoparallel.errors import InputError
+
+    found = list[int]()
+    for part in (one.strip().lower() for one in text.split(",")):
+        number = part.removesuffix("k")
+        if not number.isdecimal() or not int(number):
+            raise InputError(f"{option} is {text!r}: give whole numbers above 0, as 8,64 (8k is 8,192)")
+        found.append(int(number) * (1024 if part != number else 1))
+    return found
 
 
 def goodput(
@@ -267,4 +331,4 @@ def _left(plan: Plan, cluster: str | None, devices: int | None, lost_hosts: int,
     return Cluster.load(cluster or plan.cluster, num_devices=count, software=software), gone or None
 
 
-__all__ = ["add_to", "fit", "goodput", "replan", "size"]
+__all__ = ["add_to", "fit", "goodput", "replan", "size", "study"]

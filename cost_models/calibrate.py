@@ -344,10 +344,10 @@ def cluster_toml(cluster: Cluster, source: str = "") -> str:
         reached: object = "unlimited" if link.num_devices == UNLIMITED else link.num_devices
         lines += ["", "[[links]]", f"name = {_toml(link.name)}", line(f"links.{i}.num_devices", reached)]
         lines += [line(f"links.{i}.{key}", getattr(link, key)) for key in ("alpha_s", "bandwidth_bytes_per_s")]
-        lines += [line(f"links.{i}.{key}", getattr(link, key)) for key in ("burst_bytes", "relay_s_per_byte")
-                  if getattr(link, key)]
-        if link.nics_per_host is not None:
-            lines.append(line(f"links.{i}.nics_per_host", link.nics_per_host))
+        plain = Link("", 1, 0.0, 1.0)
+        lines += [line(f"links.{i}.{key}", getattr(link, key)) for key in (
+            "burst_bytes", "relay_s_per_byte", "nics_per_host", "uplinks", "oversubscription")
+            if getattr(link, key) != getattr(plain, key)]
         lines += table(f"links.{i}.slowdown", link.slowdown, "links.slowdown")
         ways = {name: [p.base_s, p.alpha_s, p.share] for name, p in link.protocols.items()}
         lines += table(f"links.{i}.protocols", ways, "links.protocols")
@@ -357,7 +357,8 @@ def cluster_toml(cluster: Cluster, source: str = "") -> str:
                   f"hosts = {_toml(sorted({n // each for n in other.devices}))}"]
     for number, slow in enumerate(cluster.slow):
         lines += ["", "[[slow]]", f"devices = {_toml(slow.devices)}"]
-        lines += [line(f"slow.{number}.{key}", getattr(slow, key)) for key in ("speed", "bandwidth")]
+        lines += [line(f"slow.{number}.{key}", getattr(slow, key)) for key in ("speed", "bandwidth", "failed_nics")
+                  if key != "failed_nics" or slow.failed_nics]
     return "\n".join(lines) + "\n"
 
 

@@ -83,11 +83,27 @@ class Cluster:
         if self.slow or self.others:
             unequal.check(self)
 
-    def _nics(self, link: Link, inside: int) -> float:
-        """NICs of the ``inside`` devices that the next inner link joins: a host's, or those of several hosts."""
-        if link.nics_per_host is None:
-            return inside
-        return link.nics_per_host * max(1.0, inside / self.host.devices if self.host.devices else 1.0)
+    @cached_property
+    def _network(self) -> int:
+        """The first level whose link joins hosts."""
+        each = self.devices_per_host
+        return next((level for level in range(1, len(self.links)) if self.links[level - 1].num_devices >= each),
+                    len(self.links))
+
+    def _wires(self, level: int, count: int = 0) -> float:
+        """Wires of a level's link by which the devices that the next inner link joins send outwards together, on the
+        host of the first ``count`` devices with most failed NICs."""
+        link, inside = self.links[level], self.links[level - 1].num_devices
+        if link.uplinks is not None:
+            wires = float(link.uplinks)
+        elif link.nics_per_host is not None:
+            wires = link.nics_per_host * max(1.0, inside / self.host.devices if self.host.devices else 1.0)
+        elif level > self._network:
+            wires = self._wires(level - 1) * inside / self.links[level - 2].num_devices
+        else:
+            wires = float(inside)
+        failed = unequal.failed_nics(self, range(count)) if level == self._network and self.slow and count else 0
+        return (wires - failed) / link.oversubscription
 
     def message_bytes_per_s(self, level: int) -> float:
         """What one device can send to another (and receive at the same time) by the link of a ``level``, from inside a
@@ -96,10 +112,14 @@ class Cluster:
         >>> Cluster.load("h100-sxm", num_devices=64, software="none").message_bytes_per_s(1)
         45000000000.0
         """
-        link = self._links[level].seen_by("send_recv")
-        inside = self.links[level - 1].num_devices if level else 1
-        share = min(1.0, self._nics(link, inside) / inside) if level else 1.0
-        return share * link.bandwidth_bytes_per_s / self.correction.communication
+        link = self._links_of(self.num_devices)[level].seen_by("send_recv")
+        return self.share_of_wire(level) * link.bandwidth_bytes_per_s / self.correction.communication
+
+    def share_of_wire(self, level: int) -> float:
+        """The share of a wire of a level's link that a device has while all that the next inner link joins send."""
+        if not level:
+            return 1.0
+        return min(1.0, self._wires(level, self.num_devices) / self.links[level - 1].num_devices)
 
     @property
     def price_per_hour(self) -> float:
@@ -222,9 +242,9 @@ class Cluster:
         domains = tuple(link.num_devices for link in self.links[:-1])
         counts, members, sharing = _crossings(mesh_shape, axes, domains, tuple(places))
         lanes, links = [1.0], self._links_of(needed)
-        for level, link in enumerate(links[1:]):
-            lanes.append(_lanes(domains[level], self._nics(link, domains[level]), members[level],
-                                sharing[level]))
+        for level, inside in enumerate(domains):
+            wires = self._wires(level + 1, needed)
+            lanes.append(_lanes(inside, wires, members[level], sharing[level], level + 1 == self._network))
         crossed = [level for level, count in enumerate(counts[1:]) if count > 1]
         size = len(places) or math.prod(mesh_shape[a] for a in axes)
         return Group(
@@ -237,6 +257,7 @@ class Cluster:
             call_s=self.call_s,
             late_s=max(kind.profile.late_s(size) if kind.profile else 0.0 for kind in self.kinds()),
             slower=self.correction.communication,
+            network=min(self._network, len(links) - 1),
         )
 
 
@@ -249,9 +270,12 @@ def devices_of_host(links: Sequence[Link], host: Host) -> int:
     return inside[-1] if inside else links[0].num_devices
 
 
-def _lanes(inside: int, nics: float, members: int, sharing: int) -> float:
+def _lanes(inside: int, nics: float, members: int, sharing: int, whole: bool) -> float:
     """How many times a NIC's bandwidth ``members`` of the ``inside`` devices that the next inner link joins have, with
-    so many NICs, while ``sharing`` groups leave them."""
+    so many NICs, while ``sharing`` groups leave them. ``whole``: each device sends by one NIC of its host, so that of
+    several groups the one on the busiest NIC counts (8 on 7: half a NIC); a group alone uses all NICs."""
+    if whole and sharing > 1 and nics >= 1:
+        return min(members * max(1.0, nics / inside), members / math.ceil(members * sharing / nics))
     return min(members * max(1.0, nics / inside), nics / sharing)
 
 
@@ -268,7 +292,9 @@ def _crossings(
     ranks = np.arange(math.prod(mesh_shape)).reshape(mesh_shape).transpose(order)
     groups = ranks.reshape(-1, math.prod(mesh_shape[a] for a in axes))
     groups = groups[:, places] if places else groups
-    homes = [np.sort(groups // size, axis=1) for size in domains]
+    homes = [groups // size for size in domains]    # ascending along a group, as its ranks are
+    if places and any(a > b for a, b in pairwise(places)):
+        homes = [np.sort(home, axis=1) for home in homes]
     spread = [1 + (np.diff(home, axis=1) > 0).sum(axis=1) for home in homes]
     worst = int(np.lexsort(spread)[-1]) if spread else 0
     parts = [groups[worst], *(np.unique(home[worst]) * size for home, size in zip(homes, domains, strict=True))]
@@ -278,8 +304,9 @@ def _crossings(
     members, sharing = [], []
     for home, wide in zip(homes, spread, strict=True):
         leaving = home[wide > 1]
-        number = np.repeat(np.arange(len(leaving)), leaving.shape[1])
-        pairs, inside = np.unique(np.stack([leaving.ravel(), number]), axis=1, return_counts=True)
-        members.append(int(inside.min()) if len(inside) else 1)
-        sharing.append(int(np.bincount(pairs[0]).max()) if len(inside) else 1)
+        first = np.ones(leaving.shape, dtype=bool)    # of a group's members in one domain
+        first[:, 1:] = np.diff(leaving, axis=1) > 0
+        begins = np.flatnonzero(first)
+        members.append(int(np.diff(begins, append=leaving.size).min()) if len(begins) else 1)
+        sharing.append(int(np.bincount(leaving.ravel()[begins]).max()) if len(begins) else 1)
     return tuple(counts), tuple(members), tuple(sharing)

@@ -64,8 +64,9 @@ def all_to_all_s(nbytes: Bytes, group: Group) -> Any:
     """``nbytes``: one rank's tensor, of which (n - 1)/n leave.
 
     All levels carry their part at the same time; the slowest counts. Of a rank's b bytes, the share of peers that are
-    reached by level l crosses it, for all members of a domain together. One message per peer domain and level, as NCCL
-    gathers what leaves a host by rail (PXN, NCCL 2.12).
+    reached by level l crosses it, for all members of a domain together; from the first level between hosts on
+    (`Group.network`) also the share that goes further out, by the same NIC. One message per peer domain and level, as
+    NCCL gathers what leaves a host by rail (PXN, NCCL 2.12).
     """
     return _cheapest(nbytes, group, "all_to_all", _all_to_all)
 
@@ -161,9 +162,11 @@ def _broadcast(b: Any, group: Group) -> Any:
 
 def _all_to_all(b: Any, group: Group) -> Any:
     alpha_s, slowest_beta, inside = 0.0, 0.0, 1
-    for count, link, bandwidth in group.crossed:
+    network = group.network % len(group.levels)
+    for level, ((count, link), lanes) in enumerate(zip(group.levels, group.lanes, strict=True)):
         reached = min(inside * count, group.size)
-        slowest_beta = max(slowest_beta, inside * (reached - inside) / group.size / bandwidth)
+        passing = (group.size if level >= network else reached) - inside
+        slowest_beta = max(slowest_beta, inside * passing / group.size / (link.bandwidth_bytes_per_s * lanes))
         alpha_s, inside = alpha_s + (count - 1) * link.alpha_s, reached
     return alpha_s + b * slowest_beta
 

@@ -1,7 +1,8 @@
 """TOML descriptions of clusters: reading with errors that name file, key and what is required; and writing.
 
 A number is written plainly or, better, with its source: ``alpha_s = { value = 5e-6, source = "..." }``. A file may be
-``based_on`` a known cluster and say only what differs; a list of links replaces the whole list.
+``based_on`` a known cluster and say only what differs; a list of links replaces the whole list, of which each may be
+``like`` a link of the known cluster.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ from importlib import resources
 from pathlib import Path
 from typing import Any
 
+from cost_models import tori
 from cost_models.cluster import Cluster, Correction, devices_of_host
 from cost_models.devices import OP_CLASSES, OVERLAP_SLOWDOWN, PEAK_DTYPES, Curve, Device, Host, Tiles
 from cost_models.errors import ClusterError
@@ -73,6 +75,7 @@ def _read(name_or_path: str | Path) -> tuple[dict[str, Any], str]:
         except (OSError, ValueError) as error:
             raise ClusterError(f"cannot read {where}: {error}") from error
     else:
+        tori.refuse(path.stem)
         missing = "there is no such file; " if path.suffix == ".toml" else ""
         meant = nearest(str(name_or_path), known_clusters())
         raise ClusterError(f"unknown cluster {_told(str(name_or_path))}{meant}: {missing}known are "
@@ -94,7 +97,31 @@ def _read(name_or_path: str | Path) -> tuple[dict[str, Any], str]:
                            f"{', '.join(known_clusters())}")
     if str(name_or_path) in known_clusters():
         data.setdefault("machine", str(name_or_path))
-    return _merged(_read(base)[0], data), where
+    known = _read(base)[0]
+    if isinstance(data.get("links"), list):
+        data["links"] = [_like(link, known["links"], f"{where}: links.{i}") for i, link in enumerate(data["links"])]
+        each = load(base).devices_per_host
+        if any(isinstance(link, dict) and _plain(link.get("num_devices")) == each for link in data["links"]):
+            data.setdefault("host", {}).setdefault("devices", {"value": each, "source": f"hosts of {base}"})
+    return _merged(known, data), where
+
+
+def _plain(value: Any) -> Any:
+    """A value, with or without its source."""
+    return value.get("value") if isinstance(value, dict) else value
+
+
+def _like(link: Any, known: Sequence[Mapping[str, Any]], where: str) -> Any:
+    """A link's table; with ``like`` that of the base's link of this name, and what differs."""
+    if not isinstance(link, dict) or "like" not in link:
+        return link
+    changes = {key: value for key, value in link.items() if key != "like"}
+    for one in known:
+        if one["name"] == link["like"]:
+            apart = {"nics_per_host"} if "uplinks" in changes else set()    # a link has one of both
+            return _merged({key: value for key, value in one.items() if key not in apart}, changes)
+    raise ClusterError(f"{where}.like = {_told(link['like'])} must be a link of what the file is based on: "
+                       f"{', '.join(one['name'] for one in known)}")
 
 
 def _exists(path: Path) -> bool:
@@ -221,6 +248,7 @@ def from_table(data: Any, where: str, num_devices: int | None = None, software: 
     sources: dict[str, str] = {}
     top = _Table(data, where, "", sources)
     name = top.text("name", "the cluster's name")
+    tori.refuse_described(top.data, where)
     if "about" in top.data:
         top.text("about", "what the machine is")
     device = _device(top.table("device", "name, memory_bytes, memory_bandwidth_bytes_per_s, peak_flops_per_s, ..."))
@@ -284,14 +312,17 @@ def _with_unequal(cluster: Cluster, slow: Sequence[_Table], hosts: Sequence[_Tab
 def _slow(table: _Table, cluster: Cluster) -> Slow:
     speed = table.number("speed", "the share of the others' speed, 0.5 for half", 1.0)
     bandwidth = table.number("bandwidth", "the share of the others' bandwidth between hosts", 1.0)
+    failed = table.whole("failed_nics", "how many of a host's network cards have failed", 0.0)
     given = [key for key in ("devices", "hosts") if key in table.data]
-    if len(given) != 1 or not {"speed", "bandwidth"} & table.data.keys():
+    if len(given) != 1 or not {"speed", "bandwidth", "failed_nics"} & table.data.keys():
         raise ClusterError(f"{table.file}: [[{table.path.partition('.')[0]}]] has {sorted(table.data)}; required: "
-                           "devices = [8, 9] or hosts = [1], numbered from 0, and speed = 0.5, bandwidth = 0.5 or both")
+                           "devices = [8, 9] or hosts = [1], numbered from 0, and some of speed = 0.5, bandwidth = "
+                           "0.5, failed_nics = 1")
     numbers = _numbers(table, given[0])
     table.finish()
     try:
-        return Slow(numbers if given[0] == "devices" else _devices_on(numbers, cluster), speed, bandwidth)
+        return Slow(numbers if given[0] == "devices" else _devices_on(numbers, cluster), speed, bandwidth,
+                    failed)
     except ClusterError as error:
         raise ClusterError(f"{table.file}: {table.path}: {error}") from error
 
@@ -433,6 +464,8 @@ def _link(table: _Table, outermost: bool) -> Link:
     if isinstance(reached, bool) or not isinstance(reached, int) or not reached <= UNLIMITED:
         raise ClusterError(f"{table.file}: {table.name_of('num_devices')} = {_told(reached)}; required: {meaning}")
     nics = table.whole("nics_per_host", "network cards that the devices of a host share", 0.0)
+    wires = table.whole("uplinks", "wires that all devices of the next inner link share", 0.0)
+    thinner = table.number("oversubscription", "4 where a fourth of what the NICs inside send can leave", 1.0)
     slow = table.table("slowdown", "factors by collective", optional=True)
     slow.only(COLLECTIVES)
     factors = {kind: slow.number(kind, "seconds per byte over those of an ideal ring") for kind in slow.data}
@@ -444,7 +477,8 @@ def _link(table: _Table, outermost: bool) -> Link:
     relay = table.number("relay_s_per_byte", "seconds of a rank for a byte before it takes the next", 0.0)
     table.finish()
     try:
-        shared = int(nics) if "nics_per_host" in table.data else None
-        return Link(name, reached, alpha, bandwidth, factors, shared, protocols, burst, relay)
+        shared, risers = (int(count) if key in table.data else None
+                          for key, count in (("nics_per_host", nics), ("uplinks", wires)))
+        return Link(name, reached, alpha, bandwidth, factors, shared, protocols, burst, relay, risers, thinner)
     except ClusterError as error:
         raise ClusterError(f"{table.file}: {error}") from error

@@ -48,6 +48,9 @@ class Link:
     A link between hosts has ``nics_per_host``, each of that bandwidth, which all devices of a host share: eight devices
     with four NICs get half each while all of them send. None: each device has its own. A host is what the next inner
     link joins; where that is a rack, say ``[host] devices`` (`Host.devices`), else the NICs are those of the rack.
+    A link between racks or sites may have ``uplinks`` instead: wires of that bandwidth by which all devices that the
+    next inner link joins reach the others. None: as many as there are NICs inside. ``oversubscription``: by how much
+    less all of them have together (4 in a 4:1 fat tree).
 
     ``protocols`` are alternatives by name; a collective uses the cheapest that all links it crosses have.
     ``burst_bytes``: the link is shaped by a token bucket, so that what it does not send for a while, it may send at
@@ -65,6 +68,8 @@ class Link:
     protocols: Mapping[str, Protocol] = field(default_factory=dict)
     burst_bytes: float = 0.0
     relay_s_per_byte: float = 0.0
+    uplinks: int | None = None
+    oversubscription: float = 1.0
 
     def __post_init__(self) -> None:
         if self.num_devices < 1 or not 0 <= self.alpha_s < math.inf or not 0 < self.bandwidth_bytes_per_s < math.inf:
@@ -76,6 +81,12 @@ class Link:
             raise ClusterError(f"link {self.name}: relay_s_per_byte must be at least 0, not {self.relay_s_per_byte}")
         if self.nics_per_host is not None and self.nics_per_host < 1:
             raise ClusterError(f"link {self.name}: nics_per_host must be at least 1, not {self.nics_per_host}")
+        if self.uplinks is not None and (self.uplinks < 1 or self.nics_per_host is not None):
+            raise ClusterError(f"link {self.name}: uplinks = {self.uplinks}, nics_per_host = {self.nics_per_host}: "
+                               "give either uplinks, 1 or more, of all hosts inside together, or the NICs of a host")
+        if not 1 <= self.oversubscription < math.inf:
+            raise ClusterError(f"link {self.name}: oversubscription = {self.oversubscription:g}: must be at least 1; "
+                               "4 where a fourth of what the NICs inside send can leave at a time")
         for kind, factor in self.slowdown.items():
             if kind not in COLLECTIVES or not 0 < factor < math.inf:
                 raise ClusterError(f"link {self.name}: slowdown.{kind} = {factor}: must be a positive factor for one "
@@ -108,7 +119,8 @@ class Group:
     1 inside a host; between hosts, eight members with a NIC each have 8. ``sharing`` is the number of groups along the
     same axes that leave a host at the same time by its NICs, at the outermost level crossed. ``call_s`` is the
     cluster's, and ``launch_s`` what a call costs of collectives that it does not name. ``late_s``: how long a call
-    waits for the last rank. ``slower``: a factor on all seconds.
+    waits for the last rank. ``slower``: a factor on all seconds. ``network``: the first level whose link carries what
+    goes further out, too, as NICs and switches do and NVLink does not; -1: the outermost.
     """
 
     levels: tuple[tuple[int, Link], ...]
@@ -120,6 +132,7 @@ class Group:
     call_s: Mapping[str, float] = field(default_factory=dict)
     late_s: float = 0.0
     slower: float = 1.0
+    network: int = -1
 
     def __post_init__(self) -> None:
         counts = [count for count, _ in self.levels]

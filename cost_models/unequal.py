@@ -30,11 +30,13 @@ LEAST = 0.01
 @dataclass(frozen=True)
 class Slow:
     """``devices`` (numbers from 0) that run everything at ``speed`` times what the cluster says of them, and whose
-    hosts send to others at ``bandwidth`` times what it says of the links between hosts; both in [0.01, 1]."""
+    hosts send to others at ``bandwidth`` times what it says of the links between hosts; both in [0.01, 1]. So many of
+    each of these hosts' NICs have failed (``failed_nics``), and their devices send by the others."""
 
     devices: tuple[int, ...]
     speed: float = 1.0
     bandwidth: float = 1.0
+    failed_nics: int = 0
 
     def __post_init__(self) -> None:
         for what, value in (("speed", self.speed), ("bandwidth", self.bandwidth)):
@@ -42,6 +44,9 @@ class Slow:
                 raise ClusterError(f"slow devices {told(self.devices)}: {what} is {value:g}, and must be in "
                                    f"[{LEAST:g}, 1]: 0.5 is half as fast as the others; leave out devices that are "
                                    "of no use")
+        if type(self.failed_nics) is not int or self.failed_nics < 0:
+            raise ClusterError(f"slow devices {told(self.devices)}: failed_nics is {self.failed_nics}: give how many "
+                               "of a host's NICs have failed, 0 or more")
         if not self.devices or min(self.devices) < 0 or len(set(self.devices)) < len(self.devices):
             raise ClusterError(f"slow devices {told(self.devices)}: give numbers from 0 on, each once")
 
@@ -85,6 +90,11 @@ def check(cluster: Cluster) -> None:
         twice = sorted(number for number, times in Counter(listed).items() if times > 1)
         raise ClusterError(f"{name}: devices {told(twice)} are of two other kinds: name each host in one "
                            "[[hosts]] table")
+    network = next((link for link in cluster.links[1:] if link.nics_per_host is not None), None)
+    nics = each if network is None else network.nics_per_host or each
+    if (failed := failed_nics(cluster, range(count))) and (failed >= nics or len(cluster.links) == 1):
+        raise ClusterError(f"{name}: {failed} NICs of a host have failed, and it has {nics if network else 'none'}: a "
+                           "host without a NIC reaches no other; leave it out")
     for other in cluster.others:
         hosts = {number // each for number in other.devices}
         if len(other.devices) != sum(min(each, count - host * each) for host in hosts):
@@ -120,6 +130,14 @@ def bandwidth_share(cluster: Cluster, devices: range) -> float:
         inside = {number // each - hosts.start for number in slow.devices if number // each in hosts}
         shares[sorted(inside)] *= slow.bandwidth
     return float(shares.min(initial=1.0))
+
+
+def failed_nics(cluster: Cluster, devices: range) -> int:
+    """The most NICs that a host of these devices has lost."""
+    each, lost = cluster.devices_per_host, Counter[int]()
+    for slow in cluster.slow:
+        lost.update({number // each: slow.failed_nics for number in slow.devices if number in devices})
+    return max(lost.values(), default=0)
 
 
 # ------------------------------------------------------------------------------------------------------- the worst
@@ -172,6 +190,9 @@ def worse_link(a: Link, b: Link) -> Link:
                    bandwidth_bytes_per_s=min(a.bandwidth_bytes_per_s, b.bandwidth_bytes_per_s), slowdown=slowdown,
                    nics_per_host=min(nics, default=None), protocols=protocols,
                    burst_bytes=min(a.burst_bytes, b.burst_bytes),
+                   uplinks=min((link.uplinks for link in (a, b) if link.uplinks is not None), default=None)
+                   if not nics else None,
+                   oversubscription=max(a.oversubscription, b.oversubscription),
                    relay_s_per_byte=max(a.relay_s_per_byte, b.relay_s_per_byte))
 
 
@@ -196,7 +217,7 @@ def grouped(cluster: Cluster) -> tuple[int, ...]:
         inside = range(host * each, (host + 1) * each)
         devices = [kind.working_device for kind in cluster.kinds(inside)]
         return (-min(d.memory_bytes for d in devices), -min(max(d.peak_flops_per_s.values()) for d in devices),
-                -bandwidth_share(cluster, inside))
+                -bandwidth_share(cluster, inside), failed_nics(cluster, inside))
 
     return tuple(sorted(range(count // each), key=place))
 
@@ -245,15 +266,19 @@ def lines(cluster: Cluster) -> list[str]:
     each, kinds, count = cluster.devices_per_host, cluster.kinds_by_device, cluster.num_devices
     unequal = ", unequal" if cluster.is_unequal else ""
     found, by_kind = [f"{cluster.name}: {count} devices, {each} a host{unequal}"], dict[tuple[object, ...], list[int]]()
-    shares = [bandwidth_share(cluster, range(n, n + 1)) for n in range(count)] if cluster.slow else [1.0] * count
+    nics = {n: (bandwidth_share(cluster, range(n, n + 1)), failed_nics(cluster, range(n, n + 1)))
+            for n in range(0, count, each)} if cluster.slow else {}
+    shares = [nics.get(n // each * each, (1.0, 0)) for n in range(count)]
     for number in range(count):
-        by_kind.setdefault((*kinds[number], shares[number]), []).append(number)
+        by_kind.setdefault((*kinds[number], *shares[number]), []).append(number)
     for numbers in by_kind.values():
         what = described(cluster, numbers[:1]).removeprefix("1 ")
-        (kind,), share = cluster.kinds(numbers[:1]), shares[numbers[0]]
+        (kind,), (share, failed) = cluster.kinds(numbers[:1]), shares[numbers[0]]
         less = f"; {share:.0%} of the bandwidth between hosts" if share < 1 else ""
-        found.append(f"  devices {told(numbers)}: {what}, {kind.device.memory_bytes / 2**30:.3g} GiB{less}")
-    reach = [f"{link.name} ({'all' if number == len(cluster.links) - 1 else f'{link.num_devices} devices'})"
+        gone = f"; {failed} NIC{'s' if failed > 1 else ''} of each host failed" if failed else ""
+        found.append(f"  devices {told(numbers)}: {what}, {kind.device.memory_bytes / 2**30:.3g} GiB{less}{gone}")
+    reach = [f"{link.name} ({'all' if number == len(cluster.links) - 1 else f'{link.num_devices} devices'}"
+             f"{f', {link.oversubscription:g}:1' if link.oversubscription > 1 else ''})"
              for number, link in enumerate(cluster.links)]
     return [*found, f"  links: {', '.join(reach)}"]
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import doctest
 import os
 import random
+import re
 import signal
 import subprocess
 import sys
@@ -155,7 +156,7 @@ def losses_of_one_process(steps: int) -> list[float]:
 
 def lines_of(output: str) -> list[tuple[int, float, int]]:
     """Step, loss and number of ranks of each line."""
-    words = [line.split() for line in output.splitlines() if line[:1].isdigit()]
+    words = [line.split() for line in output.splitlines() if re.fullmatch(r"\d+ \S+ on \d+", line)]
     return [(int(step), float(loss), int(ranks)) for step, loss, _, ranks in words]
 
 
@@ -174,17 +175,21 @@ def script(folder: Path, steps: int, more: str = "") -> Path:
     return path
 
 
+def plan_of_guide() -> autoparallel.Plan:
+    """For the guide's model on 4 ranks."""
+    names: dict[str, Any] = {"__name__": "guide"}
+    exec(compile(guide("elastic.md"), "elastic.md", "exec"), names)
+    model, example, _ = names["job"](12, 1)
+    return autoparallel.plan(model, autoparallel.Cluster.load("local-cpu", num_devices=4), example_inputs=example,
+                             by_hand="dp=4,zero=1")
+
+
 @pytest.mark.ranks
 def test_a_killed_rank_leaves_and_the_others_go_on_by_a_new_plan(tmp_path: Path) -> None:
     """Rank 2 of 4 is killed in the sixth step: three go on."""
     script(tmp_path, 10, "        if step == 5 and world.rank == 2 and world.size == 4:\n"
                          "            import os, signal; os.kill(os.getpid(), signal.SIGKILL)\n")
-    names: dict[str, Any] = {"__name__": "guide"}
-    exec(compile(guide("elastic.md"), "elastic.md", "exec"), names)
-    model, example, _ = names["job"](12, 1)
-    plan = autoparallel.plan(model, autoparallel.Cluster.load("local-cpu", num_devices=4), example_inputs=example,
-                             by_hand="dp=4,zero=1")
-    plan.save(tmp_path / "plan.json")
+    plan_of_guide().save(tmp_path / "plan.json")
     done = subprocess.run([*CLI, "launch", "plan.json", "--min-ranks", "2", "--model", "train:job", "--",
                            sys.executable, "train.py"], capture_output=True, text=True, timeout=120, cwd=tmp_path,
                           env=clean_environment())
@@ -230,30 +235,38 @@ def test_a_lost_host_leaves_and_comes_back(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 @pytest.mark.timeout(1500)
-def test_twenty_kills_at_random_points(tmp_path: Path) -> None:
-    """Seven jobs of 4 ranks lose one after the other, until one is left: each at a random moment of a step or of the
-    checkpoint that is written beside it."""
-    draw = random.Random(0)
-    for number in range(7):
-        folder = tmp_path / str(number)
-        folder.mkdir()
-        path = script(folder, 40, "        import time; time.sleep(0.05)\n")
-        path.write_text(path.read_text().replace("keep=2)", "keep=2, wait=False)"))
-        with (folder / "out").open("w") as out:
-            run = subprocess.Popen([*CLI, "launch", "--ranks", "4", "--min-ranks", "1", "--", sys.executable,
-                                    "train.py"], stdout=out, stderr=subprocess.STDOUT, cwd=folder, text=True,
-                                   env=clean_environment())
-        told = (folder / "out").read_text
-        try:
-            for ranks in (4, 3, 2):
-                waiting(lambda told=told, ranks=ranks: lines_of(told())[-1:] and lines_of(told())[-1][2] == ranks, 90)
-                time.sleep(draw.uniform(0, 0.5))
-                os.kill(draw.choice(children(run.pid)), signal.SIGKILL)
-            assert run.wait(90) == 0, told()
-        finally:
-            kill(run.pid)
-        assert told().count("was lost (SIGKILL)") == 3
-        check(lines_of(told()), 40)
+@pytest.mark.parametrize("job_number", range(7))
+def test_twenty_kills_at_random_points(tmp_path: Path, job_number: int) -> None:
+    """Seven jobs of 200 steps on 4 ranks lose one after the other, until one is left: each at a random step, and at a
+    random moment of it or of the checkpoint that is written beside it. Those left go on by a new plan."""
+    draw, steps = random.Random(job_number), 200
+    path = script(tmp_path, steps, "        import time; time.sleep(0.02)\n")
+    path.write_text(path.read_text().replace("keep=2)", "keep=2, wait=False)"))
+    plan_of_guide().save(tmp_path / "plan.json")
+    with (tmp_path / "out").open("w") as out:
+        run = subprocess.Popen([*CLI, "launch", "plan.json", "--min-ranks", "1", "--model", "train:job", "--",
+                                sys.executable, "train.py"], stdout=out, stderr=subprocess.STDOUT, cwd=tmp_path,
+                               text=True, env=clean_environment())
+    told, lost = (tmp_path / "out").read_text, "was lost (SIGKILL)"
+
+    def now() -> tuple[int, float, int]:
+        """The last line since the last loss."""
+        return next(iter(lines_of(told().rpartition(lost)[2])[-1:]), (-1, 0.0, 0))
+
+    try:
+        for number, step in enumerate(sorted(draw.sample(range(10, steps - 10), 3)), start=1):
+            waiting(lambda step=step: now()[0] >= step, 300)
+            if now()[2] == 1:                                    # a plan for two ranks takes one of them
+                break
+            time.sleep(draw.uniform(0, 0.05))
+            os.kill(draw.choice(children(run.pid)), signal.SIGKILL)
+            waiting(lambda number=number: told().count(lost) == number, 120)
+        assert run.wait(300) == 0, told()
+    finally:
+        kill(run.pid)
+    assert " devices before, " in told()                         # a new plan was made
+    check(lines_of(told()), steps)
+    assert lines_of(told())[-1][:2] == (steps - 1, pytest.approx(losses_of_one_process(steps)[-1], rel=1e-6))
 
 
 def waiting(until: Any, seconds: float) -> None:

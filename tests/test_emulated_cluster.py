@@ -57,6 +57,11 @@ def test_both_ends_of_each_wire_and_loopback_are_shaped() -> None:
         "tc -n test-switch qdisc add dev port1 root tbf rate 250mbit",
         "tc -n test-host1 qdisc add dev lo root tbf rate 1gbit",
     ]
+    thin = Network(Topology(2, 3, "250mbit", "1gbit", slow=(0,), thin=(1,)), "test")
+    rates = [c[c.index("rate") + 1] for c in thin.commands() if c[0] == "tc"]
+    assert rates == ["250mbit", "250mbit", "1gbit", "125000000bit", "125000000bit", "1gbit"]
+    assert [(one.devices, one.speed, one.bandwidth) for one in thin.topology.slowed()] == [
+        ((0, 1, 2), 0.5, 1.0), ((3, 4, 5), 1.0, 0.5)]
     assert [built.host_of(rank) for rank in range(6)] == ["test-host0"] * 3 + ["test-host1"] * 3
 
 

@@ -82,11 +82,9 @@ def server_advice(graph: OpGraph, cluster: Cluster, data_parallel: Prediction, p
 
 def _link(cluster: Cluster) -> Link:
     """The outermost link that the devices cross, as fast as one device has it while all of its host send."""
-    crossed = [link for count, link in cluster.group((cluster.num_devices,), 0).levels if count > 1]
-    link, sharing = crossed[-1], cluster.devices_per_host
-    if link.nics_per_host is None or link.nics_per_host >= sharing:
-        return link
-    return replace(link, bandwidth_bytes_per_s=link.bandwidth_bytes_per_s * link.nics_per_host / sharing)
+    levels = enumerate(cluster.group((cluster.num_devices,), 0).levels)
+    level, link = [(level, link) for level, (count, link) in levels if count > 1][-1]
+    return replace(link, bandwidth_bytes_per_s=link.bandwidth_bytes_per_s * cluster.share_of_wire(level))
 
 
 def _drawn(workers: int, spread: float) -> np.ndarray:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from types import MappingProxyType
 
@@ -113,15 +113,16 @@ class UsualPlans:
 
 
 def usual_plans(split: Splits, cluster: Cluster, options: Options, seconds: float = math.inf,
-                known: Mapping[str, Plan] = MappingProxyType({})) -> UsualPlans:
-    """Price each of the `recipes` that ``options`` and the model allow; the others are left out, with the reason. Once
-    one plan fits in memory, no further recipe is begun after ``seconds``. ``known``: plans that are priced already."""
+                known: Mapping[str, Plan] = MappingProxyType({}), texts: Iterable[str] | None = None) -> UsualPlans:
+    """Price each of the `recipes` (or ``texts``) that ``options`` and the model allow; the others are left out, with
+    the reason. Once one plan fits in memory, no further recipe is begun after ``seconds``. ``known``: plans that are
+    priced already."""
     ends, limit, graph = clock.now() + seconds, options.limit_bytes(cluster), split.graph
     found, left_out, hybrids = dict[str, Plan](), list[LeftOut](), set[tuple[Hybrid, object, str]]()
     experts = any(EXPERTS in node.op_name for node in graph.of_kind("op"))
     state, fits = _state(graph, cluster, options), any(p.prediction.peak_bytes <= limit for p in known.values())
     with collected_later():
-        for text in recipes(cluster.num_devices, cluster.devices_per_host, experts):
+        for text in texts if texts is not None else recipes(cluster.num_devices, cluster.devices_per_host, experts):
             hand = ByHand.of(text).on(cluster.num_devices)
             if state_bytes(hand, replace(state, optimizer=0.0)) > limit:
                 left_out.append(LeftOut(text, "weights, gradients and optimizer states", state_bytes(hand, state)))

@@ -7,6 +7,7 @@ import signal
 import statistics
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Annotated, Any
@@ -18,13 +19,16 @@ from autoparallel.calibration.measure import Calibration
 from benchmarks.emulated_cluster import report
 from benchmarks.emulated_cluster.calibration import calibrate, source
 from benchmarks.emulated_cluster.network import EmulationError, Network, Topology, missing, network
-from benchmarks.emulated_cluster.plans import Made, make, specs
+from benchmarks.emulated_cluster.plans import Made, equal, make, specs
 from benchmarks.emulated_cluster.pool import pool
 from benchmarks.emulated_cluster.report import Row
 from benchmarks.emulated_cluster.steps import Steps, check_losses, measure_steps
 from benchmarks.emulated_cluster.subjects import SUBJECTS
 from benchmarks.measure import as_json, conditions
 from cost_models.calibrate import write_cluster
+
+#: Numbers of slow hosts, and of those whose NIC has half the rate.
+UNEQUAL = ((1, 3), (2,))
 
 
 def main(
@@ -37,6 +41,8 @@ def main(
     hybrid: Annotated[bool, typer.Option("--hybrid", help="hybrid plans and the joint search's only")] = False,
     copies: Annotated[bool, typer.Option("--copies", help="tensor-parallel plans with micro-batches one after the "
                                          "other and multi-copy, and the joint search's only")] = False,
+    unequal: Annotated[bool, typer.Option("--unequal", help="hosts 1 and 3 compute at half the speed, host 2 has a NIC "
+                                          "of half the rate; hybrid plans, each also as for equal hosts")] = False,
     launches: Annotated[int, typer.Option(help="fresh processes so often")] = 2,
     steps: Annotated[int, typer.Option(help="steps measured per plan and launch")] = 5,
     clusters: Annotated[Path | None, typer.Option(help="write the calibrated descriptions into this folder")] = None,
@@ -49,16 +55,20 @@ def main(
         return
     signal.signal(signal.SIGTERM, _end)
     console = Console(width=160, soft_wrap=True)
-    settings = [Topology(hosts, ranks_per_host, rate, intra) for rate in inter.split(",")]
+    slow, thin = UNEQUAL if unequal else ((), ())
+    settings = [Topology(hosts, ranks_per_host, rate, intra, slow, thin) for rate in inter.split(",")]
     rows: list[Row] = []
     calibrations = []
     try:
         with _folder(clusters) as folder:
             for topology in settings:
-                with network(topology) as built:
+                with network(replace(topology, slow=(), thin=())) as built:
                     calibration = _calibrated(built, folder, console)
                     calibrations.append(calibration)
-                    wanted = specs(topology.num_ranks, plans, hybrid, copies)
+                with network(topology) as built:
+                    calibration = _slowed(calibration, topology, folder)
+                    wanted = specs(topology.num_ranks, plans, hybrid or unequal, copies)
+                    wanted += equal(wanted) if unequal else []
                     for name in models.split(","):
                         rows += _measured(built, name, calibration, folder, wanted, launches, steps, console)
                     if dropped := built.drops():
@@ -66,6 +76,8 @@ def main(
     finally:  # what was measured is kept where a later model fails
         for table in report.tables(rows):
             console.print(table)
+        for line in report.unequal_lines(rows):
+            console.print(line, markup=False)
         if output is not None:
             output.write_text(json.dumps(_everything(rows, calibrations), indent=1), encoding="utf-8")
 
@@ -102,6 +114,15 @@ def _calibrated(built: Network, folder: Path, console: Console) -> Calibration:
     console.print("  a call: " + ", ".join(f"{k} {s * 1e3:.1f} ms" for k, s in found.cluster.call_s.items())
                   + f"; compute and communication at once: {found.cluster.device.overlap_slowdown:.2f} times as long")
     return found
+
+
+def _slowed(found: Calibration, topology: Topology, folder: Path) -> Calibration:
+    """The description, measured with equal hosts, with the hosts and links that are slower as set."""
+    if not topology.slow and not topology.thin:
+        return found
+    cluster = replace(found.cluster, slow=topology.slowed())
+    write_cluster(_file(topology, folder), cluster, source(found))
+    return replace(found, cluster=cluster)
 
 
 def _measured(built: Network, name: str, calibration: Calibration, folder: Path, wanted: list[Any], launches: int,

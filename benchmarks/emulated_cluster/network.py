@@ -17,6 +17,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from autoparallel.errors import AutoparallelError
+from cost_models.unequal import Slow
 
 #: Largest packets. tbf drops what is larger than its burst, so loopback (65,536 else) and offloading are cut down.
 NIC_MTU, LOOPBACK_MTU, OFFLOAD_BYTES = 9000, 16384, 16384
@@ -37,14 +38,20 @@ class EmulationError(AutoparallelError, RuntimeError):
 @dataclass(frozen=True)
 class Topology:
     """``hosts`` of ``ranks_per_host``; rates in tc's words: ``inter`` of each NIC and direction, ``intra`` of loopback
-    (both directions together)."""
+    (both directions together). Numbers of hosts: ``slow`` ones compute at half the speed, ``thin`` ones have NICs of
+    half the rate."""
 
     hosts: int = 4
     ranks_per_host: int = 2
     inter: str = "200mbit"
     intra: str = "1gbit"
+    slow: tuple[int, ...] = ()
+    thin: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
+        if not {*self.slow, *self.thin} <= set(range(self.hosts)):
+            raise EmulationError(f"slow hosts {self.slow} and thin ones {self.thin} are numbers from 0 to "
+                                 f"{self.hosts - 1}")
         if not 1 <= self.hosts <= 200 or self.ranks_per_host < 1:
             raise EmulationError(f"1 to 200 hosts and at least one rank on each, not {self.hosts} and "
                                  f"{self.ranks_per_host}")
@@ -57,7 +64,18 @@ class Topology:
 
     @property
     def name(self) -> str:
-        return f"{self.hosts}x{self.ranks_per_host}, {self.inter}, {self.intra} inside"
+        unequal = f", hosts {self.slow} slow, {self.thin} thin" if self.slow or self.thin else ""
+        return f"{self.hosts}x{self.ranks_per_host}, {self.inter}, {self.intra} inside{unequal}"
+
+    def rate_of(self, host: int) -> str:
+        """Of a host's NIC, in tc's words."""
+        return f"{bytes_per_s(self.inter) * 4:.0f}bit" if host in self.thin else self.inter
+
+    def slowed(self) -> tuple[Slow, ...]:
+        """The same of a cluster's description."""
+        each = self.ranks_per_host
+        return tuple(Slow(tuple(rank for host in some for rank in range(host * each, (host + 1) * each)), *shares)
+                     for some, shares in ((self.slow, (0.5, 1.0)), (self.thin, (1.0, 0.5))) if some)
 
 
 def bytes_per_s(rate: str) -> float:
@@ -129,6 +147,7 @@ class Network:
 
     def _host_commands(self, number: int, host: str) -> list[Command]:
         port, offload = f"port{number}", ("gso_max_size", str(OFFLOAD_BYTES))
+        rate = self.topology.rate_of(number)
         return [
             ("ip", "netns", "add", host),
             ("ip", "-n", host, "link", "add", "eth0", "type", "veth", "peer", "name", port, "netns", self.switch),
@@ -136,8 +155,8 @@ class Network:
             ("ip", "-n", host, "link", "set", "eth0", "mtu", str(NIC_MTU), *offload, "up"),
             ("ip", "-n", host, "link", "set", "lo", "mtu", str(LOOPBACK_MTU), *offload, "up"),
             ("ip", "-n", self.switch, "link", "set", port, "master", "bridge", "mtu", str(NIC_MTU), *offload, "up"),
-            ("tc", "-n", host, "qdisc", "add", "dev", "eth0", "root", *_tbf(self.topology.inter)),
-            ("tc", "-n", self.switch, "qdisc", "add", "dev", port, "root", *_tbf(self.topology.inter)),
+            ("tc", "-n", host, "qdisc", "add", "dev", "eth0", "root", *_tbf(rate)),
+            ("tc", "-n", self.switch, "qdisc", "add", "dev", port, "root", *_tbf(rate)),
             ("tc", "-n", host, "qdisc", "add", "dev", "lo", "root", *_tbf(self.topology.intra)),
             ("ip", "netns", "exec", host, "sysctl", "-qw", *SYSCTLS),
         ]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import json
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import autoparallel
@@ -20,7 +20,7 @@ SEARCH, JOINT = "search", "joint search"
 @dataclass(frozen=True)
 class Spec:
     """A plan to be made: a name, the options of `autoparallel.plan`, and what kind it is: search, joint, plain
-    (one micro-batch) or hybrid."""
+    (one micro-batch), hybrid, or equal (of a cluster without its slow hosts and links)."""
 
     name: str
     kind: str
@@ -125,14 +125,21 @@ def specs(num_ranks: int, most: int | None = None, only_hybrid: bool = False, on
     return [Spec(SEARCH, "search"), joint, *mixed[:most]]
 
 
+def equal(wanted: list[Spec]) -> list[Spec]:
+    """The same plans, made for equal machines."""
+    return [Spec(f"equal: {spec.name}", "equal", spec.options) for spec in wanted]
+
+
 def make(subject: Subject, cluster: Cluster, wanted: list[Spec]) -> tuple[list[Made], list[str]]:
     """The distinct plans, and what could not be made with the reason."""
     found: dict[str, Made] = {}
     refused = []
+    plain = replace(cluster, slow=())
     for spec in wanted:
         try:
             with captured_once(subject):
-                plan = autoparallel.plan(subject.build(), cluster, example_kwargs=dict(subject.batch()), **spec.options)
+                on = plain if spec.kind == "equal" else cluster
+                plan = autoparallel.plan(subject.build(), on, example_kwargs=dict(subject.batch()), **spec.options)
         except AutoparallelError as error:
             refused.append(f"{spec.name}: {error}")
             continue
@@ -144,4 +151,4 @@ def make(subject: Subject, cluster: Cluster, wanted: list[Spec]) -> tuple[list[M
 def _decisions(plan: Plan) -> str:
     """What a plan decides, without what explains it."""
     data = json.loads(plan.to_json())
-    return json.dumps([data[key] for key in ("mesh_shape", "strategies", "direct", "hybrid")])
+    return json.dumps([data.get(key) for key in ("mesh_shape", "strategies", "direct", "hybrid", "devices")])

@@ -72,6 +72,20 @@ def summary(rows: Sequence[Row]) -> Summary:
     )
 
 
+def unequal_lines(rows: Sequence[Row]) -> list[str]:
+    """Of each model and network of unequal hosts: the joint search's plan beside the best by hand, and the best plan
+    of equal machines beside it."""
+    found = []
+    for key in dict.fromkeys((row.model, row.inter) for row in rows):
+        some = [row for row in rows if (row.model, row.inter) == key]
+        mine = next((row.measured_s for row in some if "joint" in row.kinds), None)
+        hand, equal = ([row.measured_s for row in some if kind in row.kinds] for kind in ("hybrid", "equal"))
+        if mine is not None and hand and equal:
+            found.append(f"{key[0]} {key[1]}: the plan takes {mine / min(*hand, *equal):.3f} of the best by hand; "
+                         f"the best plan of equal machines takes {min(equal) / mine:.3f} times as long")
+    return found
+
+
 def _has(*kinds: str) -> Callable[[Row], bool]:
     return lambda row: bool(set(kinds) & set(row.kinds))
 

@@ -48,18 +48,23 @@ def measure_steps(subject_name: str, plan_text: str, cluster_path: str, steps: i
     once = _once(parallel, plan.hybrid.is_plain, batch)
     parameters = list(parallel.parameters())  # a pipeline stage may have none
     optimizer = torch.optim.AdamW(parameters or [torch.zeros(1)], lr=1e-4, eps=1e-4, fused=True)
-    clock = DeviceClock(cluster.device)
+    (own,) = cluster.kinds((dist.get_rank(),))    # ranks fill one host after the other
+    clock = DeviceClock(own.working_device)
     made = [_step(clock, once, optimizer) for _ in range(WARM_UP + steps)]
     seconds, busy, overruns, losses = zip(*made, strict=True)
     return Steps(seconds[WARM_UP:], busy[WARM_UP:], overruns[WARM_UP:], losses)
 
 
 def mesh_of(plan: Any) -> Any:
-    """The plan's mesh over all ranks; a pipeline is its first axis."""
+    """The plan's mesh over all ranks, in the plan's order of devices; a pipeline is its first axis."""
     from torch.distributed.device_mesh import init_device_mesh
+
+    from autoparallel.kernels import groups
 
     ranks = plan.hybrid.pipeline_ranks
     shape, names = tuple(plan.mesh_shape), tuple(plan.axis_names)
+    if plan.devices:
+        return groups.ordered_mesh("cpu", plan.devices, (ranks, *shape), ("pipeline", *names))
     return init_device_mesh("cpu", (ranks, *shape), mesh_dim_names=("pipeline", *names)) if ranks > 1 else \
         init_device_mesh("cpu", shape, mesh_dim_names=names)
 
