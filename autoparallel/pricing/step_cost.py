@@ -17,7 +17,7 @@ from autoparallel.pricing.redistribution_costs import PricedStep
 from autoparallel.pricing.tier_costs import TierCosts
 from autoparallel.pricing.unit_costs import Prices
 from autoparallel.strategies.space import Strategy, StrategySet, TensorUse
-from cost_models import collectives, compute
+from cost_models import Cluster, collectives, compute
 
 
 class StepCost(NamedTuple):
@@ -137,13 +137,13 @@ class StepCosts:
         back for backward, which waits for each copy at its use."""
         if not (times := self.counts.offloads(index)):
             return self._nothing(len(self.space.strategy_sets[index].strategies))
-        there, back = self._moved_s(times, self.decision_bytes(index))
+        there, back = _moved_s(self.prices.cluster, times, self.decision_bytes(index))
         return self._copies_exposed() * there, back
 
     def offload_copy_s(self, use: TensorUse) -> tuple[np.ndarray, np.ndarray]:
         """As `offload_s`, for a use's redistributed copy; by (source strategy, target strategy)."""
         times = self.counts.offloads_copy(use)
-        there, back = self._moved_s(times, self.prices.redistribution.use_copies(use))
+        there, back = _moved_s(self.prices.cluster, times, self.prices.redistribution.use_copies(use))
         return self._copies_exposed() * there, back
 
     def _copies_exposed(self) -> float:
@@ -151,18 +151,14 @@ class StepCosts:
         their own, if both are divided evenly over the devices; all of them where host and device are one memory."""
         def found() -> float:
             ops = [decision.index for decision in self.space.decisions if decision.kind == "op"]
-            moved_s = sum(float(self._moved_s(times, self.decision_bytes(index))[0].min()) for index in ops
+            cluster = self.prices.cluster
+            moved_s = sum(float(_moved_s(cluster, times, self.decision_bytes(index))[0].min()) for index in ops
                           if (times := self.counts.offloads(index)))
             beside_s = sum(self.counts.op_times(index)[1] * float(self.prices.op_of(index).forward_s.min())
                            for index in ops)
             return max(0.0, 1 - beside_s / moved_s) if moved_s else 0.0
 
         return 1.0 if self.prices.cluster.host.shared_memory else self.memo.once("exposed copies", found)
-
-    def _moved_s(self, times: int, num_bytes: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        cluster = self.prices.cluster
-        seconds = [times * collectives.host_copy_s(num_bytes, cluster, to_device) for to_device in (False, True)]
-        return np.where(num_bytes > 0, seconds[0], 0.0), np.where(num_bytes > 0, seconds[1], 0.0)
 
     def _nothing(self, size: int) -> tuple[np.ndarray, np.ndarray]:
         return self.memo.once(("nothing", size), lambda: (np.zeros(size),) * 2)
@@ -290,3 +286,8 @@ class StepCosts:
         if source == target:
             return ()
         return self.prices.redistribution.steps(use.meta, source, target, self.counts.summing(use))
+
+
+def _moved_s(cluster: Cluster, times: int, num_bytes: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    seconds = [times * collectives.host_copy_s(num_bytes, cluster, to_device) for to_device in (False, True)]
+    return np.where(num_bytes > 0, seconds[0], 0.0), np.where(num_bytes > 0, seconds[1], 0.0)
