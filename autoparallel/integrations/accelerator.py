@@ -5,14 +5,15 @@ from __future__ import annotations
 import inspect
 import shutil
 import warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
+import torch.distributed as dist
 import torch.utils._pytree as pytree
 from accelerate import Accelerator
 from accelerate.data_loader import prepare_data_loader
@@ -32,6 +33,7 @@ from autoparallel.runtime.module import ParallelModule
 from autoparallel.runtime.scaler import GradScaler
 from autoparallel.runtime.step_log import StepLine
 
+T = TypeVar("T")
 _OTHERS = (DistributedType.FSDP, DistributedType.DEEPSPEED, DistributedType.MEGATRON_LM, DistributedType.XLA)
 
 
@@ -184,6 +186,7 @@ class AutoparallelAccelerator(Accelerator):
         if not self.sync_gradients and self.is_main_process:
             warnings.warn("a state is saved between the batches of a step, whose gradients it leaves out: save it "
                           "where accelerator.sync_gradients is True", stacklevel=2)
+        _decided(self._make_room)
         with self._without_parallel() as pairs:
             folder = super().save_state(output_dir, safe_serialization, **options)
         for number, (model, optimizer) in enumerate(pairs):
@@ -196,14 +199,15 @@ class AutoparallelAccelerator(Accelerator):
                    ) -> None:
         """As accelerate's, of a state of any number of ranks: schedules go on where as many training steps end here,
         loaders in their epochs. Without a folder the newest whole one of ``automatic_checkpoint_naming``, after whose
-        number the next is named. Raises InputError for a folder without a parallel module's state."""
-        if input_dir is None:
-            input_dir = self._newest_state()
+        number the next is named; where all are half written nothing is loaded, and a warning says so. Raises InputError
+        for a folder without a parallel module's state."""
+        if input_dir is None and (input_dir := self._newest_state()) is None:
+            return
         ranks = ranks_of_state(Path(input_dir))
         with self._without_parallel() as pairs:
             super().load_state(input_dir, load_kwargs, **options)
         if pairs:
-            self.step = decide_once(lambda: self.step)  # ranks that were not there when it was saved have read none
+            self.step = _decided(lambda: self.step)  # ranks that were not there when it was saved have read none
         load_epochs(self._dataloaders, Path(input_dir) / IN_OTHERS)
         if ranks not in (0, self.num_processes):
             moved(self.schedules_begun, ranks, self.num_processes)
@@ -218,18 +222,33 @@ class AutoparallelAccelerator(Accelerator):
         """As accelerate's; after the rest of the epoch ``dataloader`` is in its next one."""
         return rest_of_epoch(super().skip_first_batches(dataloader, num_batches), dataloader)
 
-    def _newest_state(self) -> str:
-        """The newest whole folder that save_state has named. Raises InputError where there is none."""
+    def _newest_state(self) -> str | None:
+        """The newest whole folder that save_state has named; None where all are half written. Raises InputError where
+        there is none."""
         naming = self.project_configuration
-        if not naming.automatic_checkpoint_naming or self.project_dir is None:
+        if (folder := self._states_folder) is None:
             raise InputError("load_state needs the folder: accelerator.load_state(\"checkpoints/checkpoint_0\")\n  Or "
                              "the Accelerator ProjectConfiguration(project_dir=..., automatic_checkpoint_naming=True): "
                              "then it loads the newest.")
-        found = decide_once(lambda: newest_named(Path(self.project_dir) / "checkpoints"))
-        if found is None:
-            raise InputError(f"{self.project_dir} has no whole state in checkpoints/checkpoint_<number>")
-        naming.iteration = _number(found) + 1
-        return str(found)
+        if not _decided(lambda: any(folder.glob("checkpoint_*"))):
+            raise InputError(f"{folder} has no checkpoint_<number>")
+        found = _decided(lambda: newest_named(folder))
+        naming.iteration = 0 if found is None else _number(found) + 1
+        return None if found is None else str(found)
+
+    @property
+    def _states_folder(self) -> Path | None:
+        """Where save_state names folders itself, as accelerate does; None where it does not."""
+        if not self.project_configuration.automatic_checkpoint_naming or self.project_dir is None:
+            return None
+        return Path(self.project_dir) / "checkpoints"
+
+    def _make_room(self) -> None:
+        """Remove a half-written state in the place of the next one, which accelerate would refuse to write over."""
+        if (folder := self._states_folder) is not None:
+            place = folder / f"checkpoint_{self.save_iteration}"
+            if place.exists() and not is_whole(place):
+                shutil.rmtree(place)
 
     @contextmanager
     def _without_parallel(self) -> Iterator[list[tuple[ParallelModule, torch.optim.Optimizer | None]]]:
@@ -253,14 +272,23 @@ def _whole(value: Any) -> Any:
     return value.full_tensor() if isinstance(value, DTensor) else value
 
 
+def _decided(decide: Callable[[], T]) -> T:
+    """The result of ``decide()``, on several ranks that of rank 0."""
+    return decide_once(decide) if dist.is_initialized() else decide()
+
+
+def is_whole(state: Path) -> bool:
+    """Whether a folder of save_state was written to its end."""
+    return (state / IN_OTHERS / EPOCHS).exists()
+
+
 def newest_named(folder: Path) -> Path | None:
-    """The newest whole ``checkpoint_<number>``. Newer ones, that a process which ended has left half written, are
-    removed: accelerate would refuse to write over them."""
+    """The newest whole ``checkpoint_<number>``; None if there is none. Newer ones, that a process which ended has left
+    half written, stay until the next state takes their place."""
     named = sorted((path for path in folder.glob("checkpoint_*") if _number(path) >= 0), key=_number)
-    whole = [path for path in named if (path / IN_OTHERS / EPOCHS).exists()]
+    whole = [path for path in named if is_whole(path)]
     for path in named[named.index(whole[-1]) + 1 :] if whole else named:
-        warnings.warn(f"{path} is not whole, and is removed", stacklevel=4)
-        shutil.rmtree(path)
+        warnings.warn(f"{path} is not whole, and is passed over", stacklevel=4)
     return whole[-1] if whole else None
 
 
