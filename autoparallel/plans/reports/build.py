@@ -19,7 +19,7 @@ def report_of(plan: Plan) -> Report:
     labels = {axis.name: axis.label for axis in axes}
     times = times_of(p)
     found = Report(
-        (), title(plan, axes), plan.cluster, plan.fingerprint, axes, _departures(axes),
+        (), (), title(plan, axes), plan.cluster, plan.fingerprint, axes, _departures(axes),
         _speed(p, record.workload if record else None), _memory(p, record), times,
         p.exposed_s / p.step_s if p.step_s else 0.0, tuple(_collectives(plan, labels)), block_rows(plan, axes),
         _proof(plan), tuple(plan.pins.items()), plan.hybrid.cuts,

@@ -125,13 +125,22 @@ class Proof:
 
 
 @dataclass(frozen=True)
+class Answer:
+    """What the first screen says to one question: ``label``, and sentences or the entries of a list."""
+
+    label: str
+    entries: tuple[str, ...]
+
+
+@dataclass(frozen=True)
 class Report:
-    """A plan for people. ``summary``: three lines, and a fourth where other plans are known. ``exposed_share``:
-    communication that nothing hides, of the step.
+    """A plan for people. ``summary``: three lines, and a fourth where other plans are known. ``first_screen``: the same
+    by question. ``exposed_share``: communication that nothing hides, of the step.
     ``cuts``: the ops at which pipeline stages 1, 2, ... begin. ``recomputed``: the blocks that recompute, if not all.
     ``record``: what planning kept (None: an older plan file)."""
 
     summary: tuple[str, ...]
+    first_screen: tuple[Answer, ...]
     title: str
     cluster: str
     fingerprint: str
@@ -155,4 +164,4 @@ class Report:
         return sum(time.seconds for time in self.times if time.part == part)
 
 
-__all__ = ["PURPOSES", "Collectives", "Memory", "Proof", "Report", "Speed", "Time"]
+__all__ = ["PURPOSES", "Answer", "Collectives", "Memory", "Proof", "Report", "Speed", "Time"]

@@ -6,7 +6,7 @@ import math
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
 
-from autoparallel.plans.reports.report import Memory, Proof, Report, Speed
+from autoparallel.plans.reports.report import Answer, Memory, Proof, Report, Speed
 from autoparallel.plans.reports.units import bytes_str, count_str, percent_str, percent_up, seconds_str, times_up
 from autoparallel.plans.reports.why_not import why_no_other
 from autoparallel.plans.reports.words import AROUND_HEADS, HEADS
@@ -23,12 +23,16 @@ MUCH_EXPOSED, MUCH_MOVED = 0.1, 0.2
 
 def summary(report: Report) -> Report:
     """The report with its summary."""
-    lines = (f"{report.title}." + _unusual(report) + _shares(report),
-             " ".join([f"{_speed(report)}; {_memory(report.memory)}{_state(report)}.", *_costs(report.speed)]),
-             " ".join([_where(report) + _error(report.speed),
-                       _proof(report.proof, any(axis.role == "pipeline" for axis in report.axes))]),
-             why_no_other(report))
-    return replace(report, summary=tuple(line for line in lines if line))
+    which, why = f"{report.title}." + _unusual(report) + _shares(report), why_no_other(report)
+    fast, full, costs = _speed(report), f"{_memory(report.memory)}{_state(report)}", tuple(_costs(report.speed))
+    where, error = f"{_where(report)}.", _error(report.speed)
+    proof = _proof(report.proof, any(axis.role == "pipeline" for axis in report.axes))
+    lines = (which, " ".join([f"{fast}; {full}.", *costs]), " ".join([f"Of the step: {where}", *error, proof]),
+             why.line)
+    screen = (Answer("plan", (which,)), Answer("speed", (f"{fast}.",)), Answer("memory", (f"{full}.",)),
+              Answer("cost", costs), Answer("step", (where,)), Answer("how sure", (*error, proof)), *why.answers)
+    return replace(report, summary=tuple(line for line in lines if line),
+                   first_screen=tuple(answer for answer in screen if answer.entries))
 
 
 def _unusual(report: Report) -> str:
@@ -114,10 +118,10 @@ def _state(report: Report) -> str:
     return f", with {sum(state.values()):g} bytes of training state an element ({_parts(state)})" if state else ""
 
 
-def _error(speed: Speed) -> str:
+def _error(speed: Speed) -> tuple[str, ...]:
     """How far such predictions are off, and by what that is known."""
-    return (f" Half of such predictions are within {percent_str(speed.p50)} of the measured step, above or below: "
-            f"{speed.basis}.") if speed.p50 else ""
+    return (f"Half of such predictions are within {percent_str(speed.p50)} of the measured step, above or below: "
+            f"{speed.basis}.",) if speed.p50 else ()
 
 
 def state_said(state: Mapping[str, float]) -> str:
@@ -156,7 +160,7 @@ def _where(report: Report) -> str:
                                  ("framework", ("framework, per step and micro-batch",)))}
     said = [f"{name} {percent_str(value)}" for name, value in share.items() if value >= LEAST_SHARE]
     said.insert(1, f"communication exposed {percent_str(max(0.0, report.exposed_share))}{_mostly(report)}")
-    return f"Of the step: {', '.join(said)}."
+    return ", ".join(said)
 
 
 def _mostly(report: Report) -> str:

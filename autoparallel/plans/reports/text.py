@@ -48,9 +48,13 @@ def text_report(plan: Plan, width: int = 100, details: bool = False) -> str:
 
 
 def print_summary(report: Report, console: ReportConsole) -> None:
-    """The first lines."""
-    for number, line in enumerate(report.summary):
-        console.print(line, style="" if number else "bold")
+    """The first screen: a question a row, the entries of a list below one another."""
+    rows = Table.grid(padding=(0, 2))
+    for answer in report.first_screen:
+        for number, entry in enumerate(answer.entries):
+            label = "" if number else answer.label
+            rows.add_row(label, entry, style="bold" if answer.label == "plan" else "")
+    console.print(rows)
 
 
 def print_report(report: Report, console: ReportConsole, details: bool = False) -> None:

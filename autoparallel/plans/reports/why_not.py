@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 
 from autoparallel.plans.record import EXCLUDED, LATE, Alternative, LeftOut
-from autoparallel.plans.reports.report import Memory, Report, Speed
+from autoparallel.plans.reports.report import Answer, Memory, Report, Speed
 from autoparallel.plans.reports.units import bytes_str, percent_str, seconds_str
 
 #: Families of plans, with what the texts of those by hand have, and the titles of those that a search found; the first
@@ -23,7 +24,32 @@ MOST_NAMES, MOST_LETTERS = 3, 60
 TIMES = 1.0
 
 
-def why_no_other(report: Report) -> str:
+@dataclass(frozen=True)
+class WhyNot:
+    """Other plans: those that are slower or not possible, ``apart``, and those that the error of predictions does not
+    tell from this one, ``near`` (``near_to``: by which error); ``untried``: sentences on what was not looked at."""
+
+    apart: tuple[str, ...]
+    near: tuple[str, ...]
+    near_to: str
+    untried: tuple[str, ...]
+
+    @property
+    def line(self) -> str:
+        """All in one line; empty if nothing is known of other plans."""
+        said = [f"Why no other: {'; '.join(self.apart)}."] if self.apart else []
+        said += [f"Not told apart {self.near_to}: {'; '.join(self.near)}."] if self.near else []
+        return " ".join([*said, *self.untried])
+
+    @property
+    def answers(self) -> Iterator[Answer]:
+        """The same for the first screen, where there is something to say."""
+        yield Answer("why no other", self.apart)
+        yield Answer("not told apart", (f"{self.near_to}:", *self.near) if self.near else ())
+        yield Answer("not tried", self.untried)
+
+
+def why_no_other(report: Report) -> WhyNot:
     """The best known plan of each family, by hand or searched, the fastest other one that the search found, and why no
     plan of other families was priced."""
     others = report.record.alternatives if report.record is not None else ()
@@ -46,8 +72,10 @@ def why_no_other(report: Report) -> str:
     apart += _impossible(report, {own, *(family for family, _ in best)})
     rest = [one.step_s for one in others if one not in [other for other, _ in named]
             and _fits(report.memory, one.peak_bytes)]
-    said = f"Why no other: {'; '.join(apart)}." if apart else ""
-    return f"{said}{_near(report.speed, near, rest)}{_untried(report)}".strip()
+    more = len(report.speed.not_told_apart(rest))
+    near += [f"{more} more plan{'s' if more > 1 else ''}"] if more else []
+    return WhyNot(tuple(apart), tuple(near), f"by the median error of predictions ({percent_str(report.speed.p50)})",
+                  tuple(_untried(report)))
 
 
 def _family(by_hand: str) -> str:
@@ -119,28 +147,17 @@ def _left_out_why(report: Report, one: LeftOut) -> str:
     return f"since {one.why} take more{of}"
 
 
-def _near(speed: Speed, named: Sequence[str], rest_s: Sequence[float]) -> str:
-    """The plans that the error of predictions does not tell apart from this one: those ``named``, and how many more."""
-    count = len(speed.not_told_apart(rest_s))
-    more = [f"{count} more plan{'s' if count > 1 else ''}"] if count else []
-    if not (named or more):
-        return ""
-    return (f" Not told apart by the median error of predictions ({percent_str(speed.p50)}): "
-            f"{'; '.join([*named, *more])}.")
-
-
-def _untried(report: Report) -> str:
+def _untried(report: Report) -> Iterator[str]:
     """Combinations that were estimated faster, and not planned in full; how many were not looked at."""
     trials, step_s = report.record.trials if report.record is not None else (), report.speed.step_s
     faster = [trial.step_s for trial in trials if trial.estimated and not trial.too_large and trial.step_s < step_s]
     tried = report.proof.combinations
-    left = "" if tried is None or not tried.left else (
-        f" {tried.left:,} of {tried.total:,} combinations were left for lack of time.")
-    if not faster:
-        return left
-    some = f"{len(faster)} combinations estimated faster" if len(faster) > 1 else "One combination estimated faster"
-    return (f" {some}, by up to {percent_str(1 - min(faster) / step_s)}, {'were' if len(faster) > 1 else 'was'} not "
-            f"planned in full.{left}")
+    if faster:
+        some = f"{len(faster)} combinations estimated faster" if len(faster) > 1 else "One combination estimated faster"
+        yield (f"{some}, by up to {percent_str(1 - min(faster) / step_s)}, {'were' if len(faster) > 1 else 'was'} not "
+               "planned in full.")
+    if tried is not None and tried.left:
+        yield f"{tried.left:,} of {tried.total:,} combinations were left for lack of time."
 
 
 def _fits(memory: Memory, peak_bytes: float) -> bool:
