@@ -98,6 +98,23 @@ def test_the_newest_whole_state_is_found(tmp_path: Path) -> None:
     assert (tmp_path / "checkpoint_10").exists()
 
 
+def test_an_unfinished_state_is_renamed_and_a_whole_one_stays(tmp_path: Path) -> None:
+    from autoparallel.integrations.accelerator import set_aside
+
+    whole, partial = tmp_path / "checkpoint_2", tmp_path / "checkpoint_3"
+    (whole / "autoparallel").mkdir(parents=True)
+    (whole / "autoparallel" / "loaders.json").write_text("[]")
+    for text in ("first", "second"):    # the second replaces the first
+        partial.mkdir()
+        (partial / "weights").write_text(text)
+        with pytest.warns(UserWarning, match=r"checkpoint_3 is not a whole .* renamed to checkpoint_3.partial"):
+            set_aside(partial)
+    set_aside(whole)
+    set_aside(tmp_path / "checkpoint_4")
+    assert {path.name for path in tmp_path.iterdir()} == {"checkpoint_2", "checkpoint_3.partial"}
+    assert (tmp_path / "checkpoint_3.partial" / "weights").read_text() == "second"
+
+
 def test_other_batches_than_the_checkpoints_are_told() -> None:
     from autoparallel.integrations.trainer import _tell_other_batches
 

@@ -248,8 +248,8 @@ class Inventory:
                 yield name, function, new
 
     def changes(self) -> list[Change]:
-        """Of the containers that have other contents now. Threads that run beside this one write into themselves, as
-        tqdm's monitor every ten seconds: they count if the model owns them."""
+        """The containers whose contents have changed. Other running threads count only if the model owns them: they
+        update their own attributes at any time, as tqdm's monitor does every ten seconds."""
         return [Change(name, owned, value, before, now) for name, owned, value, before in self._held.values()
                 if (owned or not _runs_beside(value)) and not _is_equal(before, now := _copied(value))]
 

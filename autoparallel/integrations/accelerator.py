@@ -244,11 +244,9 @@ class AutoparallelAccelerator(Accelerator):
         return Path(self.project_dir) / "checkpoints"
 
     def _make_room(self) -> None:
-        """Remove a half-written state in the place of the next one, which accelerate would refuse to write over."""
+        """Rename an unfinished state at the place of the next one, which accelerate would refuse to overwrite."""
         if (folder := self._states_folder) is not None:
-            place = folder / f"checkpoint_{self.save_iteration}"
-            if place.exists() and not is_whole(place):
-                shutil.rmtree(place)
+            set_aside(folder / f"checkpoint_{self.save_iteration}")
 
     @contextmanager
     def _without_parallel(self) -> Iterator[list[tuple[ParallelModule, torch.optim.Optimizer | None]]]:
@@ -282,9 +280,20 @@ def is_whole(state: Path) -> bool:
     return (state / IN_OTHERS / EPOCHS).exists()
 
 
+def set_aside(place: Path) -> None:
+    """Rename ``checkpoint_3`` to ``checkpoint_3.partial`` if it exists and was not written to its end, or not by this
+    class; the ``.partial`` folder of an earlier call is replaced."""
+    if not place.exists() or is_whole(place):
+        return
+    aside = place.with_name(f"{place.name}.partial")
+    warnings.warn(f"{place} is not a whole state of this class, and is renamed to {aside.name}", stacklevel=4)
+    shutil.rmtree(aside, ignore_errors=True)
+    place.rename(aside)
+
+
 def newest_named(folder: Path) -> Path | None:
     """The newest whole ``checkpoint_<number>``; None if there is none. Newer ones, that a process which ended has left
-    half written, stay until the next state takes their place."""
+    half written, stay until `set_aside` renames them."""
     named = sorted((path for path in folder.glob("checkpoint_*") if _number(path) >= 0), key=_number)
     whole = [path for path in named if is_whole(path)]
     for path in named[named.index(whole[-1]) + 1 :] if whole else named:

@@ -13,7 +13,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-#: Beside the parallel modules of a state.
+#: File in a state's folder of parallel modules; written last, so that a state with it is whole.
 EPOCHS = "loaders.json"
 
 

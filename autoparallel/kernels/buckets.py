@@ -32,7 +32,7 @@ LARGE_BYTES = 4 * 2**20
 
 @dataclass(frozen=True)
 class _Split:
-    """Positions of the tensors that are sent by themselves, and of those that share a bucket."""
+    """Positions of large tensors, each its own message, and of small tensors, which share a bucket."""
 
     alone: tuple[int, ...]
     together: tuple[int, ...]
@@ -53,7 +53,7 @@ class _Split:
 
 def begin_all_gathers(values: Sequence[torch.Tensor], axis: Axis, cuts: Sequence[Cut]
                       ) -> Callable[[], tuple[torch.Tensor, ...]]:
-    """All-gather several tensors of one dtype, in one message to NCCL."""
+    """All-gather several tensors of one dtype, on GPUs as one group of messages."""
     if len(values) == 1:
         finish_one = begin_all_gather(values[0], axis, *cuts[0])
         return lambda: (finish_one(),)
@@ -88,7 +88,7 @@ def _joined(shards: torch.Tensor, dim: int, sizes: Sizes) -> torch.Tensor:
 
 def begin_reduce_scatters(values: Sequence[torch.Tensor], axis: Axis, cuts: Sequence[Cut]
                           ) -> Callable[[], tuple[torch.Tensor, ...]]:
-    """Reduce-scatter several tensors of one dtype, in one message to NCCL. Of those that share a bucket, the results
+    """Reduce-scatter several tensors of one dtype, on GPUs as one group of messages. Results of tensors in a bucket
     are views of it where their cut dim is the first."""
     if len(values) == 1:
         finish_one = begin_reduce_scatter(values[0], axis, *cuts[0])
