@@ -16,14 +16,13 @@ from torch import nn
 
 from autoparallel.api import plan
 from autoparallel.errors import InfeasibleError, PlanError, SearchError, shown
+from autoparallel.planning.options import MODEL_AND_CALL
 from autoparallel.plans import Plan
 from autoparallel.plans.reports.text import ReportConsole, as_text
 from autoparallel.plans.reports.units import bytes_str, count_str, seconds_str
 from autoparallel.schedule.tiers import FITTED, PLACES, listed, offload_of
 from cost_models import Cluster
 from cost_models.errors import ClusterError
-
-_TRIPLE = "(model, example inputs, example keyword inputs)"
 
 
 @dataclass(frozen=True)
@@ -106,7 +105,7 @@ def _largest(model: Callable[[int], Any], cluster: Cluster, tier: str, batch: in
     def planned(batch: int, **more: Any) -> Plan:
         made = model(batch)
         if not isinstance(made, tuple) or len(made) != 3:
-            raise PlanError(f"the model for a batch of {batch} is {shown(made)}: return {_TRIPLE}")
+            raise PlanError(f"the model for a batch of {batch} is {shown(made)}: return {MODEL_AND_CALL}")
         network, args, kwargs = made
         return plan(network, cluster, example_inputs=args, example_kwargs=kwargs, joint=True,
                     **{**options, "offload": tier, **more})
@@ -127,7 +126,7 @@ def _largest(model: Callable[[int], Any], cluster: Cluster, tier: str, batch: in
 
 def _check(model: Any, tiers: Any, devices: Any, smallest: Any, most: Any, told: Any) -> None:
     if not callable(model) or isinstance(model, type | nn.Module):
-        raise PlanError(f"model is {shown(model)}: give a function of a global batch, which returns {_TRIPLE}")
+        raise PlanError(f"model is {shown(model)}: give a function of a global batch, which returns {MODEL_AND_CALL}")
     if isinstance(tiers, str) or not isinstance(tiers, Sequence) or not tiers or set(tiers) - set(PLACES):
         raise PlanError(f"tiers is {shown(tiers)}: give some of {list(PLACES)}")
     for name, value in (("devices", devices), ("smallest", smallest), ("most", most)):

@@ -20,7 +20,7 @@ from autoparallel.api import plan
 from autoparallel.capture import OpGraph, capture
 from autoparallel.errors import InfeasibleError, PlanError, SearchError, shown
 from autoparallel.partition import Splits
-from autoparallel.planning.options import Options
+from autoparallel.planning.options import MODEL_AND_CALL, Options
 from autoparallel.planning.usual import EXPERTS, recipes, usual_plans
 from autoparallel.plans import Plan
 from autoparallel.plans.reports.units import bytes_str
@@ -34,7 +34,6 @@ LEAST_GAIN = 0.005
 #: What a point is of, from the innermost loop outwards.
 AXES = ("sequence", "batch", "devices")
 DATA = "data parallel"
-_TRIPLE = "(model, example inputs, example keyword inputs)"
 
 
 @dataclass(frozen=True)
@@ -134,7 +133,7 @@ def study(
         raise PlanError(f"refine is {shown(refine)}: give a whole number from 0 to 8")
     if not callable(model) or isinstance(model, type | nn.Module):
         raise PlanError(f"model is {shown(model)}: give a function of (global batch, sequence length), which returns "
-                        f"{_TRIPLE}")
+                        f"{MODEL_AND_CALL}")
     machines = {count: Cluster.load(cluster, count, software) for count in axes[2]}
     options = Options(optimizer=optimizer)
     found = list[Point]()
@@ -142,7 +141,8 @@ def study(
     def at(batch: int, sequence: int, counts: Iterable[int]) -> list[Point]:
         made = model(batch, sequence)
         if not isinstance(made, tuple) or len(made) != 3:
-            raise PlanError(f"the model of a batch of {batch} and {sequence} tokens is {shown(made)}: return {_TRIPLE}")
+            raise PlanError(f"the model of a batch of {batch} and {sequence} tokens is {shown(made)}: return "
+                             f"{MODEL_AND_CALL}")
         network, args, kwargs = made
         split, points = Splits(capture(network, args, kwargs)), []
         for count in counts:

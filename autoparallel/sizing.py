@@ -17,6 +17,7 @@ from torch import nn
 
 from autoparallel.api import plan
 from autoparallel.errors import AutoparallelError, InfeasibleError, PlanError, SearchError, shown
+from autoparallel.planning.options import MODEL_AND_CALL
 from autoparallel.plans import Plan
 from autoparallel.plans.reports.text import ReportConsole, as_text
 from autoparallel.plans.reports.units import count_str, seconds_str
@@ -152,7 +153,7 @@ def size(
         cluster = Cluster.load(name, num_devices=devices, software=software)
         made_for = model(devices)
         if not isinstance(made_for, tuple) or len(made_for) != 3:
-            raise PlanError(f"the model for {devices} devices is {shown(made_for)}: return {_TRIPLE}")
+            raise PlanError(f"the model for {devices} devices is {shown(made_for)}: return {MODEL_AND_CALL}")
         network, args, kwargs = made_for
         try:
             made = plan(network, cluster, example_inputs=args, example_kwargs=kwargs, joint=True,
@@ -179,12 +180,12 @@ def size(
     return Sizing(target, tuple(sorted(found, key=lambda one: (one.cluster.name, one.devices))))
 
 
-_TRIPLE = "(model, example inputs, example keyword inputs)"
 
 
 def _check(model: Any, clusters: Any, told: Any) -> None:
     if not callable(model) or isinstance(model, type | nn.Module):
-        raise PlanError(f"model is {shown(model)}: give a function of a number of devices, which returns {_TRIPLE}")
+        raise PlanError(f"model is {shown(model)}: give a function of a number of devices, which returns "
+                        f"{MODEL_AND_CALL}")
     if not isinstance(clusters, list | tuple) or not clusters:
         raise PlanError(f"clusters is {shown(clusters)}: give names or files, for example ('h100-sxm',)")
     if not callable(told):

@@ -26,9 +26,9 @@ from autoparallel.schedule.tiers import PLACES, Offload, offload_of
 from cost_models import Cluster, offload
 from cost_models.memory import TrainingState
 from tests.support.models import CASES
-from tests.support.offloaded import ADAMW, Options, differing, local, trained
+from tests.support.offloaded import Options, differing, local, resumed_in_tiers, trained
 from tests.support.ranks import mesh_of
-from tests.support.reference import Trained, assert_same_parameters, gathered, scalar, train_reference
+from tests.support.reference import Trained, assert_same_parameters, train_reference
 from tests.support.tiers import slow
 
 PLAIN = Cluster.load("a100-sxm", num_devices=4, software="none")
@@ -320,36 +320,8 @@ def test_what_does_not_go_together_is_refused() -> None:
 
 def saved_and_loaded(folder: Path) -> list[bool]:
     """From disk to memory and back by a checkpoint; a model on the meta device."""
-    case = CASES["gpt2"]
-    args, kwargs = case.inputs(8)
-
-    def made(tier: str, meta: bool = False) -> Any:
-        with torch.device("meta" if meta else "cpu"):
-            model = case.build()
-        where = {"disk_path": folder} if "disk" in tier else {}
-        return autoparallel.compile(model, mesh_of(2), example_inputs=args, example_kwargs=kwargs, zero_stage=3,
-                                    offload=tier, **where)
-
-    def step(parallel: Any, optimizer: Any) -> float:
-        loss = scalar(parallel.step(*args, **kwargs))
-        optimizer.step()
-        optimizer.zero_grad()
-        return loss
-
-    first = made("disk/disk/disk")
-    optimizer = first.optimizer(torch.optim.AdamW, **ADAMW)
-    step(first, optimizer)
-    first.save(folder / "saved", optimizer, step=1)
-    found = []
-    for tier, meta in (("none", False), ("disk/disk/disk", True), ("host/host/disk", False)):
-        other = made(tier, meta)
-        other.load(folder / "saved")
-        again = other.optimizer(torch.optim.AdamW, **ADAMW)
-        other.load(folder / "saved", again)
-        found.append(step(other, again))
-    expected = step(first, optimizer)
-    whole = gathered(first.named_parameters())
-    return [*(loss == expected for loss in found), all(torch.isfinite(value).all() for value in whole.values())]
+    others = [("none", False), ("disk/disk/disk", True), ("host/host/disk", False)]
+    return resumed_in_tiers(folder, "disk/disk/disk", others)
 
 
 @pytest.mark.ranks

@@ -75,8 +75,10 @@ OPTIONS = f"""
 """
 
 
-#: The share of a limit of host memory that tiles of states on disk take beside gradients and parameters there.
+#: Share of the host's memory limit for tiles of states on disk, where gradients or parameters live on the host too.
 TILES_SHARE = 0.25
+#: What a function that makes a model returns, in the errors of `size`, `fit` and `study`.
+MODEL_AND_CALL = "(model, example inputs, example keyword inputs)"
 #: Options that a ready plan leaves no room for.
 DECIDED_BY_A_PLAN = frozenset({"pins", "baseline", "micro_batches", "pipeline_stages", "stage_replicas", "schedule",
                                "recompute", "zero_stage", "reduce_dtype", "bucket_bytes", "copies", "offload",
@@ -147,9 +149,9 @@ class Options:
         found = offload_of(str(self.offload), self.offload_fraction or 1.0)
         if self.host_memory_limit_bytes is None or found.states != "disk":
             return found
-        beside = TILES_SHARE if found.in_tier("host") else 1.0
+        share = TILES_SHARE if found.in_tier("host") else 1.0
         states = memory.recipe(self.optimizer).num_states
-        return replace(found, tile_bytes=largest_tile(beside * self.host_memory_limit_bytes, states))
+        return replace(found, tile_bytes=largest_tile(share * self.host_memory_limit_bytes, states))
 
     def without_decided(self) -> Options:
         """The options for calls of another form than a plan's: without those that the plan decides."""

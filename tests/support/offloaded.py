@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -65,3 +67,38 @@ def differing(found: Options, expected: Options) -> list[str]:
     """The names of what two results of `trained` do not share to the bit."""
     return [name for name, value in expected.items()
             if name not in ("bytes", "memory", "disk") and not same(found[name], value)]
+
+
+def resumed_in_tiers(folder: Path, saved: str, others: Sequence[tuple[str, bool]]) -> list[bool]:
+    """Whether one more step after a checkpoint of tier ``saved`` has its loss in each of the ``others`` (tier, whether
+    the model is made on the meta device); and whether the parameters of tier ``saved`` are finite."""
+    case = CASES["gpt2"]
+    args, kwargs = case.inputs(8)
+
+    def made(tier: str, meta: bool = False) -> Any:
+        with torch.device("meta" if meta else "cpu"):
+            model = case.build()
+        where = {"disk_path": folder} if "disk" in tier else {}
+        return autoparallel.compile(model, mesh_of(2), example_inputs=args, example_kwargs=kwargs, zero_stage=3,
+                                    offload=tier, **where)
+
+    def step(parallel: Any, optimizer: Any) -> float:
+        loss = scalar(parallel.step(*args, **kwargs))
+        optimizer.step()
+        optimizer.zero_grad()
+        return loss
+
+    first = made(saved)
+    optimizer = first.optimizer(torch.optim.AdamW, **ADAMW)
+    step(first, optimizer)
+    first.save(folder / "saved", optimizer, step=1)
+    found = []
+    for tier, meta in others:
+        other = made(tier, meta)
+        other.load(folder / "saved")
+        again = other.optimizer(torch.optim.AdamW, **ADAMW)
+        other.load(folder / "saved", again)
+        found.append(step(other, again))
+    expected = step(first, optimizer)
+    whole = gathered(first.named_parameters())
+    return [*(loss == expected for loss in found), all(torch.isfinite(value).all() for value in whole.values())]
