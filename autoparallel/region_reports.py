@@ -6,7 +6,7 @@ import json
 from html import escape
 from itertools import groupby
 
-from rich.table import Table
+from rich.table import Column, Table
 
 from autoparallel.plans.reports.text import ReportConsole, as_text
 from autoparallel.plans.reports.units import seconds_str
@@ -26,7 +26,8 @@ def print_regions(found: Regions, console: ReportConsole) -> None:
         console.print(f"- {sentence}")
     if len(found.kinds) == 1:
         console.print(f"- {found.kinds[0]} is the fastest wherever there is a plan.")
-    table = Table("devices", "batch", "sequence", "step", "fastest plan", "by hand", "next kind", "", box=None,
+    by_hand = Column("by hand", overflow="fold")  # to be copied: never cut short
+    table = Table("devices", "batch", "sequence", "step", "fastest plan", by_hand, "next kind", "", box=None,
                   pad_edge=False)
     for point in found.points:
         table.add_row(*_row(point))
