@@ -417,6 +417,8 @@ def selftest(
                                                "gpt2,bert,t5,mixtral")] = None,
     backends: Annotated[str, typer.Option(help="with commas between: eager, aot_eager, inductor")] = "eager",
     rounds: Annotated[int, typer.Option(min=1, help="steps of each side of a race")] = 20,
+    device: Annotated[str | None, typer.Option(help="cpu or cuda; ranks share GPUs where there are fewer [default: "
+                                               "cuda where there is a GPU each, else cpu]")] = None,
     output: Annotated[Path | None, typer.Option(help="write the results here as .json, and a page beside it as "
                                                 ".md")] = None,
 ) -> None:
@@ -430,7 +432,7 @@ def selftest(
     if output is not None:
         plan_cli.check_output(output)
     names = tuple(models.split(",")) if models else tuple(SUBJECTS)
-    if not job.main(job.Request(ranks, minutes, names, tuple(backends.split(",")), rounds), output):
+    if not job.main(job.Request(ranks, minutes, names, tuple(backends.split(",")), rounds, device), output):
         raise typer.Exit(1)
 
 

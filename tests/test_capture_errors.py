@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from autoparallel import Cluster, Plan
 from autoparallel.api import plan
+from autoparallel.capture.passes import dtype_check
 from autoparallel.errors import (
     CaptureError,
 )
@@ -280,6 +281,24 @@ TYPES_TAKEN = {
     "masks": (lambda f, x: f(x).masked_fill(x > 0, 0.0) + torch.where(x > 0, f(x), 0), None),
     "an attention's mask": (lambda f, x: F.scaled_dot_product_attention(*[f(x)[None, None]] * 3, x[None] > 2), None),
 }
+
+
+@pytest.mark.parametrize("name", ["the only row", "a table's rows", "index_fill of 1.7976931348623157e+308", "masks"])
+def test_examples_on_a_gpu_stop_no_kernel(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """There a row out of range ends the process, so what is tried must be in range at once; wrong types still show."""
+    raised: list[BaseException] = []
+    values, error = dtype_check._values, dtype_check._error
+
+    def noted(*args: Any) -> Any:
+        raised.extend(filter(None, [found := error(*args)]))
+        return found
+
+    monkeypatch.setattr(dtype_check, "_values", lambda device: values(torch.device("cuda")))
+    monkeypatch.setattr(dtype_check, "_error", noted)
+    test_types_that_the_model_takes(name)
+    assert raised == []
+    test_types_that_the_model_itself_does_not_take("index")
+    assert raised != []
 
 
 @pytest.mark.parametrize("name", TYPES_TAKEN)

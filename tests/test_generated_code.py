@@ -35,6 +35,8 @@ SEND = "buf2 = torch.ops._c10d_functional.reduce_scatter_tensor.default(buf1, 's
 AWAIT = "torch.ops._c10d_functional.wait_tensor.default(buf2)"
 SUM = "torch.ops._c10d_functional.all_reduce_.default(reinterpret_tensor(buf1, (8, ), (1, ), 8), 'sum', '0')"
 
+DRAW = "torch.ops.higher_order.graphsafe_run_with_rng_state(torch.ops.{}, {}, rng_state=state)"
+
 
 def _code(lines: Sequence[str]) -> str:
     return KERNELS.replace("LINES", "\n        ".join(lines))
@@ -43,6 +45,7 @@ def _code(lines: Sequence[str]) -> str:
 @pytest.mark.parametrize("lines", [
     (SEND, "read(buf1, buf0)", AWAIT),  # what is sent may be read
     (SEND, "triton_write.run(buf1, buf0, 32, stream=stream0)", AWAIT),
+    (SEND, DRAW.format("aten.bernoulli.default", "buf1"), AWAIT),    # as backward on GPUs draws what forward drew
     (SUM, "read(buf0, reinterpret_tensor(buf1, (8, ), (1, ), 16))",  # another part of an allocation
      "torch.ops._c10d_functional.wait_tensor.default(reinterpret_tensor(buf1, (8, ), (1, ), 8))"),
 ])
@@ -58,6 +61,9 @@ def test_sound_code_is_accepted(lines: tuple[str, ...]) -> None:
     ((SEND, "extern_kernels.mm(buf0, buf0, out=buf1)", AWAIT), "extern_kernels.mm uses buf1"),
     ((SEND, "torch.ops.aten.add_.Tensor(buf1, buf0)", AWAIT), "add_.Tensor uses buf1"),
     ((SEND, SUM, AWAIT), "all_reduce_.default uses buf1"),
+    ((SEND, DRAW.format("aten.bernoulli_.float", "buf1"), AWAIT), "graphsafe_run_with_rng_state uses buf1"),
+    ((SEND, DRAW.format("aten.bernoulli.default", "buf2"), AWAIT), "graphsafe_run_with_rng_state uses buf2"),
+    ((SEND, "torch.ops.higher_order.unknown(buf1)", AWAIT), "unknown uses buf1"),
     ((SUM, "read(reinterpret_tensor(buf1, (2, ), (1, ), 14), buf0)"), "read uses buf1"),
 ])
 def test_code_that_takes_memory_in_use_is_found(lines: tuple[str, ...], user: str) -> None:

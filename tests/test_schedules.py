@@ -6,14 +6,18 @@ import itertools
 from collections.abc import Iterator
 
 import pytest
+import torch
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.pipelining import schedules as torch_schedules
 from typer.testing import CliRunner
 
 import autoparallel
 from autoparallel.cli import app
-from autoparallel.errors import PlanError
+from autoparallel.errors import LaunchError, PlanError
+from autoparallel.kernels import groups
 from autoparallel.planning import by_hand
 from autoparallel.plans.reports.timeline import timeline_of
+from autoparallel.runtime.pipeline import Pipeline
 from autoparallel.schedule.in_flight import in_flight
 from autoparallel.schedule.pipeline_tasks import PipelineTasks, StageTimes
 from autoparallel.schedule.schedules import SCHEDULES, Action, Schedule, counted_in_flight
@@ -117,3 +121,11 @@ def test_an_entry_of_the_table_is_planned_reported_and_exported(looped: Schedule
     titan, megatron = (autoparallel.export_plan(plan, name) for name in ("torchtitan", "megatron"))
     assert any("LoopedBFS" in text for text in titan.files.values())
     assert any(one.instead == "interleaved 1F1B" for one in megatron.lost)
+
+
+def test_pipelines_of_gpus_over_gloo_are_refused(mesh_of_one: DeviceMesh) -> None:
+    """gloo's send of GPU memory ends the process (seen on an H200, torch 2.11)."""
+    group, gpu = mesh_of_one.get_group(), torch.device("cuda", 0)
+    assert groups.sends(group, torch.device("cpu")) and not groups.sends(group, gpu)
+    with pytest.raises(LaunchError, match="cpu:gloo,cuda:nccl"):
+        Pipeline(Hybrid(2, 2, 2), {}, group, gpu)

@@ -110,6 +110,8 @@ class _Reader:
         kernel = name.removesuffix(".run")
         if kernel in self.written:
             return self.written[kernel]
+        if name.startswith("torch.ops.higher_order."):
+            return self._writes_of_inner(call)
         if name.startswith("torch.ops."):
             op: Any = torch.ops
             for part in name.split(".")[2:]:
@@ -117,6 +119,16 @@ class _Reader:
             schema = op._schema if hasattr(op, "_schema") else getattr(op, op.overloads()[0])._schema
             return [bool(a.alias_info and a.alias_info.is_write) for a in schema.arguments if not a.kwarg_only]
         return [name.endswith("_") and number == 0 for number in range(len(call.args))]
+
+
+    def _writes_of_inner(self, call: ast.Call) -> Sequence[bool]:
+        """Of an op that is run inside another, as those that draw again what forward drew: its own arguments follow it.
+        Where it is not named, all may be written."""
+        named = [number for number, arg in enumerate(call.args) if _name(arg).startswith("torch.ops.")]
+        if not named:
+            return [True] * len(call.args)
+        inner = ast.Call(call.args[named[0]], call.args[named[0] + 1:], call.keywords)
+        return [*(False for _ in range(named[0] + 1)), *self._writes(_name(inner.func), inner)]
 
 
 def _written_by_kernels(tree: ast.Module) -> Iterator[tuple[str, Sequence[bool]]]:

@@ -169,6 +169,13 @@ def check_order(mesh: DeviceMesh) -> None:
                             "plan's order)")
 
 
+def sends(group: dist.ProcessGroup, device: torch.device) -> bool:
+    """Whether ranks of the group can send each other tensors on this device. gloo reads memory of the CPU only: its
+    send of GPU memory ends the process."""
+    kind = torch.device(device.type)
+    return kind.type == "cpu" or kind not in group._device_types or group._get_backend(kind).name() != "gloo"
+
+
 def apart() -> dist.ProcessGroup | None:
     """A new gloo group of all ranks, for messages apart from the programs' collectives; None if the default process
     group has no gloo. All ranks call this."""

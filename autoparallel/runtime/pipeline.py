@@ -24,6 +24,8 @@ from torch.distributed.pipelining import _backward as torch_backward
 from torch.distributed.pipelining import schedules as torch_schedules
 from torch.distributed.pipelining._utils import InferenceMode
 
+from autoparallel.errors import LaunchError
+from autoparallel.kernels.groups import sends
 from autoparallel.plans import Hybrid
 from autoparallel.schedule.in_flight import in_flight
 from cost_models.pipeline import order
@@ -321,6 +323,10 @@ class Pipeline:
 
     def __init__(self, hybrid: Hybrid, modules: Mapping[int, StageModule], group: dist.ProcessGroup,
                  device: torch.device) -> None:
+        if not sends(group, device):
+            raise LaunchError(f"pipeline stages send tensors on {device}, and the process group is gloo's, which sends "
+                              "memory of the CPU only: start it with backend='cpu:gloo,cuda:nccl', as "
+                              "autoparallel.init() does, and a GPU for each rank")
         how = hybrid.pipelining
         self.group, self.device = group, device
         kind = _SendingStage if hybrid.replicas or how.several_stages else _Stage

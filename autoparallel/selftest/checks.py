@@ -68,8 +68,8 @@ def ways(size: int) -> dict[str, Way]:
 
 
 def device() -> torch.device:
-    """This rank's, by the group's backend."""
-    return torch.device("cuda", torch.cuda.current_device()) if dist.get_backend() == "nccl" else torch.device("cpu")
+    """This rank's: its GPU, if it sees one."""
+    return torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")
 
 
 @contextmanager

@@ -27,13 +27,14 @@ EQUALITY_SHARE = 0.7
 @dataclass(frozen=True)
 class Request:
     """``ranks``: local processes, where no launcher started any. ``models``: names of `SUBJECTS`. ``backends``: of
-    `autoparallel.compile`. ``rounds``: steps of each variant of a race."""
+    `autoparallel.compile`. ``rounds``: steps of each variant of a race. ``device``: of `autoparallel.launch.local`."""
 
     ranks: int
     minutes: float
     models: tuple[str, ...] = tuple(SUBJECTS)
     backends: tuple[str, ...] = ("eager",)
     rounds: int = 20
+    device: str | None = None
 
     def __post_init__(self) -> None:
         if unknown := [name for name in self.models if name not in SUBJECTS]:
@@ -50,8 +51,8 @@ def main(request: Request, output: Path | None) -> bool:
     if under_launcher:
         import autoparallel
 
-        autoparallel.init()
-    checks = _run(request, _here if under_launcher else _on_local_ranks(request.ranks))
+        autoparallel.init(device=request.device)
+    checks = _run(request, _here if under_launcher else _on_local_ranks(request.ranks, request.device))
     passed = all(check.status != "failed" for check in checks)
     if int(os.environ.get("RANK", 0)) == 0:
         page = as_page(checks, environment(request))
@@ -86,7 +87,7 @@ def _here(part: Part, *args: Any) -> list[Check]:
     return part(*args)
 
 
-def _on_local_ranks(ranks: int) -> Callable[..., list[Check]]:
+def _on_local_ranks(ranks: int, device: str | None) -> Callable[..., list[Check]]:
     """Each part in processes of its own: what breaks one leaves the others alone."""
     from autoparallel.launch.local import launch
 
@@ -94,7 +95,7 @@ def _on_local_ranks(ranks: int) -> Callable[..., list[Check]]:
         if part in (race, prediction) and not args[-1]:
             return [Check(part.__name__, "all", "skipped", "no time left", {}, 0.0)]
         try:
-            found: list[list[Check]] = launch(part, ranks, *args)
+            found: list[list[Check]] = launch(part, ranks, *args, device=device)
         except Exception as error:  # a rank's exception, with its traceback
             text = str(error).strip().splitlines()[-1] if not isinstance(error, AutoparallelError) else str(error)
             return [Check(part.__name__, " ".join(map(str, args[:1])) or part.__name__, "failed", text, {}, 0.0)]
@@ -110,10 +111,10 @@ def _worst(checks: Sequence[Check]) -> Check:
 
 def environment(request: Request) -> dict[str, Any]:
     """Versions and machine, as the page and the JSON tell them."""
-    from importlib.metadata import version
+    import autoparallel
 
     gpus = [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())]
-    return {"date": datetime.date.today().isoformat(), "autoparallel": version("autoparallel"),
+    return {"date": datetime.date.today().isoformat(), "autoparallel": autoparallel.__version__,
             "torch": torch.__version__, "python": platform.python_version(), "machine": platform.machine(),
             "cores": os.cpu_count(), "gpus": gpus, "load": list(os.getloadavg()),
             "ranks": int(os.environ.get("WORLD_SIZE", request.ranks)), "backends": list(request.backends),

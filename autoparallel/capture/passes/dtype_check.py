@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -91,7 +91,7 @@ def _tensors_of(node: Node) -> list[torch.Tensor]:
 
 
 def _error(node: Node, tensors: Sequence[torch.Tensor], types: Sequence[torch.dtype]) -> Exception | None:
-    """What torch raises for stand-ins of these types, whatever they hold: nobody divides by 0, row 1 may be missing."""
+    """What torch raises for stand-ins of these types, whatever they hold (`_values`)."""
     sizes = sorted({n for t in tensors for n in t.shape if n > SMALL})
     stands = {n: SMALL + 1 + i for i, n in enumerate(sizes)}
     device = "cpu" if tensors[0].is_meta else tensors[0].device
@@ -101,8 +101,8 @@ def _error(node: Node, tensors: Sequence[torch.Tensor], types: Sequence[torch.dt
     if math.prod(counts) * sum(map(math.prod, shapes)) > MOST_ELEMENTS:
         return None
     raised: Exception | None = None
-    for value in (1, 0):
-        made = iter([torch.full(shape, value, dtype=t, device=device)
+    for value_of in _values(torch.device(device)):
+        made = iter([torch.full(shape, value_of(t), dtype=t, device=device)
                      for shape, t in zip(shapes, types, strict=True)])
 
         def stand_in(leaf: Any, made: Iterator[torch.Tensor] = made) -> Any:
@@ -120,6 +120,15 @@ def _error(node: Node, tensors: Sequence[torch.Tensor], types: Sequence[torch.dt
         else:
             return None
     return raised
+
+
+def _values(device: torch.device) -> tuple[Callable[[torch.dtype], int], ...]:
+    """What stand-ins hold, by dtype, in the order of attempts. On a CPU first 1, then 0: nobody divides by 0, and row 1
+    may be missing. On a GPU an assertion that fails in a kernel ends all work of the process, so there is one attempt:
+    numbers of rows are 0, and truths, which may be asserted, and numbers to calculate with are 1."""
+    if device.type == "cpu":
+        return lambda dtype: 1, lambda dtype: 0
+    return (lambda dtype: int(dtype.is_floating_point or dtype == torch.bool),)
 
 
 def _name(dtype: torch.dtype) -> str:

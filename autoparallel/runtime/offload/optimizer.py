@@ -214,9 +214,9 @@ class OffloadedOptimizer(torch.optim.Optimizer):
         inner = self.kind([group for group in groups if group["params"]])
         views = [part.store.views(tile, one.region, one.parameter.dtype) for one in work]
         for one, states in zip(work, views, strict=True):
-            if (known := self._scalars.get(one.region.parameter)) is not None:
+            if one.region.parameter in self._scalars:
                 own = {name: states[name] for name in self._elements_of(one.region.parameter)}
-                inner.state[one.parameter] = {**{key: copied(value) for key, value in known.items()}, **own}
+                inner.state[one.parameter] = {**self._scalars_beside(one), **own}
         inner.step()
         for one, states in zip(work, views, strict=True):
             if one.parameter.grad is None:
@@ -228,6 +228,13 @@ class OffloadedOptimizer(torch.optim.Optimizer):
             made[one.region.parameter] = {key: value for key, value in found.items() if key not in states}
         inner.state.clear()
         inner.param_groups.clear()
+
+    def _scalars_beside(self, one: Work) -> dict[str, Any]:
+        """Copies of a parameter's states that are not its elements', where the optimizer wants them: a fused one beside
+        the part that it steps, which may be on the device or the host."""
+        fused = self.param_groups[self._group_of[one.region.parameter]].get("fused")
+        return {name: value.to(one.parameter.device, copy=True) if fused and isinstance(value, Tensor) else
+                copied(value) for name, value in self._scalars[one.region.parameter].items()}
 
     def _made(self, made: Mapping[int, dict[str, Any]]) -> None:
         for number, scalars in made.items():
