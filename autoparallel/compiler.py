@@ -74,7 +74,7 @@ def compile(model: nn.Module, mesh: DeviceMesh | int, example: Call | None, inpu
             made_equally("a disk_path", partial(check_folder, disk_path), lambda _: "")
     options = replace(options, tiers=tiers_of(backend == backends.EAGER, disk_path is not None))
     if isinstance(mesh, int) and example is not None and plan is None:
-        plan = _plan_on_devices(model, mesh, cluster, inputs.of_all(*example, mesh), options)
+        plan = _plan_on_devices(model, mesh, cluster, backend, inputs.of_all(*example, mesh), options)
         options = options.without_decided()
     mesh = check_mesh(mesh, plan)
     runs_by = backends.chosen(backend, mesh.device_type)
@@ -108,13 +108,15 @@ def compile(model: nn.Module, mesh: DeviceMesh | int, example: Call | None, inpu
     return parallel
 
 
-def _plan_on_devices(model: nn.Module, count: int, cluster: Cluster | str | Path | None, example: Call,
+def _plan_on_devices(model: nn.Module, count: int, cluster: Cluster | str | Path | None, backend: str, example: Call,
                      options: Options) -> Plan:
     """The best plan on so many devices, over all ways to cut them into axes."""
+    from autoparallel import backends
     from autoparallel.runtime.agree import decide_once
     from autoparallel.runtime.mesh import check_mesh, cluster_of
 
-    machine = cluster_of(check_mesh(count), cluster)
+    mesh = check_mesh(count)
+    machine = cluster_of(mesh, cluster, backends.chosen(backend, mesh.device_type))
     if options.stages == 1 and options.micro_batches is None:
         options = replace(options, micro_batches=1)  # so that the module can be called, not only by its `step`
     return decide_once(lambda: plan(model, machine, *example, None, None, False, options))

@@ -13,12 +13,13 @@ import statistics
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import partial
 from typing import Annotated
 
 import torch
 import typer
 from torch import Tensor
-from torch.nn import functional as F
+from torch.nn import functional
 
 from benchmarks.measure import as_json, conditions
 from cost_models import Cluster
@@ -85,17 +86,15 @@ def products(device: Device) -> Iterator[Measured]:
     for dtype, name in ((torch.bfloat16, "bfloat16"), (torch.float32, "float32")):
         for m, n, k in PRODUCTS[: None if dtype == torch.bfloat16 else 6]:
             a, b = _random(m, k, dtype=dtype), _random(k, n, dtype=dtype)
-            found = seconds(lambda a=a, b=b: a @ b)  # type: ignore[misc]
-            yield Measured(f"{name} {m} x {n} x {k}", found, matmul_time_s(m, n, k, name, device), 2 * m * n * k / found)
+            found = seconds(partial(torch.mm, a, b))
+            yield Measured(f"{name} {m} x {n} x {k}", found, matmul_time_s(m, n, k, name, device),
+                           2 * m * n * k / found)
 
 
 def attentions(device: Device, profile: Profile) -> Iterator[Measured]:
     for heads, tokens, width in ATTENTIONS:
         q, k, v = (_random(1, heads, tokens, width, grad=True) for _ in range(3))
-        forward = seconds(lambda q=q, k=k, v=v: F.scaled_dot_product_attention(q, k, v, is_causal=True))  # type: ignore[misc]
-        out = F.scaled_dot_product_attention(q, k, v, is_causal=True)
-        gradient = torch.randn_like(out)
-        backward = seconds(lambda out=out, g=gradient, x=(q, k, v): torch.autograd.grad(out, x, g, retain_graph=True))  # type: ignore[misc]
+        forward, backward = _both(partial(functional.scaled_dot_product_attention, is_causal=True), q, k, v)
         flops = 2.0 * heads * tokens**2 * width
         priced = attention_s(heads, tokens, tokens, (width, width), profile, device)
         name = f"causal attention {heads} x {tokens} x {width}"
@@ -107,7 +106,7 @@ def traffic(device: Device, profile: Profile) -> Iterator[Measured]:
     for nbytes in TRAFFIC:
         x = _random(nbytes // 2)
         out = torch.empty_like(x)
-        found = seconds(lambda x=x, out=out: torch.mul(x, 1.5, out=out))  # type: ignore[misc]
+        found = seconds(partial(torch.mul, x, 1.5, out=out))
         yield Measured(f"mul of {nbytes} bytes", found,
                        float(traffic_s(2.0 * nbytes, device, nbytes, profile.cache_bytes)), 2 * nbytes / found)
 
@@ -125,9 +124,9 @@ def layers(device: Device) -> Iterator[Measured]:
     x, wide = (_random(8192, n, grad=True) for n in (4096, 14336))
     scale = _random(4096, grad=True)
     cases: dict[str, tuple[Callable[..., Tensor], tuple[Tensor, ...]]] = {
-        "rms_norm 8192 x 4096": (lambda x, w: F.rms_norm(x, (4096,), w), (x, scale)),
-        "layer_norm 8192 x 4096": (lambda x, w: F.layer_norm(x, (4096,), w, w), (x, scale)),
-        "silu 8192 x 14336": (F.silu, (wide,)), "gelu 8192 x 14336": (F.gelu, (wide,)),
+        "rms_norm 8192 x 4096": (lambda x, w: functional.rms_norm(x, (4096,), w), (x, scale)),
+        "layer_norm 8192 x 4096": (lambda x, w: functional.layer_norm(x, (4096,), w, w), (x, scale)),
+        "silu 8192 x 14336": (functional.silu, (wide,)), "gelu 8192 x 14336": (functional.gelu, (wide,)),
         "softmax 8192 x 4096": (lambda x: x.softmax(-1), (x,)),
     }
     for name, (call, inputs) in cases.items():
@@ -135,8 +134,9 @@ def layers(device: Device) -> Iterator[Measured]:
         nbytes = 2.0 * inputs[0].numel()
         yield Measured(f"{name}, forward", forward, float(traffic_s(2 * nbytes, device)), 2 * nbytes / forward)
         yield Measured(f"{name}, backward", backward, float(traffic_s(3 * nbytes, device)), 3 * nbytes / backward)
-    logits, targets = _random(8192, 128256, dtype=torch.float32, grad=True), torch.randint(128256, (8192,), device="cuda")
-    forward, backward = _both(lambda x: F.cross_entropy(x, targets), logits)
+    logits = _random(8192, 128256, dtype=torch.float32, grad=True)
+    targets = torch.randint(128256, (8192,), device="cuda")
+    forward, backward = _both(lambda x: functional.cross_entropy(x, targets), logits)
     nbytes = 4.0 * logits.numel()
     yield Measured("float32 cross_entropy 8192 x 128256, forward", forward, math.nan, 2 * nbytes / forward)
     yield Measured("float32 cross_entropy 8192 x 128256, backward", backward, math.nan, 2 * nbytes / backward)
@@ -147,8 +147,8 @@ def launches(profile: Profile) -> Iterator[Measured]:
     yield Measured("launch: add of 64 x 64", host_seconds(lambda: torch.add(x, y)), profile.kernel_s)
     yield Measured("launch: product of 64 x 64", host_seconds(lambda: torch.mm(x, y)), profile.kernel_s)
     with torch.no_grad():
-        yield Measured("launch: layer_norm of 64 x 64, no gradient", host_seconds(lambda: F.layer_norm(x, (64,))),
-                       profile.kernel_s)
+        norm = partial(functional.layer_norm, x, (64,))
+        yield Measured("launch: layer_norm of 64 x 64, no gradient", host_seconds(norm), profile.kernel_s)
     parameters = [_random(4096, 4096, dtype=torch.bfloat16, grad=True) for _ in range(32)]
     for p in parameters:
         p.grad = torch.randn_like(p)

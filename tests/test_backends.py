@@ -87,9 +87,11 @@ FSDP: Way = ((4,), {"baseline": "fsdp"})
 
 
 RECOMPUTED: Way = ((2, 2), {"baseline": "fsdp", "recompute": "full", "zero_stage": 3})
+SELECTIVE: Way = ((4,), {"baseline": "ddp", "recompute": "selective"})    # attention is one op of several results
 
 
-@pytest.mark.parametrize(("case_name", "way"), [("gpt2", RECOMPUTED), slow("llama", RECOMPUTED), slow("llama", DDP)])
+@pytest.mark.parametrize(("case_name", "way"), [("gpt2", RECOMPUTED), ("llama", SELECTIVE), slow("llama", RECOMPUTED),
+                                                 slow("llama", DDP)])
 def test_transformers_traced(ranks: Any, case_name: str, way: Way) -> None:
     check(ranks, case_name, way)
 

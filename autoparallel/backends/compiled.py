@@ -6,6 +6,7 @@ import itertools
 import logging
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
+from operator import attrgetter
 from typing import Any
 
 import torch
@@ -83,8 +84,7 @@ class CompiledPart(nn.Module):
         if not self.flat.returns:
             return self.flat.structured(())
         inputs = self.flat.inputs([x.contiguous() for x in placeholders], rng.call_seed())
-        graded = torch.is_grad_enabled()
-        key = (self.flat.text, tuple((x.shape, x.dtype, graded and x.requires_grad) for x in inputs))
+        key = self.flat.text, torch.is_grad_enabled(), tuple(map(_form, inputs))
         if key not in self.how.made:
             self.how.made[key] = self._compiled(inputs)
         return self.flat.structured(self.how.made[key](*inputs))
@@ -98,6 +98,9 @@ class CompiledPart(nn.Module):
                                      self.how.generates)
         agreement.check_order(passes.orders, axes)
         return call
+
+
+_form = attrgetter("shape", "dtype", "requires_grad")
 
 
 class _Passes:

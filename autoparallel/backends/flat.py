@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import torch.utils._pytree as pytree
@@ -29,6 +30,12 @@ class FlatProgram:
     results: Any
     text: str
 
+    @cached_property
+    def _in_order(self) -> bool:
+        """Whether the results are a list or tuple of the tensors in their order, as most parts' are."""
+        return type(self.results) in (list, tuple) and list(self.results) == [
+            Position(number) for number in range(len(self.results))]
+
     @property
     def returns(self) -> bool:
         """Whether the graph has a result."""
@@ -40,6 +47,8 @@ class FlatProgram:
 
     def structured(self, tensors: Sequence[Tensor]) -> Any:
         """The program's results from the tensors that ``module`` returned."""
+        if self._in_order:
+            return type(self.results)(tensors)
         return pytree.tree_map(lambda leaf: tensors[leaf.number] if isinstance(leaf, Position) else leaf, self.results)
 
 

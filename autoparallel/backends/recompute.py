@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import operator
+
 from torch.fx import GraphModule
 from torch.fx import Node as FxNode
 from torch.utils.checkpoint import CheckpointPolicy
@@ -57,5 +59,8 @@ def _is_backward(node: FxNode) -> bool:
 
 
 def _is_kept(node: FxNode) -> bool:
+    """Whether "selective" saves an op's result, or each of its several."""
+    if node.target is operator.getitem:
+        return _is_kept(node.args[0])  # type: ignore[arg-type]
     name = node.target._schema.name if hasattr(node.target, "_schema") else ""
     return name.startswith(KEPT) or node.target in STARTS or node.target is WAIT

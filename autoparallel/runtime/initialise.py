@@ -69,16 +69,19 @@ class _LocalShards(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *gradients: torch.Tensor | None) -> tuple[DTensor | None, ...]:
-        return tuple(None if g is None else _gradient(g, spec) for g, spec in zip(gradients, ctx.specs, strict=True))
+        made = _gradient_to_differentiate if torch.is_grad_enabled() else _gradient
+        return tuple(None if g is None else made(g.contiguous(), spec)
+                     for g, spec in zip(gradients, ctx.specs, strict=True))
 
 
 def _gradient(local: torch.Tensor, spec: Any) -> DTensor:
-    """A local gradient as a contiguous DTensor: torch's fused optimizers assume the parameter's strides."""
-    local = local.contiguous()
-    if torch.is_grad_enabled():  # double backward
-        return DTensor.from_local(local, spec.mesh, spec.placements, run_check=False, shape=spec.shape,
-                                  stride=spec.stride)
-    return DTensor(local, spec, requires_grad=False)
+    """A contiguous local gradient as a DTensor: torch's fused optimizers assume the parameter's strides. (Made without
+    `DTensor.__init__`, which only looks for a compiler's trace, in which no backward of ours runs.)"""
+    return DTensor.__new__(DTensor, local, spec, requires_grad=False)
+
+
+def _gradient_to_differentiate(local: torch.Tensor, spec: Any) -> DTensor:
+    return DTensor.from_local(local, spec.mesh, spec.placements, run_check=False, shape=spec.shape, stride=spec.stride)
 
 
 def local_shards(values: Sequence[torch.Tensor]) -> list[torch.Tensor]:

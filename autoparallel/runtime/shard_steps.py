@@ -64,13 +64,18 @@ def _replace(parameters: list[Tensor], gradients: list[Tensor], *states: list[Te
             values[:] = [value._local_tensor if isinstance(value, DTensor) else value for value in values]
 
 
+_PLAIN = (Tensor, torch.nn.Parameter)
+
+
 def _fit(parameter: Tensor, other: Tensor) -> bool:
     """Whether both are plain tensors, or DTensors sharded alike."""
     if not isinstance(parameter, DTensor) or not isinstance(other, DTensor):
         return isinstance(parameter, DTensor) == isinstance(other, DTensor)
     ours, theirs = parameter._spec, other._spec
+    if ours is theirs:  # as our gradients'
+        return type(other._local_tensor) in _PLAIN
     return (ours.placements == theirs.placements and ours.mesh == theirs.mesh and ours.shape == theirs.shape
-            and type(other._local_tensor) in (Tensor, torch.nn.Parameter))
+            and type(other._local_tensor) in _PLAIN)
 
 
 def _fits_state(parameter: Tensor, state: Tensor | None) -> bool:

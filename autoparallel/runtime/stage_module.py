@@ -15,7 +15,7 @@ from torch.fx import Node as FxNode
 
 from autoparallel.backends import EAGER, INDUCTOR
 from autoparallel.backends.compiled import Lowering, compiled
-from autoparallel.backends.parts import part_of
+from autoparallel.backends.parts import parts_of
 from autoparallel.kernels import groups, rng
 from autoparallel.kernels.async_communication import issue_gradients
 from autoparallel.kernels.groups import Axis
@@ -75,7 +75,7 @@ def compiled_by(backend: str, program: GraphModule, hybrid: Hybrid, overlaps: bo
     if overlaps:
         program = overlap(program, hybrid, lambda node: node.meta.get("block"))
     program = gather_again(program, gathers_parameter) if regathers else program
-    return compiled(program, replace(how, regathers=False), part_of)
+    return compiled(program, replace(how, regathers=False), parts_of(program.graph))
 
 
 def _kept_less(module: GraphModule, hybrid: Hybrid) -> GraphModule:

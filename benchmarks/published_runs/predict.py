@@ -7,7 +7,7 @@ from typing import Any
 
 from benchmarks.published_runs.peak import peak_bytes
 from benchmarks.published_runs.price import Pricer
-from benchmarks.published_runs.rows import AbstainError, Row, Run, read
+from benchmarks.published_runs.rows import AbstainError, Row, Run, is_torch, read
 from cost_models import ClusterError
 from cost_models.profile import Profile, Table
 
@@ -42,5 +42,8 @@ def priced(run: Run, table: Table | None = None) -> dict[str, Any]:
 
 
 def profile_of(run: Run, table: Table | None = None) -> Profile:
-    """The constants of the run's device, software and network, with the precision that it states."""
-    return replace(Profile.of(run.machine, run.stack, run.network, table), masters=float(run.master_in_float32))
+    """The constants of the run's device, software and network, with the precision that it states. The attention of
+    torch's runs is FlashAttention-2: they are of releases before those that take cuDNN's (priors.toml)."""
+    found = Profile.of(run.machine, run.stack, run.network, table)
+    native = 0.0 if is_torch(run.stack) else found.native
+    return replace(found, masters=float(run.master_in_float32), native=native)
