@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -10,6 +11,7 @@ from torch import Tensor, nn
 
 import autoparallel
 from autoparallel.errors import InputError
+from autoparallel.runtime import initialise
 from autoparallel.runtime.offload.gradients import HostGradients
 from tests.support.models import CASES
 from tests.support.offloaded import Options, differing, local, same, trained
@@ -88,6 +90,35 @@ def hooked(tier: str, micro_batches: int) -> list[Any]:
 def test_hooks_and_own_backwards(ranks: Any, micro_batches: int) -> None:
     kept, moved = (ranks(2).run(hooked, tier, micro_batches) for tier in ("none", "host"))
     assert same(moved, kept)
+
+
+def waiting(zero_stage: int) -> tuple[int, int]:
+    """By a call and its backward: gradients, and the most of them that were on the device at a time."""
+    parallel = compiled("host", zero_stage=zero_stage)
+    made, most = [0, 0], 0
+    wrap, take = initialise._gradient, HostGradients.take
+
+    def wrapped(*given: Any) -> Any:
+        nonlocal most
+        made[0] += 1
+        most = max(most, made[0] - made[1])
+        return wrap(*given)
+
+    def taken(*given: Any) -> Tensor:
+        made[1] += 1
+        return take(*given)
+
+    with patch.object(initialise, "_gradient", wrapped), patch.object(HostGradients, "take", taken):
+        parallel(torch.ones(8, 8)).backward()
+    return made[0], most
+
+
+@pytest.mark.ranks
+@pytest.mark.parametrize("zero_stage", [0, 2])
+def test_gradients_leave_the_device_as_they_come(ranks: Any, zero_stage: int) -> None:
+    """(Seen on an H200: a call held all of them until its backward ended.)"""
+    for count, most in ranks(2).run(waiting, zero_stage):
+        assert count == 4 and most == 1
 
 
 def refused() -> list[str]:

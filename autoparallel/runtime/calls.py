@@ -82,7 +82,8 @@ class Calls:
                     if decision.path in program.updates  # backward reads the old value
                     else self._state_of(decision.path, space.graph)
                     for decision, layout in zip(program.placeholders, program.placeholder_layouts, strict=True)
-                ]
+                ],
+                together=state.host_gradients is None,    # which move to the host as they come
             )
             with rng.use_seed(rng.mix(state.seed, state.calls)), autocast.without_autocast():
                 outputs, updates, _ = compiled.forward(*local)

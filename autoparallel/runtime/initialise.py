@@ -84,10 +84,12 @@ def _gradient_to_differentiate(local: torch.Tensor, spec: Any) -> DTensor:
     return DTensor.from_local(local, spec.mesh, spec.placements, run_check=False, shape=spec.shape, stride=spec.stride)
 
 
-def local_shards(values: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-    """The tensors with each DTensor replaced by its local shard; differentiable."""
+def local_shards(values: Sequence[torch.Tensor], together: bool = True) -> list[torch.Tensor]:
+    """The tensors with each DTensor replaced by its local shard; differentiable. ``together``: by one autograd node,
+    which hands all gradients on at the end of backward; else each when it is there."""
     trainable = [v for v in values if isinstance(v, DTensor) and v.requires_grad]
-    shards = iter(_LocalShards.apply(*trainable) if trainable else ())
+    shards = iter(() if not trainable else _LocalShards.apply(*trainable) if together else
+                  [shard for value in trainable for shard in _LocalShards.apply(value)])
     with torch.no_grad():  # to_local without an autograd node
         return [v if not isinstance(v, DTensor) else next(shards) if v.requires_grad else v.to_local() for v in values]
 
