@@ -2,19 +2,22 @@
 
 Each model of `benchmarks.architectures` is captured, planned for 4 ranks and run on them (threads of this process, see
 `benchmarks.in_process`) under the chosen plan, a tensor-parallel plan, the best plan that cuts the batch nowhere, and 5
-random plans; loss, outputs, gradients and updated buffers are held to the model's own. Ops that no rule describes, and
-work that the chosen plan repeats, are reported by their share of the step's FLOP.
+random plans; loss, outputs, gradients and updated buffers are held to the model's own. Where torch is built for CUDA,
+the programs for GPUs run forward on tensors without data (no GPU is needed). Ops that no rule describes, and work that
+the chosen plan repeats, are reported by their share of the step's FLOP.
 """
 
 from __future__ import annotations
 
 import copy
+import itertools
 import json
 import random
 import time
 import traceback
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from typing import Annotated, Any
@@ -24,8 +27,15 @@ import torch
 import torch.utils._pytree as pytree
 import typer
 from torch import nn
+from torch._subclasses.fake_tensor import (
+    DataDependentOutputException,
+    DynamicOutputShapeException,
+    FakeTensorMode,
+)
 
-from autoparallel.capture import OpGraph, capture
+from autoparallel.capture import OpGraph, Ref, capture
+from autoparallel.kernels import groups, rng
+from autoparallel.kernels.groups import Axis
 from autoparallel.layout import Layout, local_box
 from autoparallel.lower import Program, check, emit
 from autoparallel.partition import Splits
@@ -231,6 +241,33 @@ class Ranks:
         return Shard(local_box(tuple(shape), layout, self.space.mesh_shape, coordinate)[0], value.detach())
 
 
+def run_without_data(candidate: Candidate, cluster: Cluster, device: str = "cuda") -> None:
+    """Forward of each rank's program as emitted for ``device``, on tensors there that have no data: what an op would
+    refuse, tensors of several devices together first of all, it refuses here; as far as no op needs values (of which
+    expert a token goes to). Raises its error. (For "cuda" torch's build must be for CUDA; a GPU is not needed, but
+    autograd would need one.)"""
+    space = candidate.space
+    path = Prices(space, cluster, direct=candidate.direct).path
+    for coordinate in coordinates(space.mesh_shape):
+        program = emit(space, candidate.strategies, path, coordinate, device)
+        axes = {name: Axis(name, size, coordinate[n], str(n)) for n, (name, size) in enumerate(
+            zip(space.axis_names, space.mesh_shape, strict=True))}
+        with suppress(DynamicOutputShapeException, DataDependentOutputException), FakeTensorMode(), groups.use(
+                axes), rng.use_seed(1), torch.no_grad():
+            local = [_without_data(space, decision, layout, coordinate, device) for decision, layout in zip(
+                program.placeholders, program.placeholder_layouts, strict=True)]
+            made = itertools.chain(*program.module(*local)[:2])
+            if elsewhere := {value.device.type for value in made if isinstance(value, torch.Tensor)} - {device}:
+                raise RuntimeError(f"results on {', '.join(elsewhere)} of a program for {device}")
+
+
+def _without_data(space: StrategySpace, decision: Decision, layout: Layout, coordinate: Coordinate, device: str
+                  ) -> torch.Tensor:
+    meta = space.graph.meta(Ref(decision.node))
+    return torch.empty(local_box(tuple(meta.shape), layout, space.mesh_shape, coordinate)[1], dtype=meta.dtype,
+                       device=device)
+
+
 def worst_error(expected: Truth, found: tuple[Shards, Shards, Shards]) -> tuple[float, str]:
     """(largest relative error of any rank's shard of any tensor, that tensor's name)."""
     errors = [(0.0, "nothing")]
@@ -365,6 +402,8 @@ def examine(name: str, run: bool = True) -> Report:
             if plan_name == "chosen":
                 report.chosen = "mesh " + "x".join(map(str, candidate.space.mesh_shape))
                 report.undescribed, report.repeated = shares(candidate)
+            if torch.backends.cuda.is_built():
+                run_without_data(candidate, cluster)
             if expected is not None:
                 found = worst_error(expected, Ranks(candidate, cluster).step(model, inputs))
                 report.worst[plan_name] = found

@@ -190,6 +190,17 @@ class Profile:
         """And backward, where they have 14 and 60."""
         return self.host_s * self.host_backward / (14 if self.fused else 60)
 
+    def step_of(self, devices: int) -> float:
+        """Fixed seconds of a step on so many devices. ``step_s`` is fitted on jobs whose ranks wait for one another at
+        a step's end; one alone does not (measured on one H200: GPT-2's kernels leave 1 to 3 ms of a step, which
+        ``micro_s`` covers).
+
+        >>> profile = Profile.of("h100-sxm", "torch-eager")
+        >>> profile.step_of(1), profile.step_of(8) == profile.step_s
+        (0.0, True)
+        """
+        return self.step_s if devices > 1 else 0.0
+
     def late_s(self, size: int) -> float:
         """How long a collective of ``size`` ranks waits for the last one: ``sync_s`` for each other rank, as fitted on
         tensor-parallel groups, whose sizes end at 8."""

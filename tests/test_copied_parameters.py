@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import copy
 import logging
+import math
 import pickle
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -17,6 +18,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 
 import autoparallel
 from autoparallel.errors import CaptureError, InputError
+from autoparallel.runtime import originals
 from tests.support.ranks import mesh_of
 
 X = torch.linspace(-1, 1, 24).view(4, 6)
@@ -203,6 +205,21 @@ RESETS: dict[str, tuple[Callable[[Any, Any, Any], object], bool]] = {
     "optimizer": (lambda model, parallel, optimizer: optimizer.zero_grad(), True),
     "zeros": (lambda model, parallel, optimizer: optimizer.zero_grad(set_to_none=False), True),
 }
+
+
+def test_an_original_that_takes_device_memory_is_told(mesh_of_one: Any, warned: list[str],
+                                                      monkeypatch: pytest.MonkeyPatch) -> None:
+    def compiled(memory_bytes: float) -> None:
+        monkeypatch.setattr(originals, "memory_of", lambda device: memory_bytes)
+        autoparallel.compile(nn.Linear(6, 6), mesh_of_one, example_inputs=(X,))
+
+    assert originals.memory_of(torch.device("cpu")) == math.inf
+    compiled(1000)
+    monkeypatch.setattr(originals, "ELSEWHERE", ())    # as if the CPU were an accelerator
+    compiled(1e6)
+    assert warned == []
+    compiled(1000)
+    assert len(warned) == 1 and "parameters keep 0.0 GiB of cpu, which no plan counts" in warned[0]
 
 
 @pytest.mark.parametrize("name", RESETS)

@@ -12,6 +12,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.optim import ZeroRedundancyOptimizer
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -320,3 +321,23 @@ def test_hooks_of_a_step_are_called_once() -> None:
         optimizer.register_step_post_hook(lambda *_, base=base: calls.append(base.__module__))
         assert optimizer.step(partial(float, 3.0)) == 3.0
     assert calls == ["torch.optim", "transformers.optimization"]
+
+
+def test_the_fused_kernel_is_taken_unless_another_is_named(mesh_of_one: DeviceMesh) -> None:
+    """Groups may be generators, and parameters named."""
+    parallel = autoparallel.compile(Net(), mesh_of_one, example_inputs=(torch.rand(4, 6),))
+    count = len(list(parallel.parameters()))
+    for kind, options, fused in (
+            (O.AdamW, {}, True), (O.SGD, {"momentum": 0.9}, True), (O.Adagrad, {}, True),
+            (O.AdamW, {"foreach": True}, None), (O.AdamW, {"fused": False}, False), (O.RMSprop, {}, None)):
+        made = parallel.optimizer(kind, lr=0.1, **options)
+        assert {group.get("fused") for group in made.param_groups} == {fused}, (kind, options)
+        parallel(torch.rand(4, 6)).sum().backward()
+        made.step()
+        parallel.zero_grad()
+    groups = [{"params": parallel.parameters(), "lr": 0.1}]
+    assert len(parallel.optimizer(O.AdamW, groups).param_groups[0]["params"]) == count
+    named = parallel.optimizer(O.AdamW, list(parallel.named_parameters()))
+    assert len(named.param_groups[0]["param_names"]) == count
+    other = parallel.optimizer(O.AdamW, [{"params": parallel.parameters(), "foreach": True}])
+    assert other.param_groups[0]["fused"] is None

@@ -180,7 +180,8 @@ def fixed_s(cluster: Cluster, hybrid: Hybrid, training: bool = True) -> float:
     if profile is None or not training:
         return cluster.correction.fixed_s
     filling = (hybrid.pipeline_ranks - 1) / _virtual(hybrid) if hybrid.stages > 1 else 0.0
-    return cluster.correction.fixed_s + profile.step_s + profile.micro_s * (hybrid.micro_batches + filling)
+    return cluster.correction.fixed_s + profile.step_of(cluster.num_devices) + profile.micro_s * (
+        hybrid.micro_batches + filling)
 
 
 def _hidden_s(pricer: SpacePricer, strategies: Sequence[Strategy], stages: Sequence[int] = (0,)) -> float:

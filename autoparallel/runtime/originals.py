@@ -9,6 +9,8 @@ write to its own) and parameters that two parallel modules have are warned of. (
 from __future__ import annotations
 
 import logging
+import math
+from collections import defaultdict
 from collections.abc import Iterable, Mapping
 from copy import deepcopy
 from itertools import chain
@@ -29,6 +31,8 @@ _MODELS: dict[int, ref[nn.Module]] = {}
 #: Of all parallel modules. (Weak references to the copies themselves would keep `init_weights` from filling them.)
 _ALL: WeakSet[Originals] = WeakSet()
 _version, _kind = attrgetter("_version"), attrgetter("dtype", "device")
+#: Of a device's memory, what an original may keep untold; and where it takes none.
+TOLD_SHARE, ELSEWHERE = 0.01, ("cpu", "meta")
 _hooks = attrgetter("_backward_hooks", "_post_accumulate_grad_hooks")
 
 
@@ -55,6 +59,7 @@ class Originals:
         self.placed, self.told = self._placed(), set[str]()
         self.kinds, self.hooks = list(map(_kind, self.tensors.values())), self._hooks()
         self.versions, self.trained = self._versions(), self._trainable()
+        self._tell_of_memory()
         for gone in _MODELS.keys() - _COPIED.keys():
             del _MODELS[gone]
         for name, parameter in self.parameters.items():
@@ -121,6 +126,18 @@ class Originals:
             self._tell(f"{which} written to: its parallel module has values of its own, which stay as they are "
                        "(parallel.load_state_dict(...) sets them)")
 
+    def _tell_of_memory(self) -> None:
+        """Warn of an original that takes device memory beside its copies."""
+        kept = defaultdict[torch.device, float](float)
+        for parameter in self.parameters.values():
+            if parameter.device.type not in ELSEWHERE:
+                kept[parameter.device] += parameter.nbytes
+        for device, num_bytes in kept.items():
+            if num_bytes > TOLD_SHARE * memory_of(device):
+                self._tell(f"parameters keep {num_bytes / 2**30:.1f} GiB of {device}, which no plan counts, beside "
+                           "those of its parallel module: build the model on the CPU, or on the meta device and call "
+                           "parallel.init_weights() or parallel.load_pretrained(...)")
+
     def _tell(self, what: str) -> None:
         """Warn of a change of the original, on rank 0."""
         if dist.get_rank() == 0:
@@ -132,6 +149,12 @@ class Originals:
                 raise InputError(f"{path or 'the model'} has another {names[0]} than when it was compiled: the "
                                  "parallel module has a copy of what it was\n  Give new values by "
                                  "parallel.load_state_dict(...); change the model before it is compiled.")
+
+
+def memory_of(device: torch.device) -> float:
+    """Bytes of an accelerator's memory; inf where torch does not tell."""
+    tell = getattr(getattr(torch, device.type, None), "get_device_properties", None)
+    return float(getattr(tell(device), "total_memory", math.inf)) if tell is not None else math.inf
 
 
 def _is_copied(parameter: Any) -> bool:

@@ -59,6 +59,11 @@ def ways(size: int) -> dict[str, Way]:
     found["tensor parallel"] = Way(line, {"baseline": "tensor_parallel"})
     found["searched"] = Way(line, {})
     found["two micro-batches"] = Way(line, {"micro_batches": 2}, by_step=True)
+    found["ZeRO-2, two micro-batches"] = Way(line, {"micro_batches": 2, "zero_stage": 2}, by_step=True)
+    found["two copies"] = Way(line, {"micro_batches": 2, "copies": 2}, by_step=True)
+    found["selective recompute"] = Way(line, {"baseline": "ddp", "recompute": "selective"})
+    found["gradients and states on the host"] = Way(line, {"offload": "host", "zero_stage": 1})
+    found["parameters on the host"] = Way(line, {"offload": "parameters", "zero_stage": 3})
     if size % 2 == 0:
         grid = (2, size // 2)
         found["two stages"] = Way(grid, {"pipeline_stages": 2, "micro_batches": 2}, by_step=True)

@@ -6,6 +6,7 @@ import datetime
 import json
 import os
 import platform
+import sys
 import time
 from collections import Counter
 from collections.abc import Callable, Sequence
@@ -68,19 +69,27 @@ Part = Callable[..., list[Check]]
 
 
 def _run(request: Request, run: Callable[..., list[Check]]) -> list[Check]:
-    """All parts in turn. The failure of a rank comes last, since it ends the process groups."""
-    ends, checks = time.monotonic() + 60 * request.minutes, []
+    """All parts in turn, told as they end. The failure of a rank comes last, since it ends the process groups."""
+    ends, checks = time.monotonic() + 60 * request.minutes, list[Check]()
+
+    def add(found: Sequence[Check]) -> None:
+        checks.extend(found)
+        counts = ", ".join(f"{count} {status}" for status, count in sorted(Counter(c.status for c in found).items()))
+        if int(os.environ.get("RANK", 0)) == 0:
+            print(f"{found[0].part} of {found[0].name.split(',')[0]}: {counts}", file=sys.stderr, flush=True)
+
     models_end = ends - (1 - EQUALITY_SHARE) * 60 * request.minutes
     for number, name in enumerate(request.models):
         if SUBJECTS[name].is_there:
             share = (models_end - time.monotonic()) / (len(request.models) - number)
-            checks += run(equality, name, request.backends, max(0.0, share))
+            add(run(equality, name, request.backends, max(0.0, share)))
         else:
-            checks.append(Check("equality", name, "skipped", f"{SUBJECTS[name].needs} is not installed", {}, 0.0))
+            add([Check("equality", name, "skipped", f"{SUBJECTS[name].needs} is not installed", {}, 0.0)])
     if SUBJECTS["llama"].is_there:
-        checks += run(race, request.rounds, max(0.0, ends - time.monotonic()))
-        checks += run(prediction, max(0.0, ends - time.monotonic()))
-    return checks + run(failure)
+        add(run(race, request.rounds, max(0.0, ends - time.monotonic())))
+        add(run(prediction, max(0.0, ends - time.monotonic())))
+    add(run(failure))
+    return checks
 
 
 def _here(part: Part, *args: Any) -> list[Check]:

@@ -124,5 +124,5 @@ class Pricer:
         data = self.parameters.data_s(layers * backward, layers * forward) + self.parameters.tied_s()
         optimizer = self.parameters.optimizer_s()
         bubble = pipe - p.micro_batches * max(stages)
-        total = pipe + data + optimizer + self.c.step_s
+        total = pipe + data + optimizer + self.c.step_of(self.run.plan.devices)
         return Breakdown(total, pipe, bubble, data, optimizer, forward, backward)

@@ -13,7 +13,7 @@ from autoparallel.errors import InputError, shown
 from autoparallel.runtime import tracing
 from autoparallel.runtime.agree import made_equally
 from autoparallel.runtime.arguments import check_flag
-from autoparallel.runtime.offload.optimizer import OffloadedOptimizer
+from autoparallel.runtime.offload.optimizer import OffloadedOptimizer, fused_by_default
 from autoparallel.runtime.offload.threads import step_threads
 from autoparallel.runtime.state import State
 
@@ -34,7 +34,11 @@ def optimizer(parallel: nn.Module, state: State, kind: type[torch.optim.Optimize
         raise InputError(f"the optimizer is {shown(kind)}: give a class of torch.optim, as torch.optim.AdamW")
     chosen = list(parallel.parameters() if params is None else params)
     if not state.offload.is_away:
-        return kind(chosen, **options)
+        chosen = [{**group, "params": list(group["params"])}    # it is read twice, and may be a generator
+                  if isinstance(group, dict) and not isinstance(group.get("params", ()), torch.Tensor)
+                  and "params" in group else group for group in chosen]
+        groups = torch.optim.Optimizer(chosen, {}).param_groups
+        return kind(chosen, **options, **fused_by_default(kind, groups, options))
     if any(p.is_meta for p in parallel.parameters()):
         raise InputError("parameters are on the meta device, and have no values: call init_weights(), load_pretrained "
                          "or load_state_dict before the optimizer is made")

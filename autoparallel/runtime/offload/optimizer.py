@@ -6,6 +6,7 @@ import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -97,9 +98,7 @@ class OffloadedOptimizer(torch.optim.Optimizer):
 
     def _take_options(self, kind: Any, options: Mapping[str, Any]) -> None:
         """Give the groups the options of ``kind``, and its defaults, as its constructor checks them."""
-        floating = all(p.is_floating_point() for group in self.param_groups for p in group["params"])
-        named = {"fused", "foreach"} & {*options, *(key for group in self.param_groups for key in group)}
-        chosen = {"fused": True} if floating and not named and issubclass(kind, FUSED) else {}
+        chosen = fused_by_default(kind, self.param_groups, options)
         groups = [{**group, "params": [torch.empty(0, dtype=p.dtype) for p in group["params"]]}
                   for group in self.param_groups]
         template = kind(groups, **options, **chosen)
@@ -350,6 +349,15 @@ def _others_on_host(offload: Offload, parameters: Sequence[Tensor], gradients: S
     """Bytes of gradients and parameters in host memory, if they are there."""
     gradient = sum(g.nbytes for g in gradients if g is not None) if offload.gradients == "host" else 0
     return gradient + (sum(local_of(p).nbytes for p in parameters) if offload.parameters == "host" else 0)
+
+
+def fused_by_default(kind: Any, groups: Sequence[Mapping[str, Any]], options: Mapping[str, Any]) -> dict[str, bool]:
+    """``fused=True`` for a class of optimizers that has such a kernel for the parameters of these groups, unless the
+    options or a group name a kernel: one pass over each state (torch's own default on GPUs takes several)."""
+    named = {"fused", "foreach", "capturable", "differentiable"} & {*options, *chain.from_iterable(groups)}
+    devices = {"cpu"} if issubclass(kind, torch.optim.Adagrad) else {"cpu", "cuda"}
+    runs = all(p.is_floating_point() and p.device.type in devices for group in groups for p in group["params"])
+    return {"fused": True} if runs and not named and issubclass(kind, FUSED) else {}
 
 
 def names_of(kind: Any, group: Mapping[str, Any], dtype: torch.dtype) -> tuple[tuple[str, ...], tuple[str, ...]]:
