@@ -100,8 +100,8 @@ class Report:
 
     def lines(self) -> Iterator[str]:
         error, tensor = max(self.worst.values(), default=(0.0, "-"))
-        verdict = "equal" if self.passed else "FAILED"
-        yield (f"{self.name:12} {verdict:6} {len(self.worst)} plans, worst {error:.1e} ({tensor}); {self.num_ops} ops; "
+        verdict = "equal" if self.passed else "FAILED" if self.failed or self.worst else "planned"
+        yield (f"{self.name:12} {verdict:7} {len(self.worst)} plans, worst {error:.1e} ({tensor}); {self.num_ops} ops; "
                f"{self.chosen}; {self.seconds:.0f} s")
         for what, why in self.failed.items():
             yield f"    {what}: {why}"

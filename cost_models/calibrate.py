@@ -58,11 +58,13 @@ class Measured:
 
 @dataclass(frozen=True)
 class MeasuredOp:
-    """One measurement on a device: a matrix product of ``size`` FLOP, or a pointwise op that moves ``size`` bytes."""
+    """One measurement on a device: a matrix product or attention of ``size`` FLOP (of a causal one half of all), or a
+    pointwise op that moves ``size`` bytes."""
 
     op_class: str
     size: float
     seconds: float
+    dtype: str = "float32"
 
 
 @dataclass(frozen=True)
@@ -246,25 +248,37 @@ def fit_efficiency(sizes: Sequence[float], seconds: Sequence[float], peak_per_s:
 
 
 def fit_device(name: str, measured: Sequence[MeasuredOp], memory_bytes: float) -> Device:
-    """A device from products and pointwise ops in float32: the least of a pointwise op's seconds is its launch, the
-    best rates are the peaks, and curves say how much of them each size reaches. Raises ClusterError without both."""
-    products, traffic = ([m for m in measured if m.op_class == kind] for kind in ("matmul", "pointwise"))
-    if not products or not traffic:
-        raise ClusterError("a device needs measurements of op classes matmul and pointwise; has "
-                           f"{sorted({m.op_class for m in measured})}")
+    """A device from products, pointwise ops and, if it is there, attention: the least of a pointwise op's seconds is
+    its launch, the best rates are the peaks (of products by dtype), and curves say how much of them each size reaches.
+    Raises ClusterError without products and pointwise ops in float32."""
+    products, attention, traffic = ([m for m in measured if m.op_class == kind]
+                                    for kind in ("matmul", "attention", "pointwise"))
+    if not traffic or not any(m.dtype == "float32" for m in products):
+        raise ClusterError("a device needs measurements of op classes matmul and pointwise in float32; has "
+                           f"{sorted({f'{m.op_class} in {m.dtype}' for m in measured})}")
     launch_s = min(m.seconds for m in traffic)
-    peak, bandwidth = (max(m.size / max(m.seconds - launch_s, m.seconds / 10) for m in some)
-                       for some in (products, traffic))
-    work, moved = (fit_efficiency([m.size for m in some], [m.seconds for m in some], rate, launch_s)
-                   for some, rate in ((products, peak), (traffic, bandwidth)))
-    return Device(name, {"float32": peak}, bandwidth, moved[-1][1], memory_bytes, launch_s, {"matmul": work},
-                  {"default": moved})
+
+    def best(some: Iterable[MeasuredOp]) -> float:
+        return max(m.size / max(m.seconds - launch_s, m.seconds / 10) for m in some)
+
+    peaks = {dtype: best(m for m in products if m.dtype == dtype) for dtype in dict.fromkeys(m.dtype for m in products)}
+
+    def curve(some: Sequence[MeasuredOp], rates: Mapping[str, float]) -> Curve:
+        """Of sizes in all dtypes, each by its own peak: as if the peak were 1 a second."""
+        return fit_efficiency([m.size for m in some], [
+            max(m.seconds - launch_s, 1e-12) * rates.get(m.dtype, rates["float32"]) for m in some], 1.0)
+
+    bandwidth = best(traffic)
+    moved = curve(traffic, {"float32": bandwidth})
+    classes = {"matmul": products, **({"attention": attention} if attention else {})}
+    return Device(name, peaks, bandwidth, moved[-1][1], memory_bytes, launch_s,
+                  {name: curve(some, peaks) for name, some in classes.items()}, {"default": moved})
 
 
 def predicted_op_s(device: Device, measured: MeasuredOp) -> float:
     """Seconds that the device predicts for a measurement."""
-    flops, nbytes = (measured.size, 0.0) if measured.op_class == "matmul" else (0.0, measured.size)
-    return float(op_time_s(measured.op_class, flops, nbytes, "float32", device))
+    flops, nbytes = (0.0, measured.size) if measured.op_class == "pointwise" else (measured.size, 0.0)
+    return float(op_time_s(measured.op_class, flops, nbytes, measured.dtype, device))
 
 
 def fit_overlap_slowdown(measured: Sequence[MeasuredOverlap]) -> float:

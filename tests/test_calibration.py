@@ -32,7 +32,7 @@ from cost_models.links import UNLIMITED
 
 
 def calibrate_two() -> tuple[Cluster, int, int]:
-    measure.SIZES, measure.SIDES, measure.TRAFFIC = (2**12, 2**16, 2**18), (32, 64), (2**10, 2**16)
+    measure.SIZES, measure.SIDES, measure.TRAFFIC = (2**12, 2**16, 2**18), {"cpu": (32, 64)}, {"cpu": (2**10, 2**16)}
     measure.OVERLAP_SIDES, measure.OVERLAP_BYTES = {"cpu": 64}, 2**18
     found = measure.calibrate("two ranks", ranks_per_host=2, repeats=2)
     orders = [(m.collective, m.ahead) for m in found.overlapped]
@@ -61,6 +61,20 @@ def test_a_device_is_recovered_from_its_own_prices() -> None:
     assert device.peak_flops_per_s["float32"] == pytest.approx(1e12, rel=0.01)
     assert device.memory_bandwidth_bytes_per_s == pytest.approx(1e10, rel=0.01)
     assert all(predicted_op_s(device, op) == pytest.approx(op.seconds, rel=0.01) for op in ops)
+
+
+def test_a_gpu_has_a_peak_by_dtype_and_attention_of_its_own() -> None:
+    rates = {"float32": 5e13, "bfloat16": 7e14}
+    ops = [MeasuredOp("matmul", size, 1e-5 + size / rate, dtype) for dtype, rate in rates.items()
+           for size in (1e9, 1e12)]
+    ops += [MeasuredOp("attention", size, 1e-5 + size / 5e14, "bfloat16") for size in (1e11, 1e12)]
+    ops += [MeasuredOp("pointwise", size, 1e-5 + size / 4e12) for size in (1.0, 1e9)]
+    device = fit_device("toy", ops, 1e11)
+    assert device.peak_flops_per_s == pytest.approx(rates, rel=0.01)
+    assert all(share == pytest.approx(5 / 7, rel=0.01) for _, share in device.efficiency["attention"])
+    assert all(predicted_op_s(device, op) == pytest.approx(op.seconds, rel=0.02) for op in ops if op.size > 1)
+    with pytest.raises(ClusterError, match="matmul in bfloat16"):
+        fit_device("toy", [op for op in ops if op.dtype == "bfloat16" or op.op_class == "pointwise"], 1e11)
 
 
 @settings(max_examples=30)

@@ -6,7 +6,8 @@ from typing import Any
 
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
 
 import autoparallel
 from autoparallel.errors import CaptureError, PlanError
@@ -42,3 +43,24 @@ def test_item_14_lazy_parameters_are_refused_and_stay_lazy() -> None:
     with pytest.raises(CaptureError, match=r"0\.weight, 0\.bias are not known before the model's first call"):
         autoparallel.plan(model, "h100-sxm", example_inputs=(torch.zeros(2, 3),))
     assert isinstance(model[0].weight, nn.parameter.UninitializedParameter)
+
+
+def test_a_new_form_says_what_is_another_beside_its_arguments(mesh_of_one: DeviceMesh,
+                                                              caplog: pytest.LogCaptureFixture) -> None:
+    model = nn.Sequential(nn.Linear(4, 4), nn.Dropout(0.1), nn.Linear(4, 4))
+    parallel = autoparallel.compile(model, mesh_of_one, example_inputs=(torch.ones(2, 4),))
+
+    def told(x: Tensor) -> str:
+        caplog.clear()
+        parallel(x)
+        (line,) = [record.getMessage() for record in caplog.records if "another form" in record.getMessage()]
+        return line.partition(", since ")[2]
+
+    with torch.autocast("cpu", torch.bfloat16):
+        assert told(torch.ones(2, 4)) == "autocast of cpu is torch.bfloat16 and was off"
+    parallel.eval()
+    assert told(torch.ones(2, 4)) == ("autocast of cpu is off and was torch.bfloat16; "
+                                      "4 of 4 modules are in the other of train and eval mode")
+    parallel.get_parameter("0.weight").requires_grad_(False)
+    assert told(torch.ones(2, 4)) == "requires_grad of 1 parameters was set"
+    assert told(torch.ones(3, 4)) == ""

@@ -80,8 +80,8 @@ def _links(found: Calibration) -> Any:
     device = found.cluster.device
     table.add_row(device.name, f"launch {device.launch_s * 1e6:.1f} us",
                   f"{device.memory_bandwidth_bytes_per_s / 1e9:.1f} GB/s", "",
-                  f"{device.peak_flops_per_s['float32'] / 1e9:.0f} GFLOP/s in float32; {device.overlap_slowdown:.2f} "
-                  "while communicating")
+                  ", ".join(f"{rate / 1e9:.0f} GFLOP/s in {dtype}" for dtype, rate in device.peak_flops_per_s.items())
+                  + f"; {device.overlap_slowdown:.2f} while communicating")
     return table
 
 

@@ -53,8 +53,12 @@ TYPICAL = 0.5
 LEAST_SERIES_S = 0.03
 #: Bytes per second above any link's: the bandwidth before it is fitted.
 ANY_RATE = 1e15
-#: Sides of square matrix products, and bytes read by an element-wise op.
-SIDES, TRAFFIC = (64, 128, 256, 512, 1024), tuple(2**k for k in (10, 14, 18, 20, 22, 24))
+#: Sides of square matrix products, and bytes read by an element-wise op, by kind of device.
+SIDES = {"cpu": (64, 128, 256, 512, 1024), "cuda": (256, 512, 1024, 2048, 4096, 8192)}
+TRAFFIC = {"cpu": tuple(2**k for k in (10, 14, 18, 20, 22, 24)),
+           "cuda": tuple(2**k for k in (12, 16, 20, 22, 24, 26, 30))}
+#: Sequences of causal attention, with `HEADS` heads of width 128; measured on GPUs.
+SEQUENCES, HEADS = (256, 1024, 4096, 8192), 32
 #: Overlap measurement: side n of the layers' products ([n / 4, n] times [n, n], with three element-wise ops), bytes of
 #: the collective, and compute time as multiples of the collective's own.
 OVERLAP_SIDES, OVERLAP_BYTES, OVERLAP_TIMES = {"cpu": 512, "cuda": 2048}, 2**24, (0.5, 1.0, 2.0)
@@ -158,25 +162,33 @@ def memory_bytes(kind: str) -> float:
 
 
 def time_ops(device: torch.device, repeats: int = 5) -> list[MeasuredOp]:
-    """Seconds of square matrix products and element-wise sums in float32, on all ranks at once: the median over repeats
-    of the slowest rank."""
+    """Seconds of square matrix products and element-wise sums, on all ranks at once: the median over repeats of the
+    slowest rank. In float32; on GPUs also products and causal attention in the type of two bytes that they have, on
+    random data, by whose switching their clocks go."""
     found = []
-    for side in SIDES:
-        x = torch.ones(side, side, device=device)
-        found.append(_op("matmul", 2.0 * side**3, partial(torch.matmul, x, x), repeats, device))
-    for nbytes in TRAFFIC:
+    half = torch.bfloat16 if device.type == "cuda" and torch.cuda.is_bf16_supported(False) else torch.float16
+    for dtype in (torch.float32, half) if device.type == "cuda" else (torch.float32,):
+        for side in SIDES[device.type]:
+            x = torch.randn(side, side, device=device).to(dtype)
+            found.append(_op("matmul", 2.0 * side**3, partial(torch.matmul, x, x), repeats, device, dtype))
+    for nbytes in TRAFFIC[device.type]:
         x = torch.ones(nbytes // 4, device=device)
         found.append(_op("pointwise", 2.0 * nbytes, partial(torch.add, x, 1), repeats, device))
+    for length in SEQUENCES if device.type == "cuda" else ():
+        q = torch.randn(1, HEADS, length, 128, device=device).to(half)
+        attend = partial(torch.nn.functional.scaled_dot_product_attention, q, q, q, is_causal=True)
+        found.append(_op("attention", 2.0 * q.numel() * length, attend, repeats, device, half))
     return found
 
 
-def _op(op_class: str, size: float, call: Call, repeats: int, device: torch.device) -> MeasuredOp:
+def _op(op_class: str, size: float, call: Call, repeats: int, device: torch.device,
+        dtype: torch.dtype = torch.float32) -> MeasuredOp:
     """Seconds of one call, timed over ten calls in a row or more (`LEAST_SERIES_S`)."""
     def row_s(times: int, repeats: int) -> float:
         return _slowest(_timed(partial(_in_a_row, call, times), repeats, after_barrier, device), device)
 
     times = max(10, math.ceil(10 * LEAST_SERIES_S / row_s(10, 1)))
-    return MeasuredOp(op_class, size, row_s(times, repeats) / times)
+    return MeasuredOp(op_class, size, row_s(times, repeats) / times, str(dtype).removeprefix("torch."))
 
 
 def after_barrier() -> float:

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
+from operator import ne
 from typing import Any
 
 import torch
@@ -189,9 +190,11 @@ class Forms:
         return 0 if compiled is None else self._numbers[compiled]
 
     def changes(self, key: Any, leaves: Sequence[Any]) -> list[str]:
-        """Descriptions of what changed since the last trace of this form."""
-        known = self._by_key.get(key)
-        return list(dict.fromkeys(known[-1].guards.failing(leaves))) if known else []
+        """Descriptions of what changed since the last trace of this form; of a new form, what beside its arguments is
+        another than in the form used last."""
+        if known := self._by_key.get(key):
+            return list(dict.fromkeys(known[-1].guards.failing(leaves)))
+        return list(_differences(key, next(reversed(self._used.values())))) if self._used else []
 
     def add(self, key: Any, spec: Any, leaves: Sequence[Any], guards: Guards, compiled: Compiled) -> None:
         self.compiled += 1
@@ -223,6 +226,22 @@ def form_of(leaves: Sequence[Any], spec: Any) -> tuple[Any, ...]:
     refuse_other_layouts(leaves)
     casts = [torch.is_autocast_enabled(d) and torch.get_autocast_dtype(d) for d in autocast.DEVICES]
     return (str(spec), *map(_form, leaves), *casts, torch.get_default_dtype(), torch.get_default_device())
+
+
+def _differences(key: Any, before: Any) -> Iterator[str]:
+    """What differs between the keys of two forms (`form_of`, modes, what is trained, whether called or stepped)."""
+    (form, modes, trained, plain), (form_before, modes_before, trained_before, plain_before) = key, before
+    settings = [*(f"autocast of {device}" for device in autocast.DEVICES), "the default dtype", "the default device"]
+    count = len(settings)
+    for name, now, was in zip(settings, form[-count:], form_before[-count:], strict=True):
+        if now != was:
+            yield f"{name} is {now or 'off'} and was {was or 'off'}"
+    if len(modes) == len(modes_before) and (turned := sum(map(ne, modes, modes_before))):
+        yield f"{turned} of {len(modes)} modules are in the other of train and eval mode"
+    if len(trained) == len(trained_before) and (turned := sum(map(ne, trained, trained_before))):
+        yield f"requires_grad of {turned} parameters was set"
+    if plain != plain_before:
+        yield "it is called, and was stepped" if plain else "it is stepped, and was called"
 
 
 def _form(leaf: Any) -> Any:
