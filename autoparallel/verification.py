@@ -32,7 +32,7 @@ class Request:
 
 def main(request: Request, ranks: int, output: Path | None) -> None:
     """Verify on ``ranks`` local processes, or, under torchrun, srun or mpirun, on all that were started; rank 0 prints,
-    and writes the corrected cluster to ``output``. Raises InputError for fewer than two processes."""
+    and writes the corrected cluster to ``output``."""
     from autoparallel import backends
     from autoparallel.launch.local import launch
     from autoparallel.plans import Plan
@@ -47,8 +47,6 @@ def main(request: Request, ranks: int, output: Path | None) -> None:
         autoparallel.init()
         found = run(request)
     else:
-        if ranks < 2:
-            raise InputError(f"--ranks {ranks}: communication needs at least two processes")
         found = launch(run, ranks, request)[0]
     if int(os.environ.get("RANK", 0)) == 0:
         print(found)

@@ -213,9 +213,10 @@ class OffloadedOptimizer(torch.optim.Optimizer):
         inner = self.kind([group for group in groups if group["params"]])
         views = [part.store.views(tile, one.region, one.parameter.dtype) for one in work]
         for one, states in zip(work, views, strict=True):
-            if one.region.parameter in self._scalars:
+            if (known := self._scalars.get(one.region.parameter)) is not None:
                 own = {name: states[name] for name in self._elements_of(one.region.parameter)}
-                inner.state[one.parameter] = {**self._scalars_beside(one), **own}
+                fused = self.param_groups[self._group_of[one.region.parameter]].get("fused")
+                inner.state[one.parameter] = {**_beside(one.parameter, known, bool(fused)), **own}
         inner.step()
         for one, states in zip(work, views, strict=True):
             if one.parameter.grad is None:
@@ -227,13 +228,6 @@ class OffloadedOptimizer(torch.optim.Optimizer):
             made[one.region.parameter] = {key: value for key, value in found.items() if key not in states}
         inner.state.clear()
         inner.param_groups.clear()
-
-    def _scalars_beside(self, one: Work) -> dict[str, Any]:
-        """Copies of a parameter's states that are not its elements', where the optimizer wants them: a fused one beside
-        the part that it steps, which may be on the device or the host."""
-        fused = self.param_groups[self._group_of[one.region.parameter]].get("fused")
-        return {name: value.to(one.parameter.device, copy=True) if fused and isinstance(value, Tensor) else
-                copied(value) for name, value in self._scalars[one.region.parameter].items()}
 
     def _made(self, made: Mapping[int, dict[str, Any]]) -> None:
         for number, scalars in made.items():
@@ -349,6 +343,13 @@ def _others_on_host(offload: Offload, parameters: Sequence[Tensor], gradients: S
     """Bytes of gradients and parameters in host memory, if they are there."""
     gradient = sum(g.nbytes for g in gradients if g is not None) if offload.gradients == "host" else 0
     return gradient + (sum(local_of(p).nbytes for p in parameters) if offload.parameters == "host" else 0)
+
+
+def _beside(parameter: Tensor, scalars: Mapping[str, Any], fused: bool) -> dict[str, Any]:
+    """Copies of states that are not a parameter's elements', where an optimizer wants them: a fused one beside the part
+    that it steps, which may be on the device or the host."""
+    return {name: value.to(parameter.device, copy=True) if fused and isinstance(value, Tensor) else copied(value)
+            for name, value in scalars.items()}
 
 
 def fused_by_default(kind: Any, groups: Sequence[Mapping[str, Any]], options: Mapping[str, Any]) -> dict[str, bool]:
