@@ -32,7 +32,7 @@ def optimizer(parallel: nn.Module, state: State, kind: type[torch.optim.Optimize
     check_flag("prefetch", prefetch)
     if not isinstance(kind, type) or not issubclass(kind, torch.optim.Optimizer):
         raise InputError(f"the optimizer is {shown(kind)}: give a class of torch.optim, as torch.optim.AdamW")
-    chosen = list(parallel.parameters() if params is None else params)
+    chosen: list[Any] = list(parallel.parameters() if params is None else params)
     if not state.offload.is_away:
         chosen = [{**group, "params": list(group["params"])}    # it is read twice, and may be a generator
                   if isinstance(group, dict) and not isinstance(group.get("params", ()), torch.Tensor)

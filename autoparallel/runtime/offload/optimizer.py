@@ -352,7 +352,7 @@ def _beside(parameter: Tensor, scalars: Mapping[str, Any], fused: bool) -> dict[
             for name, value in scalars.items()}
 
 
-def fused_by_default(kind: Any, groups: Sequence[Mapping[str, Any]], options: Mapping[str, Any]) -> dict[str, bool]:
+def fused_by_default(kind: Any, groups: Sequence[Mapping[str, Any]], options: Mapping[str, Any]) -> dict[str, Any]:
     """``fused=True`` for a class of optimizers that has such a kernel for the parameters of these groups, unless the
     options or a group name a kernel: one pass over each state (torch's own default on GPUs takes several)."""
     named = {"fused", "foreach", "capturable", "differentiable"} & {*options, *chain.from_iterable(groups)}
