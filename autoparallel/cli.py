@@ -417,8 +417,8 @@ def selftest(
                                                "gpt2,bert,t5,mixtral")] = None,
     backends: Annotated[str, typer.Option(help="with commas between: eager, aot_eager, inductor")] = "eager",
     rounds: Annotated[int, typer.Option(min=1, help="steps of each side of a race")] = 20,
-    device: Annotated[str | None, typer.Option(help="cpu or cuda; ranks share GPUs where there are fewer [default: "
-                                               "cuda where there is a GPU each, else cpu]")] = None,
+    device: Annotated[str | None, typer.Option(help="cpu or cuda; local ranks share GPUs where there are fewer "
+                                               "[default: cuda where there is a GPU each, else cpu]")] = None,
     output: Annotated[Path | None, typer.Option(help="write the results here as .json, and a page beside it as "
                                                 ".md")] = None,
 ) -> None:

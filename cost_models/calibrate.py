@@ -249,8 +249,9 @@ def fit_efficiency(sizes: Sequence[float], seconds: Sequence[float], peak_per_s:
 
 def fit_device(name: str, measured: Sequence[MeasuredOp], memory_bytes: float) -> Device:
     """A device from products, pointwise ops and, if it is there, attention: the least of a pointwise op's seconds is
-    its launch, the best rates are the peaks (of products by dtype), and curves say how much of them each size reaches.
-    Raises ClusterError without products and pointwise ops in float32."""
+    its launch, the best rates are the peaks (of products by dtype), and curves say how much of them each size reaches
+    (of products in the dtype with the highest peak). Raises ClusterError without products and pointwise ops in
+    float32."""
     products, attention, traffic = ([m for m in measured if m.op_class == kind]
                                     for kind in ("matmul", "attention", "pointwise"))
     if not traffic or not any(m.dtype == "float32" for m in products):
@@ -263,16 +264,17 @@ def fit_device(name: str, measured: Sequence[MeasuredOp], memory_bytes: float) -
 
     peaks = {dtype: best(m for m in products if m.dtype == dtype) for dtype in dict.fromkeys(m.dtype for m in products)}
 
-    def curve(some: Sequence[MeasuredOp], rates: Mapping[str, float]) -> Curve:
-        """Of sizes in all dtypes, each by its own peak: as if the peak were 1 a second."""
-        return fit_efficiency([m.size for m in some], [
-            max(m.seconds - launch_s, 1e-12) * rates.get(m.dtype, rates["float32"]) for m in some], 1.0)
+    fastest = max(peaks, key=lambda dtype: peaks[dtype])    # in which models run; smaller products of others reach more
+
+    def curve(some: Sequence[MeasuredOp], rate: float) -> Curve:
+        return fit_efficiency([m.size for m in some], [m.seconds for m in some], rate, launch_s)
 
     bandwidth = best(traffic)
-    moved = curve(traffic, {"float32": bandwidth})
-    classes = {"matmul": products, **({"attention": attention} if attention else {})}
+    moved = curve(traffic, bandwidth)
+    classes = {"matmul": [m for m in products if m.dtype == fastest],
+               "attention": [m for m in attention if m.dtype == fastest]}
     return Device(name, peaks, bandwidth, moved[-1][1], memory_bytes, launch_s,
-                  {name: curve(some, peaks) for name, some in classes.items()}, {"default": moved})
+                  {name: curve(some, peaks[fastest]) for name, some in classes.items() if some}, {"default": moved})
 
 
 def predicted_op_s(device: Device, measured: MeasuredOp) -> float:

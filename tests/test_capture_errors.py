@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 from autoparallel import Cluster, Plan
 from autoparallel.api import plan
@@ -229,7 +230,7 @@ class Inner(nn.Module):
         return self.function(self.linear, x)  # the function's line
 
 
-F = nn.functional
+F, aten = nn.functional, torch.ops.aten
 TYPES_REFUSED = {
     "linear": (lambda f, x: f(x.long()), "float32, float32, float32", "torch.float32"),
     "matmul": (lambda f, x: f(x) @ x.double(), "float32, float32", "torch.float32"),
@@ -299,6 +300,29 @@ def test_examples_on_a_gpu_stop_no_kernel(name: str, monkeypatch: pytest.MonkeyP
     assert raised == []
     test_types_that_the_model_itself_does_not_take("index")
     assert raised != []
+
+
+@pytest.mark.parametrize(("op", "shapes", "dtypes", "more"), [
+    (aten.masked_scatter.default, ((9, 9), (9, 9), (4,)), (torch.float32, torch.bool, torch.float32), {}),
+    (aten.repeat_interleave.self_Tensor, ((9,), (9,)), (torch.float32, torch.int64), {"dim": 0, "output_size": 20}),
+    (aten.index_select.default, ((1, 9), (9,)), (torch.float32, torch.int64), {}),
+])
+def test_a_gpu_tries_no_op_whose_kernel_asserts(op: Any, shapes: tuple[tuple[int, ...], ...],
+                                                dtypes: tuple[torch.dtype, ...], more: dict[str, Any],
+                                                monkeypatch: pytest.MonkeyPatch) -> None:
+    """What a CPU takes is not tried there, and neither is an op that asserts sums or counts of its values."""
+    graph, devices, error = torch.fx.Graph(), list[str](), dtype_check._error
+    with FakeTensorMode():
+        values = [torch.empty(shape, dtype=dtype, device="cuda") for shape, dtype in zip(shapes, dtypes, strict=True)]
+    inputs = [graph.placeholder(f"x{number}") for number in range(len(values))]
+    for node, value in zip(inputs, values, strict=True):
+        node.meta["val"] = value
+    args = (inputs[0], 0, inputs[1]) if op is aten.index_select.default else tuple(inputs)
+    node = graph.call_function(op, args, more)
+    monkeypatch.setattr(dtype_check, "_error",
+                        lambda *given: (devices.append(given[3].type), error(*given[:3], torch.device("cpu")))[1])
+    assert dtype_check.refusal(node) is None
+    assert set(devices) == {"cpu"}
 
 
 @pytest.mark.parametrize("name", TYPES_TAKEN)

@@ -8,10 +8,10 @@ from unittest.mock import patch
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import autoparallel
 from autoparallel.errors import InputError
-from autoparallel.runtime import initialise
 from autoparallel.runtime.offload.gradients import HostGradients
 from tests.support.models import CASES
 from tests.support.offloaded import Options, differing, local, same, trained
@@ -92,33 +92,40 @@ def test_hooks_and_own_backwards(ranks: Any, micro_batches: int) -> None:
     assert same(moved, kept)
 
 
-def waiting(zero_stage: int) -> tuple[int, int]:
-    """By a call and its backward: gradients, and the most of them that were on the device at a time."""
-    parallel = compiled("host", zero_stage=zero_stage)
-    made, most = [0, 0], 0
-    wrap, take = initialise._gradient, HostGradients.take
+class _Order(TorchDispatchMode):
+    """Notes the products that run."""
 
-    def wrapped(*given: Any) -> Any:
-        nonlocal most
-        made[0] += 1
-        most = max(most, made[0] - made[1])
-        return wrap(*given)
+    def __init__(self, seen: list[str]) -> None:
+        super().__init__()
+        self.seen = seen
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if "mm" in str(func):
+            self.seen.append("product")
+        return func(*args, **(kwargs or {}))
+
+
+def order(zero_stage: int) -> list[str]:
+    """Of a backward: its products, and gradients that go to the host."""
+    parallel, seen, take = compiled("host", zero_stage=zero_stage), list[str](), HostGradients.take
 
     def taken(*given: Any) -> Tensor:
-        made[1] += 1
+        seen.append("gradient")
         return take(*given)
 
-    with patch.object(initialise, "_gradient", wrapped), patch.object(HostGradients, "take", taken):
-        parallel(torch.ones(8, 8)).backward()
-    return made[0], most
+    loss = parallel(torch.ones(8, 8))
+    with patch.object(HostGradients, "take", taken), _Order(seen):
+        loss.backward()
+    return seen
 
 
 @pytest.mark.ranks
 @pytest.mark.parametrize("zero_stage", [0, 2])
 def test_gradients_leave_the_device_as_they_come(ranks: Any, zero_stage: int) -> None:
-    """(Seen on an H200: a call held all of them until its backward ended.)"""
-    for count, most in ranks(2).run(waiting, zero_stage):
-        assert count == 4 and most == 1
+    """Those of the last layer before the products of the first. (Seen on an H200: all stayed to backward's end.)"""
+    for seen in ranks(2).run(order, zero_stage):
+        assert seen.count("gradient") == 4 and seen.count("product") >= 3
+        assert "gradient" in seen[:len(seen) - seen[::-1].index("product")], seen
 
 
 def refused() -> list[str]:

@@ -323,13 +323,21 @@ def test_hooks_of_a_step_are_called_once() -> None:
     assert calls == ["torch.optim", "transformers.optimization"]
 
 
+class Own(O.AdamW):
+    """Takes no option of a kernel."""
+
+    def __init__(self, params: Any, lr: float) -> None:
+        super().__init__(params, lr=lr, foreach=False)
+
+
 def test_the_fused_kernel_is_taken_unless_another_is_named(mesh_of_one: DeviceMesh) -> None:
     """Groups may be generators, and parameters named."""
     parallel = autoparallel.compile(Net(), mesh_of_one, example_inputs=(torch.rand(4, 6),))
     count = len(list(parallel.parameters()))
     for kind, options, fused in (
-            (O.AdamW, {}, True), (O.SGD, {"momentum": 0.9}, True), (O.Adagrad, {}, True),
-            (O.AdamW, {"foreach": True}, None), (O.AdamW, {"fused": False}, False), (O.RMSprop, {}, None)):
+            (O.AdamW, {}, True), (O.Adam, {}, True), (O.SGD, {"momentum": 0.9}, None), (O.Adagrad, {}, None),
+            (Own, {}, None), (O.AdamW, {"foreach": True}, None), (O.AdamW, {"fused": False}, False),
+            (O.RMSprop, {}, None)):
         made = parallel.optimizer(kind, lr=0.1, **options)
         assert {group.get("fused") for group in made.param_groups} == {fused}, (kind, options)
         parallel(torch.rand(4, 6)).sum().backward()

@@ -106,6 +106,8 @@ def test_the_command_prints_and_writes_the_correction(tmp_path: Path, monkeypatc
     for call in calls:
         found = CliRunner().invoke(app, call)
         assert found.exit_code == 0, (found.output, found.exception)
+    alone = CliRunner().invoke(app, ["verify", "--ranks", "1", "--steps", "2", *said, "a_factory:small"])
+    assert alone.exit_code == 0, (alone.output, alone.exception)
     told = found.output + capfd.readouterr().out
     assert "forward and backward" in told and "bubbles, sends, waits, host" in told and "optimizer" in told
     assert Cluster.load("fixed.toml", num_devices=2).correction != Correction()

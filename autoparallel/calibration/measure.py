@@ -105,7 +105,8 @@ def calibrate(name: str, ranks_per_host: int, nics_per_host: int | None = None, 
     measured: list[Measured] = []
     joined = bounds(joined or (ranks_per_host,), world)
     for shape, axis in group_shapes(world, joined):
-        measured += time_collectives(init_device_mesh(kind, shape), axis, KINDS, SIZES, repeats)
+        mesh = init_device_mesh(kind, shape)
+        measured += time_collectives(mesh, axis, _kinds(mesh, axis), SIZES, repeats)
     ops = time_ops(torch.device(kind, torch.cuda.current_device()) if kind == "cuda" else torch.device(kind), repeats)
     device = fit_device(torch.cuda.get_device_name() if kind == "cuda" else "one process", ops, memory_bytes(kind))
     overlapped = time_overlapped(init_device_mesh(kind, (world,)), OVERLAP_SIDES[kind], OVERLAP_BYTES, repeats)
@@ -115,6 +116,12 @@ def calibrate(name: str, ranks_per_host: int, nics_per_host: int | None = None, 
     cluster, residuals = fit_links(Cluster(name, device, tuple(links), world, ("ring",), host=host), measured)
     op_residuals = tuple(predicted_op_s(device, op) / op.seconds - 1 for op in ops)
     return Calibration(cluster, tuple(measured), residuals, tuple(ops), op_residuals, tuple(overlapped))
+
+
+def _kinds(mesh: DeviceMesh, axis: int) -> tuple[str, ...]:
+    """The collectives that are measured: without sends where ranks cannot send GPU memory (GPUs that ranks share)."""
+    sends = mesh.device_type == "cpu" or groups.sends(mesh.get_group(axis), _device_of(mesh))
+    return KINDS if sends else tuple(kind for kind in KINDS if kind != "send_recv")
 
 
 def bounds(joined: Sequence[int], world: int) -> tuple[int, ...]:

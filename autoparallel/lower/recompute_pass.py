@@ -52,7 +52,8 @@ def in_parts(program: GraphModule, part_of: Callable[[FxNode], object],
         name = "_".join(["part", *re.findall(r"\w+", str(part)), str(len(parts))])
         parts[name] = module_of(_block(members, inputs, outputs), members)
         result = graph.call_module(name, tuple(made[i] for i in inputs))
-        result.meta = {"block": members[0].meta.get("block")}
+        blocks = dict.fromkeys(node.meta.get("block") for node in members)
+        result.meta = {"block": ", ".join(filter(None, blocks)) or None}
         for number, node in enumerate(outputs):
             made[node] = graph.call_function(item, (result, number))
             made[node].meta = dict(node.meta)

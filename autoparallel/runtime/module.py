@@ -196,7 +196,7 @@ class ParallelModule(nn.Module):
         prefetch: read the next tile and write the one before while one is stepped.
         threads: of steps on the host; None: the cores of this host over its ranks, if torch has fewer, as under
             torchrun, which sets OMP_NUM_THREADS=1; a warning says so.
-        options: of ``kind``; ``fused=True`` unless they name a kernel, for those that have one (torch.optim.AdamW).
+        options: of ``kind``; ``fused=True`` for Adam and AdamW unless they name a kernel (on the host also others).
 
         All ranks call this. Raises InputError on all ranks, before any state is made, where states do not fit into the
         limits of `autoparallel.compile` or onto the disk.

@@ -42,6 +42,8 @@ class Request:
             raise InputError(f"unknown model {unknown[0]!r}; there are {', '.join(SUBJECTS)}")
         if self.ranks < 2:
             raise InputError(f"--ranks {self.ranks}: communication needs at least two processes")
+        if self.device not in (None, "cpu", "cuda") or (self.device == "cuda" and not torch.cuda.device_count()):
+            raise InputError(f"--device {self.device}: cpu, or cuda where torch finds a GPU, is required")
         if not self.minutes > 0:
             raise InputError(f"--minutes {self.minutes}: give a positive number")
 
@@ -52,6 +54,8 @@ def main(request: Request, output: Path | None) -> bool:
     if under_launcher:
         import autoparallel
 
+        if request.device == "cpu":
+            os.environ["CUDA_VISIBLE_DEVICES"] = ""              # as `launch` has it for local ranks
         autoparallel.init(device=request.device)
     checks = _run(request, _here if under_launcher else _on_local_ranks(request.ranks, request.device))
     passed = all(check.status != "failed" for check in checks)

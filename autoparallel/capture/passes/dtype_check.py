@@ -19,8 +19,12 @@ from autoparallel.capture.numbers import with_examples
 from autoparallel.capture.passes.editing import Node, source_line
 from autoparallel.errors import CaptureError
 
+aten = torch.ops.aten
 SMALL = 8  # sizes up to it stay, as numbers of groups and heads do
 MOST_ELEMENTS = 1 << 22
+#: Ops whose kernels on GPUs assert what their values say beside "row in range": they are tried on a CPU only.
+ASSERTING = frozenset({aten.masked_scatter.default, aten.repeat_interleave.Tensor, aten.repeat_interleave.self_Tensor,
+                       aten._assert_async.default, aten._assert_async.msg})
 
 
 class Refused(NamedTuple):
@@ -61,17 +65,20 @@ def refusal(node: Node) -> Refused | None:
     if not given or (floating and len(set(given)) == 1) or any(t.is_complex for t in given) or not _is_plain(node):
         return None
     usual = floating.most_common(1)[0][0] if floating else torch.get_default_dtype()
-    error = _error(node, tensors, given)
+    cpu = torch.device("cpu")
+    error = _error(node, tensors, given, cpu)
     lower = {usual: torch.float32} if len(floating) == 1 else {}  # what a CPU does not compute in it, others may
     if error is not None and usual in lower:
-        error = _error(node, tensors, [lower.get(t, t) for t in given])
+        error = _error(node, tensors, [lower.get(t, t) for t in given], cpu)
+    if error is not None and tensors[0].device.type not in ("cpu", "meta"):
+        error = None if node.target in ASSERTING else _error(node, tensors, given, tensors[0].device)
     # What a CPU does not implement, the device that a model on the meta device is planned for may.
     if error is None or (isinstance(error, NotImplementedError) and (len(floating) > 1 or tensors[0].is_meta)):
         return None
     pairs = [(usual, torch.int64), (usual, torch.bool), (usual, usual), (torch.bool, torch.bool), (torch.int64,) * 2]
     for fraction, whole in pairs:
         wanted = tuple(fraction if t.is_floating_point else whole for t in given)
-        if wanted != given and _error(node, tensors, [lower.get(t, t) for t in wanted]) is None:
+        if wanted != given and _error(node, tensors, [lower.get(t, t) for t in wanted], cpu) is None:
             return Refused(str(error).strip().splitlines()[0], wanted)
     return None
 
@@ -90,18 +97,18 @@ def _tensors_of(node: Node) -> list[torch.Tensor]:
     return values if all(isinstance(value, torch.Tensor) for value in values) else []
 
 
-def _error(node: Node, tensors: Sequence[torch.Tensor], types: Sequence[torch.dtype]) -> Exception | None:
-    """What torch raises for stand-ins of these types, whatever they hold (`_values`)."""
+def _error(node: Node, tensors: Sequence[torch.Tensor], types: Sequence[torch.dtype], device: torch.device
+           ) -> Exception | None:
+    """What torch raises on a device for stand-ins of these types, whatever they hold (`_values`)."""
     sizes = sorted({n for t in tensors for n in t.shape if n > SMALL})
     stands = {n: SMALL + 1 + i for i, n in enumerate(sizes)}
-    device = "cpu" if tensors[0].is_meta else tensors[0].device
     shapes = [[stands.get(n, n) for n in t.shape] for t in tensors]
     counts = [abs(stands.get(n, n)) for n in pytree.tree_leaves((node.args, dict(node.kwargs)))
               if isinstance(n, int) and n]
     if math.prod(counts) * sum(map(math.prod, shapes)) > MOST_ELEMENTS:
         return None
     raised: Exception | None = None
-    for value_of in _values(torch.device(device)):
+    for value_of in _values(device):
         made = iter([torch.full(shape, value_of(t), dtype=t, device=device)
                      for shape, t in zip(shapes, types, strict=True)])
 
@@ -124,8 +131,8 @@ def _error(node: Node, tensors: Sequence[torch.Tensor], types: Sequence[torch.dt
 
 def _values(device: torch.device) -> tuple[Callable[[torch.dtype], int], ...]:
     """What stand-ins hold, by dtype, in the order of attempts. On a CPU first 1, then 0: nobody divides by 0, and row 1
-    may be missing. On a GPU an assertion that fails in a kernel ends all work of the process, so there is one attempt:
-    numbers of rows are 0, and truths, which may be asserted, and numbers to calculate with are 1."""
+    may be missing. On a GPU, asked only for what a CPU refuses, an assertion that fails in a kernel ends all work of
+    the process, so there is one attempt: numbers of rows are 0, truths and numbers to calculate with 1."""
     if device.type == "cpu":
         return lambda dtype: 1, lambda dtype: 0
     return (lambda dtype: int(dtype.is_floating_point or dtype == torch.bool),)

@@ -13,7 +13,7 @@ from autoparallel.errors import InputError, shown
 from autoparallel.runtime import tracing
 from autoparallel.runtime.agree import made_equally
 from autoparallel.runtime.arguments import check_flag
-from autoparallel.runtime.offload.optimizer import OffloadedOptimizer, fused_by_default
+from autoparallel.runtime.offload.optimizer import FUSED_ON_DEVICE, OffloadedOptimizer, fused_by_default
 from autoparallel.runtime.offload.threads import step_threads
 from autoparallel.runtime.state import State
 
@@ -34,6 +34,8 @@ def optimizer(parallel: nn.Module, state: State, kind: type[torch.optim.Optimize
         raise InputError(f"the optimizer is {shown(kind)}: give a class of torch.optim, as torch.optim.AdamW")
     chosen: list[Any] = list(parallel.parameters() if params is None else params)
     if not state.offload.is_away:
+        if kind not in FUSED_ON_DEVICE:
+            return kind(chosen, **options)
         chosen = [{**group, "params": list(group["params"])}    # it is read twice, and may be a generator
                   if isinstance(group, dict) and not isinstance(group.get("params", ()), torch.Tensor)
                   and "params" in group else group for group in chosen]

@@ -26,6 +26,8 @@ from autoparallel.schedule.tiers import BLOCK_BYTES, BUFFERS, Offload, buffer_by
 
 #: Optimizers with a fused kernel for the host.
 FUSED = (torch.optim.SGD, torch.optim.Adam, torch.optim.AdamW, torch.optim.Adagrad)
+#: Of these, those that DTensors have too, for steps that `shard_steps` leaves on the mesh.
+FUSED_ON_DEVICE = (torch.optim.Adam, torch.optim.AdamW)
 
 
 @dataclass(frozen=True)
@@ -354,11 +356,14 @@ def _beside(parameter: Tensor, scalars: Mapping[str, Any], fused: bool) -> dict[
 
 def fused_by_default(kind: Any, groups: Sequence[Mapping[str, Any]], options: Mapping[str, Any]) -> dict[str, Any]:
     """``fused=True`` for a class of optimizers that has such a kernel for the parameters of these groups, unless the
-    options or a group name a kernel: one pass over each state (torch's own default on GPUs takes several)."""
+    options or a group name a kernel: one pass over each state (torch's own default on GPUs takes several). Not for SGD
+    with momentum: torch's kernel begins with memory as it finds it, which stays where the first step overflows, and
+    takes no parameter whose first gradient comes later than others'."""
     named = {"fused", "foreach", "capturable", "differentiable"} & {*options, *chain.from_iterable(groups)}
     devices = {"cpu"} if issubclass(kind, torch.optim.Adagrad) else {"cpu", "cuda"}
     runs = all(p.is_floating_point() and p.device.type in devices for group in groups for p in group["params"])
-    return {"fused": True} if runs and not named and issubclass(kind, FUSED) else {}
+    momentum = issubclass(kind, torch.optim.SGD) and any(known.get("momentum") for known in (options, *groups))
+    return {"fused": True} if runs and not named and not momentum and issubclass(kind, FUSED) else {}
 
 
 def names_of(kind: Any, group: Mapping[str, Any], dtype: torch.dtype) -> tuple[tuple[str, ...], tuple[str, ...]]:
