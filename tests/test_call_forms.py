@@ -60,7 +60,7 @@ def test_a_new_form_says_what_is_another_beside_its_arguments(mesh_of_one: Devic
         assert told(torch.ones(2, 4)) == "autocast of cpu is torch.bfloat16 and was off"
     parallel.eval()
     assert told(torch.ones(2, 4)) == ("autocast of cpu is off and was torch.bfloat16; "
-                                      "4 of 4 modules are in the other of train and eval mode")
+                                      "4 of 4 modules were switched between train and eval mode")
     parallel.get_parameter("0.weight").requires_grad_(False)
     assert told(torch.ones(2, 4)) == "requires_grad of 1 parameters was set"
     assert told(torch.ones(3, 4)) == ""

@@ -237,7 +237,7 @@ def _differences(key: Any, before: Any) -> Iterator[str]:
         if now != was:
             yield f"{name} is {now or 'off'} and was {was or 'off'}"
     if len(modes) == len(modes_before) and (turned := sum(map(ne, modes, modes_before))):
-        yield f"{turned} of {len(modes)} modules are in the other of train and eval mode"
+        yield f"{turned} of {len(modes)} modules were switched between train and eval mode"
     if len(trained) == len(trained_before) and (turned := sum(map(ne, trained, trained_before))):
         yield f"requires_grad of {turned} parameters was set"
     if plain != plain_before:

@@ -88,7 +88,8 @@ def local_shards(values: Sequence[torch.Tensor], together: bool = True) -> list[
     """The tensors with each DTensor replaced by its local shard; differentiable. ``together``: by one autograd node,
     which hands all gradients on at the end of backward; else each when it is there."""
     trainable = [v for v in values if isinstance(v, DTensor) and v.requires_grad]
-    shards = iter(() if not trainable else _LocalShards.apply(*trainable) if together else map(_at_once, trainable))
+    shards = iter(() if not trainable else _LocalShards.apply(*trainable) if together else
+                  [_at_once(value) for value in trainable])
     with torch.no_grad():  # to_local without an autograd node
         return [v if not isinstance(v, DTensor) else next(shards) if v.requires_grad else v.to_local() for v in values]
 
@@ -97,7 +98,8 @@ def _at_once(value: DTensor) -> torch.Tensor:
     """Its local shard, whose gradient is handed on as soon as it is there: autograd runs the node that was made last
     first (torch/csrc/autograd/engine.cpp, `CompareNodeTaskTime`), and would keep this one, made first, to the end."""
     (shard,) = _LocalShards.apply(value)
-    shard.grad_fn._set_sequence_nr(2**63)
+    if shard.grad_fn is not None:
+        shard.grad_fn._set_sequence_nr(2**63)
     return shard
 
 
