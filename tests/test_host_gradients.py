@@ -62,7 +62,8 @@ class Net(nn.Module):
 
 
 def compiled(tier: str, **options: Any) -> Any:
-    return autoparallel.compile(Net(), mesh_of(dist.get_world_size()), example_inputs=(torch.ones(8, 8),), offload=tier, **options)
+    mesh = mesh_of(dist.get_world_size())
+    return autoparallel.compile(Net(), mesh, example_inputs=(torch.ones(8, 8),), offload=tier, **options)
 
 
 def hooked(tier: str, micro_batches: int) -> list[Any]:
