@@ -106,7 +106,8 @@ def calibrate(name: str, ranks_per_host: int, nics_per_host: int | None = None, 
     joined = bounds(joined or (ranks_per_host,), world)
     for shape, axis in group_shapes(world, joined):
         mesh = init_device_mesh(kind, shape)
-        measured += time_collectives(mesh, axis, _kinds(mesh, axis), SIZES, repeats)
+        kinds = KINDS if kind == "cpu" else _sent(mesh, axis)
+        measured += time_collectives(mesh, axis, kinds, SIZES, repeats)
     ops = time_ops(torch.device(kind, torch.cuda.current_device()) if kind == "cuda" else torch.device(kind), repeats)
     device = fit_device(torch.cuda.get_device_name() if kind == "cuda" else "one process", ops, memory_bytes(kind))
     overlapped = time_overlapped(init_device_mesh(kind, (world,)), OVERLAP_SIDES[kind], OVERLAP_BYTES, repeats)
@@ -118,9 +119,9 @@ def calibrate(name: str, ranks_per_host: int, nics_per_host: int | None = None, 
     return Calibration(cluster, tuple(measured), residuals, tuple(ops), op_residuals, tuple(overlapped))
 
 
-def _kinds(mesh: DeviceMesh, axis: int) -> tuple[str, ...]:
-    """The collectives that are measured: without sends where ranks cannot send GPU memory (GPUs that ranks share)."""
-    sends = mesh.device_type == "cpu" or groups.sends(mesh.get_group(axis), _device_of(mesh))
+def _sent(mesh: DeviceMesh, axis: int) -> tuple[str, ...]:
+    """The collectives that ranks with GPUs can run: no sends where they share them (`groups.sends`)."""
+    sends = groups.sends(mesh.get_group(axis), _device_of(mesh))
     return KINDS if sends else tuple(kind for kind in KINDS if kind != "send_recv")
 
 
