@@ -180,8 +180,6 @@ def size(
     return Sizing(target, tuple(sorted(found, key=lambda one: (one.cluster.name, one.devices))))
 
 
-
-
 def _check(model: Any, clusters: Any, told: Any) -> None:
     if not callable(model) or isinstance(model, type | nn.Module):
         raise PlanError(f"model is {shown(model)}: give a function of a number of devices, which returns "

@@ -219,7 +219,7 @@ def test_an_original_that_takes_device_memory_is_told(mesh_of_one: Any, warned: 
     compiled(1e6)
     assert warned == []
     compiled(1000)
-    assert len(warned) == 1 and "parameters keep 0.0 GiB of cpu, which no plan counts" in warned[0]
+    assert len(warned) == 1 and "parameters occupy 0.0 GiB of cpu in addition" in warned[0]
 
 
 @pytest.mark.parametrize("name", RESETS)

@@ -124,7 +124,7 @@ def test_an_entry_of_the_table_is_planned_reported_and_exported(looped: Schedule
 
 
 def test_pipelines_of_gpus_over_gloo_are_refused(mesh_of_one: DeviceMesh) -> None:
-    """gloo's send of GPU memory ends the process (seen on an H200, torch 2.11)."""
+    """gloo's transport reads memory of the CPU. (Processes that ran pipelines so on an H200 ended by SIGSEGV.)"""
     group, gpu = mesh_of_one.get_group(), torch.device("cuda", 0)
     assert groups.sends(group, torch.device("cpu")) and not groups.sends(group, gpu)
     with pytest.raises(LaunchError, match="cpu:gloo,cuda:nccl"):

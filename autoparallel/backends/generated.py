@@ -120,10 +120,9 @@ class _Reader:
             return [bool(a.alias_info and a.alias_info.is_write) for a in schema.arguments if not a.kwarg_only]
         return [name.endswith("_") and number == 0 for number in range(len(call.args))]
 
-
     def _writes_of_inner(self, call: ast.Call) -> Sequence[bool]:
-        """Of an op that is run inside another, as those that draw again what forward drew: its own arguments follow it.
-        Where it is not named, all may be written."""
+        """Whether a higher-order op writes each of its arguments: as the op among them does, whose arguments follow it
+        (`graphsafe_run_with_rng_state(op, *args)`). Without such an op all count as written."""
         named = [number for number, arg in enumerate(call.args) if _name(arg).startswith("torch.ops.")]
         if not named:
             return [True] * len(call.args)

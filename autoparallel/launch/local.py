@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import pickle
 import socket
@@ -14,6 +15,9 @@ import torch.multiprocessing as mp
 
 from autoparallel.errors import LaunchError, shown
 from autoparallel.kernels.groups import destroy_groups
+
+
+_LOG = logging.getLogger("autoparallel")
 
 
 def free_port() -> int:
@@ -35,6 +39,8 @@ def launch(function: Callable[..., Any], num_ranks: int, *args: Any, device: str
     if device not in (None, "cpu", "cuda") or (device == "cuda" and not gpus):
         raise LaunchError(f"device is {shown(device)}: 'cpu', or 'cuda' where torch finds a GPU, is required")
     used = 0 if device == "cpu" or (device is None and gpus < num_ranks) else gpus
+    if device is None and gpus and not used:
+        _LOG.warning("%d processes were asked for and there are %d GPUs: they run on the CPU", num_ranks, gpus)
     with mp.get_context("spawn").Manager() as manager:
         results = manager.dict()
         mp.spawn(_rank_main, (num_ranks, used, free_port(), function, args, results), nprocs=num_ranks, join=True)

@@ -190,8 +190,8 @@ class Forms:
         return 0 if compiled is None else self._numbers[compiled]
 
     def changes(self, key: Any, leaves: Sequence[Any]) -> list[str]:
-        """Descriptions of what changed since the last trace of this form; of a new form, what beside its arguments is
-        another than in the form used last."""
+        """Descriptions of the changes since the last trace of this form; for a new form, of the settings and modes that
+        differ from the form used last."""
         if known := self._by_key.get(key):
             return list(dict.fromkeys(known[-1].guards.failing(leaves)))
         return list(_differences(key, next(reversed(self._used.values())))) if self._used else []

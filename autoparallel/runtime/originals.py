@@ -127,15 +127,15 @@ class Originals:
                        "(parallel.load_state_dict(...) sets them)")
 
     def _tell_of_memory(self) -> None:
-        """Warn of an original that takes device memory beside its copies."""
+        """Warn of an original model whose parameters occupy GPU memory."""
         kept = defaultdict[torch.device, float](float)
         for parameter in self.parameters.values():
             if parameter.device.type not in ELSEWHERE:
                 kept[parameter.device] += parameter.nbytes
         for device, num_bytes in kept.items():
             if num_bytes > TOLD_SHARE * memory_of(device):
-                self._tell(f"parameters keep {num_bytes / 2**30:.1f} GiB of {device}, which no plan counts, beside "
-                           "those of its parallel module: build the model on the CPU, or on the meta device and call "
+                self._tell(f"parameters occupy {num_bytes / 2**30:.1f} GiB of {device} in addition to those of "
+                           "its parallel module, and predicted memory leaves them out: build the model on the CPU, or on the meta device and call "
                            "parallel.init_weights() or parallel.load_pretrained(...)")
 
     def _tell(self, what: str) -> None:

@@ -22,7 +22,7 @@ from autoparallel.errors import CaptureError
 aten = torch.ops.aten
 SMALL = 8  # sizes up to it stay, as numbers of groups and heads do
 MOST_ELEMENTS = 1 << 22
-#: Ops whose kernels on GPUs assert what their values say beside "row in range": they are tried on a CPU only.
+#: Ops whose CUDA kernels assert sums, counts or truth of values, which stand-ins need not meet: tried on a CPU only.
 ASSERTING = frozenset({aten.masked_scatter.default, aten.repeat_interleave.Tensor, aten.repeat_interleave.self_Tensor,
                        aten._assert_async.default, aten._assert_async.msg})
 

@@ -26,7 +26,7 @@ from autoparallel.schedule.tiers import BLOCK_BYTES, BUFFERS, Offload, buffer_by
 
 #: Optimizers with a fused kernel for the host.
 FUSED = (torch.optim.SGD, torch.optim.Adam, torch.optim.AdamW, torch.optim.Adagrad)
-#: Of these, those that DTensors have too, for steps that `shard_steps` leaves on the mesh.
+#: Optimizers whose fused kernels DTensor supports too, which `shard_steps` falls back to.
 FUSED_ON_DEVICE = (torch.optim.Adam, torch.optim.AdamW)
 
 
@@ -348,8 +348,8 @@ def _others_on_host(offload: Offload, parameters: Sequence[Tensor], gradients: S
 
 
 def _beside(parameter: Tensor, scalars: Mapping[str, Any], fused: bool) -> dict[str, Any]:
-    """Copies of states that are not a parameter's elements', where an optimizer wants them: a fused one beside the part
-    that it steps, which may be on the device or the host."""
+    """Copies of a parameter's scalar states (the step count). A fused kernel requires them on the parameter's device,
+    which is the GPU or the CPU for the two parts of a parameter whose states are partly offloaded."""
     return {name: value.to(parameter.device, copy=True) if fused and isinstance(value, Tensor) else copied(value)
             for name, value in scalars.items()}
 
