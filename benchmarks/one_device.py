@@ -21,7 +21,7 @@ import typer
 from torch import nn
 
 from benchmarks.measure import Spread, as_json, conditions
-from benchmarks.subjects import gpt2, token_batch
+from benchmarks.subjects import gpt2, llama, token_batch
 
 WARM_UP = 3
 #: Largest relative difference of a loss: bfloat16 sums in other orders.
@@ -38,21 +38,11 @@ class Case:
     length: int
 
 
-def _llama(hidden: int, intermediate: int, layers: int, heads: int, kv_heads: int, vocabulary: int) -> nn.Module:
-    from transformers import LlamaConfig, LlamaForCausalLM
-
-    torch.manual_seed(0)
-    return LlamaForCausalLM(LlamaConfig(
-        vocab_size=vocabulary, hidden_size=hidden, intermediate_size=intermediate, num_hidden_layers=layers,
-        num_attention_heads=heads, num_key_value_heads=kv_heads, max_position_embeddings=8192, rope_theta=500000.0,
-        use_cache=False)).train()
-
-
 CASES = {
     "tiny": Case(lambda: gpt2(512, 64, 2, 64), 512, 2, 32),
     "gpt2": Case(lambda: gpt2(50304, 768, 12, 1024), 50304, 8, 1024),
     "gpt2 short": Case(lambda: gpt2(50304, 768, 12, 1024), 50304, 1, 256),
-    "llama3-8b, 4 layers": Case(lambda: _llama(4096, 14336, 4, 32, 8, 128256), 128256, 2, 4096),
+    "llama3-8b, 4 layers": Case(lambda: llama(128256, 4096, 14336, 4, 8, heads=32), 128256, 2, 4096),
 }
 Step = Callable[[], torch.Tensor]
 
@@ -97,7 +87,8 @@ def variants(case: Case, device: torch.device) -> dict[str, Callable[[], tuple[S
     kwargs = {name: value.to(device) for name, value in token_batch(case.vocabulary, case.batch, case.length).items()}
 
     def model() -> nn.Module:
-        return case.build().to(device, torch.bfloat16)
+        with device:    # billions of random numbers take a CPU a minute
+            return case.build().to(torch.bfloat16)
 
     def torchs(**options: Any) -> tuple[Step, Any]:
         made = model()

@@ -43,14 +43,14 @@ class WideMLP(nn.Module):
         return nn.functional.mse_loss(self.down(torch.relu(self.up(x))), y)
 
 
-def llama(vocabulary: int, hidden: int, intermediate: int, layers: int, kv_heads: int) -> nn.Module:
-    """8 heads, untied head; equal weights each time."""
+def llama(vocabulary: int, hidden: int, intermediate: int, layers: int, kv_heads: int, heads: int = 8) -> nn.Module:
+    """Untied head; equal weights each time."""
     from transformers import LlamaConfig, LlamaForCausalLM
 
     torch.manual_seed(0)
     return LlamaForCausalLM(LlamaConfig(
         vocab_size=vocabulary, hidden_size=hidden, intermediate_size=intermediate, num_hidden_layers=layers,
-        num_attention_heads=8, num_key_value_heads=kv_heads, use_cache=False)).train()
+        num_attention_heads=heads, num_key_value_heads=kv_heads, max_position_embeddings=8192, use_cache=False)).train()
 
 
 def gpt2(vocabulary: int, hidden: int, layers: int, positions: int) -> nn.Module:

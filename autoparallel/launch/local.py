@@ -16,7 +16,6 @@ import torch.multiprocessing as mp
 from autoparallel.errors import LaunchError, shown
 from autoparallel.kernels.groups import destroy_groups
 
-
 _LOG = logging.getLogger("autoparallel")
 
 

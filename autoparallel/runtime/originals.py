@@ -134,9 +134,9 @@ class Originals:
                 kept[parameter.device] += parameter.nbytes
         for device, num_bytes in kept.items():
             if num_bytes > TOLD_SHARE * memory_of(device):
-                self._tell(f"parameters occupy {num_bytes / 2**30:.1f} GiB of {device} in addition to those of "
-                           "its parallel module, and predicted memory leaves them out: build the model on the CPU, or on the meta device and call "
-                           "parallel.init_weights() or parallel.load_pretrained(...)")
+                self._tell(f"parameters occupy {num_bytes / 2**30:.1f} GiB of {device} in addition to those of its "
+                           "parallel module, and predicted memory leaves them out: build the model on the CPU, or on "
+                           "the meta device and call parallel.init_weights() or parallel.load_pretrained(...)")
 
     def _tell(self, what: str) -> None:
         """Warn of a change of the original, on rank 0."""
