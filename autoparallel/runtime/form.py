@@ -190,11 +190,18 @@ class Forms:
         return 0 if compiled is None else self._numbers[compiled]
 
     def changes(self, key: Any, leaves: Sequence[Any]) -> list[str]:
-        """Descriptions of the changes since the last trace of this form; for a new form, of the settings and modes that
-        differ from the form used last."""
+        """Descriptions of the changes since the last trace of this form; for a new form, of the settings (autocast,
+        default dtype and device) that differ from the form used last."""
         if known := self._by_key.get(key):
             return list(dict.fromkeys(known[-1].guards.failing(leaves)))
-        return list(_differences(key, next(reversed(self._used.values())))) if self._used else []
+        return list(_other_settings(key[0], next(reversed(self._used.values()))[0])) if self._used else []
+
+    def other_uses(self, key: Any) -> list[str]:
+        """Descriptions of the modes, trained parameters and kind of call in which a new form differs from the form used
+        last."""
+        if key in self._by_key or not self._used:
+            return []
+        return list(_other_uses(key, next(reversed(self._used.values()))))
 
     def add(self, key: Any, spec: Any, leaves: Sequence[Any], guards: Guards, compiled: Compiled) -> None:
         self.compiled += 1
@@ -228,14 +235,19 @@ def form_of(leaves: Sequence[Any], spec: Any) -> tuple[Any, ...]:
     return (str(spec), *map(_form, leaves), *casts, torch.get_default_dtype(), torch.get_default_device())
 
 
-def _differences(key: Any, before: Any) -> Iterator[str]:
-    """What differs between the keys of two forms (`form_of`, modes, what is trained, whether called or stepped)."""
-    (form, modes, trained, plain), (form_before, modes_before, trained_before, plain_before) = key, before
+def _other_settings(form: Any, before: Any) -> Iterator[str]:
+    """The settings of torch that differ between two results of `form_of`, which ends with them."""
     settings = [*(f"autocast of {device}" for device in autocast.DEVICES), "the default dtype", "the default device"]
     count = len(settings)
-    for name, now, was in zip(settings, form[-count:], form_before[-count:], strict=True):
+    for name, now, was in zip(settings, form[-count:], before[-count:], strict=True):
         if now != was:
             yield f"{name} is {now or 'off'} and was {was or 'off'}"
+
+
+def _other_uses(key: Any, before: Any) -> Iterator[str]:
+    """What differs between the keys of two forms (`form_of`, modes, what is trained, whether called or stepped) beside
+    their settings."""
+    (_, modes, trained, plain), (_, modes_before, trained_before, plain_before) = key, before
     if len(modes) == len(modes_before) and (turned := sum(map(ne, modes, modes_before))):
         yield f"{turned} of {len(modes)} modules were switched between train and eval mode"
     if len(trained) == len(trained_before) and (turned := sum(map(ne, trained, trained_before))):

@@ -84,7 +84,7 @@ def _compiled(module: nn.Module, state: State, key: Any, leaves: Sequence[Any], 
     args, kwargs = pytree.tree_unflatten(shapes, spec)
     call, numbers = call_text(args, kwargs), state.forms.inputs_of(key, str(spec), leaves)
     if state.forms and dist.get_rank() == 0:  # compiling takes seconds
-        changes = state.forms.changes(key, leaves)
+        changes = state.forms.changes(key, leaves) + state.forms.other_uses(key)
         why = f", since {'; '.join(changes)}" if changes else ""
         _LOG.warning("%s is compiled for a call of another form (form %d): %s%s", type(state.model).__name__,
                      state.forms.compiled + 1, call, why)
