@@ -16,11 +16,11 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from autoparallel import Cluster, Plan
 from autoparallel.capture import capture
-from autoparallel.layout import Layout, shard
+from autoparallel.layout import REPLICATE, Layout, shard
 from autoparallel.partition import split_batch
 from autoparallel.plans import Hybrid
 from autoparallel.pricing import ExecutionCounts, Prices, SpacePricer, predict
-from autoparallel.schedule.step_config import BUCKET_BYTES
+from autoparallel.schedule.step_config import BUCKET_BYTES, LARGE_BYTES
 from autoparallel.search import evaluate, solve
 from autoparallel.strategies.space import StrategySpace
 from cost_models import Device, Link, collectives, compute
@@ -235,3 +235,25 @@ def test_small_gradients_share_a_bucket() -> None:
     assert float(prices.redistribution.bucket_s(prices.groups[0], np.array(2.0 * BUCKET_BYTES),
                                                BUCKET_BYTES)) == float(
         collectives.all_reduce_s(2 * BUCKET_BYTES, prices.groups[0]))
+
+
+@pytest.mark.parametrize(("hybrid", "together"), [
+    (Hybrid(zero_stage=3), True), (Hybrid(2, zero_stage=3), True), (Hybrid(2, zero_stage=1), True),
+    (Hybrid(2, zero_stage=2), False), (Hybrid(4, 2, 2, zero_stage=3), False)])
+@pytest.mark.parametrize("width", [256, 4096])
+def test_parameters_of_a_block_are_gathered_and_reduced_together_with_a_copy_of_small_ones(
+        width: int, hybrid: Hybrid, together: bool) -> None:
+    """Each by itself where the program does so: with ZeRO-2 in micro-batches, with ZeRO-3 in pipelines."""
+    layers = [torch.nn.Linear(width, width, bias=False) for _ in range(4)]
+    model = torch.nn.Sequential(torch.nn.Sequential(*layers[:2]), torch.nn.Sequential(*layers[2:]))
+    cluster = Cluster.load("h100-sxm", num_devices=8, software="none")
+    space = StrategySpace(capture(model, (torch.zeros(8, width),)), (8,))
+    prices = Prices(space, cluster).redistribution
+    use = next(use for use in space.uses if space.decisions[use.source].kind == "parameter")
+    (step,) = prices.steps(use.meta, (shard(0),), (REPLICATE,), ExecutionCounts(space, hybrid).summing(use))
+    size, group = float(width * width * 4), prices.groups[0]
+    copied = float(collectives.copy_s(size, prices.device)) if size < LARGE_BYTES else 0.0
+    assert prices.block_bytes == 2 * size
+    for seconds, collective in zip(step.seconds, (collectives.all_gather_s, collectives.reduce_scatter_s), strict=True):
+        wanted = float(collective(2 * size, group)) / 2 + copied if together else float(collective(size, group))
+        assert seconds == pytest.approx(wanted)

@@ -22,12 +22,10 @@ from autoparallel.kernels.collectives import (
 )
 from autoparallel.kernels.groups import Axis
 from autoparallel.kernels.tracing import is_traced
+from autoparallel.schedule.step_config import LARGE_BYTES
 
 #: A tensor's cut dim, and the lengths of all ranks' shards along it.
 Cut = tuple[int, Sizes]
-#: Bytes of the whole tensor from which it is sent by itself. (On a GPU of 3 TB/s, reading and writing so much takes
-#: 3 us, about as long as another message of a group.)
-LARGE_BYTES = 4 * 2**20
 
 
 @dataclass(frozen=True)

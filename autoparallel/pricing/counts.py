@@ -21,11 +21,12 @@ from autoparallel.strategies.space import StrategySpace, TensorUse
 class Summing(NamedTuple):
     """How gradients of parameters are summed over ranks: in buckets of ``bucket_bytes`` (0: each by itself), in a dtype
     of ``scale`` times the bytes.
-    ``of_parameter``: the value is a trainable parameter, which software may gather block by block."""
+    ``in_block``: the value is a trainable parameter that is gathered with the others of its block, where software does
+    so."""
 
     bucket_bytes: float = 0.0
     scale: float = 1.0
-    of_parameter: bool = False
+    in_block: bool = False
 
 
 class UseTimes(NamedTuple):
@@ -149,7 +150,8 @@ class ExecutionCounts:
             return ALONE
         dtype = self.hybrid.sum_dtype or use.meta.dtype
         once = self.hybrid.is_plain or self.hybrid.zero_stage < 2
-        return Summing(self.hybrid.bucket_bytes if once else 0.0, dtype.itemsize / use.meta.dtype.itemsize, True)
+        return Summing(self.hybrid.bucket_bytes if once else 0.0, dtype.itemsize / use.meta.dtype.itemsize,
+                       once or self.hybrid.prefetches)
 
     def _trainable(self, meta: TensorMeta) -> bool:
         return meta.requires_grad and bool(self.saved.kept)

@@ -14,7 +14,7 @@ from autoparallel.capture.blocks import block_path
 from autoparallel.layout import SUMS, Layout, Placement, RedistributionTable, Step
 from autoparallel.layout.redistribution import ACTIONS
 from autoparallel.pricing.counts import ALONE, Summing
-from autoparallel.schedule.step_config import BUCKET_BYTES
+from autoparallel.schedule.step_config import BUCKET_BYTES, LARGE_BYTES
 from autoparallel.strategies.space import StrategySpace, TensorUse
 from cost_models import Cluster, Group, collectives
 
@@ -115,20 +115,24 @@ class RedistributionPrices:
                 blocks[path] += s.output_metas[0].num_bytes
         return sum(blocks.values()) / len(blocks) if blocks else BUCKET_BYTES
 
-    def _in_block_s(self, summing: Summing, axis: int, action: str, num_bytes: np.ndarray) -> np.ndarray:
-        """How much less a parameter's gather or reduce-scatter takes as a share of its block's."""
-        if not (summing.of_parameter and self.block_bytes and action in ("all_gather", "reduce_scatter")):
+    def _in_block_s(self, summing: Summing, axis: int, action: str, dim: int, num_bytes: np.ndarray) -> np.ndarray:
+        """How much less a parameter's gather or reduce-scatter takes as a share of its block's, with the copy out of or
+        into the bucket (which `action_s` counts of shards along another ``dim`` than the first). Where the copy takes
+        longer than what is saved: 0, so that no plan is priced below the bounds of its combination."""
+        if not (summing.in_block and self.block_bytes and action in ("all_gather", "reduce_scatter")):
             return np.zeros_like(num_bytes)
         one_way = collectives.all_gather_s if action == "all_gather" else collectives.reduce_scatter_s
         alone, whole = one_way(num_bytes, self.groups[axis]), one_way(self.block_bytes, self.groups[axis])
-        return np.asarray(np.minimum(num_bytes / self.block_bytes * whole - alone, 0.0))
+        copied = (dim == 0) & (num_bytes < LARGE_BYTES)
+        copy_s = np.where(copied, collectives.copy_s(num_bytes, self.device), 0.0)
+        return np.asarray(np.minimum(num_bytes / self.block_bytes * whole + copy_s - alone, 0.0))
 
     def _forward_s(self, summing: Summing, axis: int, source: Placement, target: Placement, before: np.ndarray,
                    after: np.ndarray) -> np.ndarray:
         """Forward seconds of a step from ``source`` to ``target`` under ``summing``."""
         action = ACTIONS[source.kind, target.kind][0]
         return (self.action_s(action, axis, source, target, before, after)
-                + self._in_block_s(summing, axis, action, after))
+                + self._in_block_s(summing, axis, action, source.dim, after))
 
     def summed_s(self, summing: Summing, axis: int, source: Placement, target: Placement, before: np.ndarray,
                  after: np.ndarray) -> np.ndarray:
@@ -140,7 +144,7 @@ class RedistributionPrices:
             seconds = self.bucket_s(self.groups[axis], scale * after, summing.bucket_bytes)
         else:
             seconds = self.action_s(backward, axis, target, source, scale * after, scale * before)
-            seconds = seconds + self._in_block_s(summing, axis, backward, scale * after)
+            seconds = seconds + self._in_block_s(summing, axis, backward, source.dim, scale * after)
         if scale == 1.0:
             return seconds
         return seconds + collectives.copy_s((1 + scale) / 2 * (after + before), self.device)
@@ -177,7 +181,7 @@ class RedistributionPrices:
         seconds = self._seconds(use.meta, times)
         if summing != ALONE:
             seconds = seconds + times[1] * self._more_by(use.meta, summing)
-            if self.block_bytes and summing.of_parameter:
+            if self.block_bytes and summing.in_block:
                 seconds = seconds + times[0] * self._more_forward(use.meta, summing)
         return seconds[np.ix_(rows, columns)]
 
@@ -200,7 +204,7 @@ class RedistributionPrices:
         if key not in self._weighted:
 
             def cost(axis: int, source: Placement, target: Placement, before: np.ndarray, after: np.ndarray) -> Any:
-                return self._in_block_s(summing, axis, ACTIONS[source.kind, target.kind][0], after)
+                return self._in_block_s(summing, axis, ACTIONS[source.kind, target.kind][0], source.dim, after)
 
             more = self.table(meta).sum_along(cost)
             self._weighted[key] = np.where(np.isfinite(more), more, 0.0)

@@ -20,6 +20,9 @@ RECOMPUTE = ("none", "selective", "full", "offload")
 MOST = 2**20
 #: The largest bucket of torch's DistributedDataParallel.
 BUCKET_BYTES = 25 * 2**20
+#: Bytes of a whole tensor from which its shards, cut along the first dim, are gathered and reduced without a bucket.
+#: (On a GPU of 3 TB/s, reading and writing so much takes 3 us, about as long as another message of a group.)
+LARGE_BYTES = 4 * 2**20
 REDUCE_DTYPES = ("float32", "bfloat16", "float16")
 
 
