@@ -227,7 +227,8 @@ def _plan_fitting(split: Splits, cluster: Cluster, mesh_shape: Sequence[int] | N
         found = _plan_jointly(split, cluster, mesh_shape, options)
     except (InfeasibleError, SearchError, InputError) as other:
         error.args = (f"{error} (This is of a step of one micro-batch without recompute; no plan was found with "
-                      f"micro-batches, ZeRO and recompute either{_least(other)}.)",)
+                      f"micro-batches, ZeRO and recompute either{_least(other)}. Pipelines were not tried: "
+                      "joint=True tries them.)",)
         raise error from None
     reason = ("a step of one micro-batch without recompute does not fit; "
               f"{found.evidence.stop_reason}")
