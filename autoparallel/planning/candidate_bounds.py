@@ -40,18 +40,21 @@ class CandidateBounds:
         self._again: dict[tuple[str, int], float] = {}
 
     def least_bytes(self, candidate: Candidate) -> float:
-        """A lower bound of peak bytes: state and tensors live between forward and backward, divided evenly over all
-        devices."""
-        h = candidate.hybrid
+        """A lower bound of peak bytes: state and tensors live between forward and backward, divided evenly over the
+        devices of a stage, and over the ranks of a pipeline so that the fullest has the least.
+
+        Let rank r take d_r bytes for all blocks, and e_r bytes of what lies outside of blocks, E together. Of the
+        blocks it takes at most the share (L - e_r) / d_r, if no rank exceeds L bytes; these shares add up to 1 or more,
+        so that L is at least (1 + E / max d) / sum(1 / d).
+        """
+        h, devices = candidate.hybrid, math.prod(candidate.mesh_shape)
         kept = self._kept(h)
-        chunks = range(0, h.stages, h.pipeline_ranks)
-        copies = sum(in_flight(h, stage) for stage in chunks) / len(chunks)
-        always = kept["state", True] / h.pipeline_ranks + kept["state", False]
-        copies = 0.0 if h.recompute == "offload" else copies  # they are in the host's memory
-        micro_batches = (
-            kept["micro_batch", True] * copies / h.pipeline_ranks + kept["micro_batch", False]
-        ) / h.micro_batches
-        return (always + micro_batches) / math.prod(candidate.mesh_shape)
+        held = np.zeros(h.pipeline_ranks) if h.recompute == "offload" else _held(h)  # else in the host's memory
+        blocks = kept["state", True] + kept["micro_batch", True] / h.micro_batches * held
+        ends = kept["state", False] + kept["micro_batch", False] / h.micro_batches
+        if not blocks.all():
+            return float(ends / h.pipeline_ranks / devices)
+        return float((1 + ends / blocks.max()) / (1 / blocks).sum() / devices)
 
     def limit_of(self, candidate: Candidate) -> float:
         """Bytes that no device of the candidate may exceed."""
@@ -85,8 +88,7 @@ class CandidateBounds:
         devices, ranks = math.prod(candidate.mesh_shape), h.pipeline_ranks
         keeping, again = self._kept(replace(h, recompute="none", recompute_blocks=None)), self._kept(h)
         per_share = devices * h.micro_batches
-        held = np.array([min(in_flight(h, stage) for stage in h.stages_of(rank)) for rank in range(ranks)], float)
-        most, least = (kept["micro_batch", True] / per_share * held for kept in (keeping, again))
+        most, least = (kept["micro_batch", True] / per_share * _held(h) for kept in (keeping, again))
         state, limit = keeping["state", True] / devices, self.limit_of(candidate)
         if ranks == 1:
             limit -= keeping["state", False] / devices + again["micro_batch", False] / per_share
@@ -173,3 +175,9 @@ class CandidateBounds:
 
     def _whole_prices(self, spread: int) -> Prices:
         return Prices(self._whole, self.cluster, self.optimizer, stages=self.cluster.num_devices, spread=spread)
+
+
+def _held(hybrid: Hybrid) -> np.ndarray:
+    """By pipeline rank, the least number of micro-batches whose activations one of its stages holds at its fullest."""
+    return np.array([min(in_flight(hybrid, stage) for stage in hybrid.stages_of(rank))
+                     for rank in range(hybrid.pipeline_ranks)], float)
