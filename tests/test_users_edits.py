@@ -108,9 +108,7 @@ def draw(model: Any) -> Made:
         model.first.bias.copy_(nn.functional.dropout(model.norm.bias, 0.5))
     made = gathered(model.named_parameters())
     nn.init.eye_(model.last.weight)
-    made |= gathered([("eye", model.last.weight)])
-    nn.init.orthogonal_(model.first.weight)
-    return {**made, **gathered([("orthogonal", model.first.weight)]), "state": torch.get_rng_state().float()}
+    return {**made, "eye": gathered([("", model.last.weight)])[""], "state": torch.get_rng_state().float()}
 
 
 def draw_after_other_seeds() -> None:

@@ -72,6 +72,8 @@ def averaged(model: Any) -> Made:
 
 def swapped(model: Any) -> Made:
     """Averages are put in the place of the parameters, and these back, as is written in many scripts."""
+    torch.manual_seed(5)
+    nn.init.orthogonal_(model.last.weight)
     shadow = {name: p.data.clone() for name, p in model.named_parameters()}
     trained(model, 3)
     for name, parameter in model.named_parameters():
