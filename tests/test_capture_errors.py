@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from autoparallel import Cluster, Plan
 from autoparallel.api import plan
+from autoparallel.capture import capture
 from autoparallel.capture.passes import dtype_check
 from autoparallel.errors import (
     CaptureError,
@@ -356,3 +358,34 @@ def test_writing_to_an_input_is_refused(model: nn.Module) -> None:
     message = says(CaptureError, of=lambda: plan(model, machine, example_inputs=(x,), mesh_shape=(2,)))
     assert "in place" in message and ("clone()" in message or "out-of-place" in message), message
     assert torch.equal(x, torch.ones(4, 4))
+
+
+@dataclass
+class Found:
+    loss: Tensor
+
+
+class ReturnsADataclass(nn.Linear):
+    def forward(self, x: Tensor) -> Any:
+        return Found(super().forward(x).mean())
+
+
+class Scaled(nn.Embedding):
+    def forward(self, ids: Tensor) -> Tensor:
+        return super().forward(ids).mean()
+
+
+def test_a_result_of_an_unknown_type_is_refused_with_the_way_to_make_it_known() -> None:
+    with pytest.raises(CaptureError, match=r"returns a Found.*\n.*torch.export.register_dataclass\(Found\)"):
+        capture(ReturnsADataclass(4, 4), (torch.ones(2, 4),), {})
+
+
+def test_rows_that_are_scaled_in_forward_are_refused_with_the_way_to_scale_them() -> None:
+    ids = torch.arange(6).view(3, 2)
+    with pytest.raises(CaptureError, match=r"has max_norm(.*\n)*.*weight.mul_\(\(max_norm / "):
+        capture(Scaled(6, 4, max_norm=1.0), (ids,), {})
+    scaled, plain = Scaled(6, 4, max_norm=1.0), Scaled(6, 4)
+    plain.load_state_dict(scaled.state_dict())
+    with torch.no_grad():
+        plain.weight.mul_((1.0 / (plain.weight.norm(dim=1, keepdim=True) + 1e-7)).clamp(max=1))
+    torch.testing.assert_close(plain(ids), scaled(ids))

@@ -71,7 +71,7 @@ def pair(mesh_of_one: Any) -> tuple[Any, Any]:
 
 
 def assign_data(model: Any, parallel: Any) -> None:
-    parallel.first.bias.data = parallel.first.bias.data * 2
+    parallel.first.bias.data = model.first.bias.data * 2
 
 
 def assign_from_vector(model: Any, parallel: Any) -> None:

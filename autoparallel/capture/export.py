@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 import logging
+import re
 import sysconfig
 import traceback
 from collections.abc import Iterator, Mapping, Sequence
@@ -139,6 +140,10 @@ def _distinct(args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[tuple[Any
     return pytree.tree_map(own, (tuple(args), dict(kwargs)))
 
 
+#: What torch.export says of a result whose type is no pytree.
+_UNKNOWN_TYPE = re.compile(r"Found <class '([^']+)'> in output, which is not a known type")
+
+
 def _explain(model: torch.nn.Module, error: Exception) -> str:
     text = str(error)
     passed = lines_at(traceback.extract_tb(error.__traceback__))
@@ -161,6 +166,11 @@ def _explain(model: torch.nn.Module, error: Exception) -> str:
     if "masked_rows.types." in text:
         return (f"{type(model).__name__} returns rows that their values choose: a shape depends on the data\n"
                 "  Return all rows, and the mask.")
+    if unknown := _UNKNOWN_TYPE.search(text):
+        name = unknown[1].rpartition(".")[2]
+        return (f"{type(model).__name__} returns a {name}, and torch does not know which tensors are in it\n"
+                f"  If it is a dataclass, write torch.export.register_dataclass({name}) after it. Else return a dict, "
+                "a tuple or a NamedTuple.")
     first = text.strip().splitlines()[0][:_LONGEST] if text.strip() else type(error).__name__
     if isinstance(error, TypeError) and passed[-1][2] == "_bind":  # of the signature, to the example's arguments
         taken = inspect.signature(model.forward)

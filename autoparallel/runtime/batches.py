@@ -42,7 +42,7 @@ def sharded(batch: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], compil
             leaves[int(decision.path)] = whole.redistribute(state.mesh, to_torch(layout))
         elif decision.kind == "input":
             mine = initialise.local_shard(whole, state.mesh, layout).to(state.device).contiguous()
-            leaves[int(decision.path)] = initialise.as_dtensor(mine, state.mesh, layout)
+            leaves[int(decision.path)] = initialise.as_dtensor(mine, state.mesh, layout, tuple(whole.shape))
     args, kwargs = pytree.tree_unflatten(leaves, spec)
     return kwargs if isinstance(batch, Mapping) else args
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from copy import deepcopy
+from functools import partial
 from typing import Any, cast
 from weakref import WeakKeyDictionary
 
@@ -112,8 +113,8 @@ class Calls:
                 state.device, compiled.backend, state.host_gradients, own,
             )
             hybrid = compiled.plan.hybrid
-            self._shared_gradients[key] = SharedGradients(self.module.get_parameter, own, state.shared_groups,
-                                                          hybrid.sum_dtype, hybrid.bucket_bytes)
+            self._shared_gradients[key] = SharedGradients(partial(initialise.registered, self.module), own,
+                                                          state.shared_groups, hybrid.sum_dtype, hybrid.bucket_bytes)
         feeds = self._feeds(compiled, leaves)
         with self._shared_gradients[key].added_up() as shared, autocast.without_autocast():
             loss = self._runners[key].run(
@@ -154,13 +155,13 @@ class Calls:
     def _update(self, names: Sequence[str], values: Sequence[torch.Tensor]) -> None:
         with torch.no_grad():  # cloned first: a new value may alias another buffer's old one
             for name, value in zip(names, [value.clone() for value in values], strict=True):
-                self.module.get_buffer(name).copy_(value)
+                initialise.registered(self.module, name).copy_(value)
 
     def _share_written(self, compiled: Compiled) -> None:
         """Broadcast buffers that one pipeline stage wrote; other stages may read them in the next step."""
         if (group := self._state.position.pipeline_group) is not None:
             for name, rank in compiled.written.items():
-                dist.broadcast(self.module.get_buffer(name), dist.get_global_rank(group, rank), group=group)
+                dist.broadcast(initialise.registered(self.module, name), dist.get_global_rank(group, rank), group=group)
 
     def _feeds(self, compiled: Compiled, leaves: Sequence[Any]) -> list[list[Any]]:
         """For each input of the micro-batch program, its value per micro-batch."""

@@ -1,14 +1,16 @@
-"""DTensors on the meshes of parallel modules, where torch answers for one shard as if it were the whole: refused.
+"""DTensors on the meshes of parallel modules, where torch answers for a shard as if it were the whole: refused or done.
 
-Assigning to ``.data`` changes nothing of a DTensor, nor does writing to a selection along a sharded dim
+Assigning a plain tensor to ``.data`` changes nothing of a DTensor, nor does writing to a selection along a sharded dim
 (``weight[3] = 0``, ``weight[2:9].mul_(2)``), which torch makes of a gathered copy; ``.item()``, ``float()`` and
-``bool()`` of one that is sharded or a summand read this rank's part. (The one file that touches DTensor's op handlers
-and attributes.)
+``bool()`` of one that is sharded or a summand read this rank's part. A DTensor may be assigned to ``.data``; copies are
+as those of plain tensors, also of gradients that lie in a bucket. (The one file that touches DTensor's op handlers and
+attributes.)
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from copy import deepcopy
 from functools import cache, wraps
 from types import EllipsisType
 from typing import Any
@@ -33,6 +35,8 @@ _IN_PLACE = [name for name in dir(torch.Tensor)
                  and name not in ("requires_grad_", "detach_", "share_memory_"))
              or name in {f"__i{op}__" for op in ("add", "sub", "mul", "truediv", "floordiv", "mod", "pow", "and", "or",
                                                  "xor", "lshift", "rshift")}]
+#: The attribute of a parameter outside of the device, on the host or on disk, that has the way there.
+KEPT = "_kept_elsewhere"
 _BASIC = (int, slice, type(None), EllipsisType)
 
 
@@ -56,10 +60,20 @@ def set_handler(op: Any, handler: Handler | None) -> Handler | None:
     return before
 
 
+def as_before(before: Sequence[Handler | None], op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """The op as it ran before a handler was set. ``before``: what `set_handler` returned."""
+    ours = set_handler(op, before[0])
+    try:
+        return op(*args, **kwargs)
+    finally:
+        set_handler(op, ours)
+
+
 @cache
 def _replace() -> None:
     set_handler(_NUMBER, _number)
     DTensor.data = property(_DATA.__get__, _set_data)  # type: ignore[assignment]
+    DTensor.__deepcopy__ = _copied  # type: ignore[method-assign, assignment]
     DTensor.__setitem__ = _set_item  # type: ignore[assignment]
     for name in _IN_PLACE:
         setattr(DTensor, name, _writing(getattr(torch.Tensor, name)))
@@ -77,11 +91,34 @@ def _number(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
 
 
 def _set_data(tensor: DTensor, value: Any) -> None:
-    if is_watched(tensor):
+    if not is_watched(tensor):
+        _DATA.__set__(tensor, value)
+        return
+    if not isinstance(value, DTensor) or hasattr(tensor, KEPT) or not _like(value, tensor):
         raise InputError(f"assigning to the data of a DTensor {list(tensor.shape)} changes nothing of it: its values "
                          "are in the local shard\n  Write into it: `with torch.no_grad(): tensor.copy_(value)`, with a "
                          "DTensor; a whole tensor as distribute_tensor(value, tensor.device_mesh, tensor.placements).")
-    _DATA.__set__(tensor, value)
+    with torch.no_grad():
+        tensor._local_tensor.data = value.redistribute(placements=tensor.placements)._local_tensor.contiguous()
+
+
+def _like(value: DTensor, tensor: DTensor) -> bool:
+    return (value.device_mesh == tensor.device_mesh
+            and (value.shape, value.dtype, value.device) == (tensor.shape, tensor.dtype, tensor.device))
+
+
+def _copied(tensor: DTensor, memo: dict[int, Any]) -> Any:
+    """``copy.deepcopy``: of a parameter without its gradient, as torch does of plain ones; and of a shard that is a
+    view, for which torch copies memory that a DTensor has not."""
+    parameter = isinstance(tensor, torch.nn.Parameter)
+    if not is_watched(tensor) or not tensor.is_leaf or not (parameter or tensor._local_tensor.storage_offset()):
+        return torch.Tensor.__deepcopy__(tensor, memo)
+    if id(tensor) not in memo:
+        copy: Any = tensor.detach().clone()
+        memo[id(tensor)] = copy = torch.nn.Parameter(copy, tensor.requires_grad) if parameter else copy
+        if parameter and hasattr(tensor, KEPT):
+            setattr(copy, KEPT, deepcopy(getattr(tensor, KEPT), memo))
+    return memo[id(tensor)]
 
 
 def _writing(method: Callable[..., Any]) -> Callable[..., Any]:
@@ -114,4 +151,4 @@ def _refuse_copy(selected: Any, base: Any) -> None:
                          "tensor.placements))`.")
 
 
-__all__ = ["Handler", "is_watched", "set_handler", "watch"]
+__all__ = ["KEPT", "Handler", "as_before", "is_watched", "set_handler", "watch"]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import nn
@@ -14,17 +14,24 @@ from torch.distributed.tensor import DTensor, Replicate, distribute_tensor
 from autoparallel.errors import InputError
 from autoparallel.layout import Layout, from_torch, local_box, to_torch
 from autoparallel.runtime.agree import decide_once
+from autoparallel.runtime.dtensors import KEPT
 
 #: Copies a tensor to the memory in which a parameter lives.
 Keep = Callable[[torch.Tensor], torch.Tensor]
-#: The attribute of a parameter outside of the device that has its `Keep`.
-_KEPT = "_kept_elsewhere"
 
 
 def container(root: nn.Module, name: str) -> tuple[nn.Module, str]:
-    """(module, attribute) of a dotted name under ``root``."""
-    path, _, leaf = name.rpartition(".")
-    return root.get_submodule(path), leaf
+    """(module, attribute) of a dotted name under ``root``, whose own methods may have the names of parts (``step``)."""
+    *path, leaf = name.split(".")
+    for part in path:
+        root = cast(nn.Module, root._modules[part])
+    return root, leaf
+
+
+def registered(root: nn.Module, name: str) -> Any:
+    """The parameter or buffer of a dotted name under ``root``."""
+    owner, leaf = container(root, name)
+    return owner._parameters[leaf] if leaf in owner._parameters else owner._buffers[leaf]
 
 
 def as_dtensor(local: torch.Tensor, mesh: DeviceMesh, layout: Layout, shape: tuple[int, ...] | None = None) -> DTensor:
@@ -42,7 +49,7 @@ def elsewhere(value: DTensor, keep: Keep) -> DTensor:
 
 def live_elsewhere(parameter: torch.Tensor, keep: Keep) -> None:
     """Mark a parameter whose values `set_value` shall keep outside of the device."""
-    setattr(parameter, _KEPT, keep)
+    setattr(parameter, KEPT, keep)
 
 
 def taking_any_gradient(output: torch.Tensor) -> torch.Tensor:
@@ -139,7 +146,7 @@ def set_value(parallel: nn.Module, name: str, value: torch.Tensor, device: torch
         else:
             local = local_shard(value, mesh, layout)
         made = as_dtensor(local.to(device=device, dtype=old.dtype).contiguous().clone(), mesh, layout, tuple(old.shape))
-        if old.device.type == "meta" and (keep := getattr(old, _KEPT, None)) is not None:
+        if old.device.type == "meta" and (keep := getattr(old, KEPT, None)) is not None:
             made = elsewhere(made, keep)
     if old.device.type != "meta":
         with torch.no_grad():

@@ -26,6 +26,7 @@ from autoparallel.runtime.originals import Originals
 from autoparallel.runtime.shared import Ranks
 from autoparallel.runtime.state import State
 from autoparallel.runtime.whole_draws import draw_whole
+from autoparallel.runtime.whole_means import take_whole_means
 from autoparallel.schedule.tiers import BUCKETS_IN_FLIGHT
 
 
@@ -37,6 +38,7 @@ def place(root: nn.Module, state: State, compiled: Compiled) -> None:
     layouts, absent = compiled.parameter_layouts, compiled.elsewhere
     watch(mesh)
     draw_whole()
+    take_whole_means()
     look_at_steps()
     _make_shared_groups(state, sorted(set(compiled.shared.values())))
     everywhere = (INVARIANT,) * mesh.ndim

@@ -125,7 +125,7 @@ class State:
                                  "its pipeline has other parameters\n  Compile again; to freeze parameters, set it on "
                                  "the parallel module's.")
             path, _, leaf = name.rpartition(".")
-            self.parts[self.model.get_submodule(path)].get_parameter(leaf).requires_grad_(trainable)
+            initialise.registered(self.parts[self.model.get_submodule(path)], leaf).requires_grad_(trainable)
 
     def set_mode(self, mode: bool) -> None:
         """Train (True) or eval mode as the original's ``train`` sets it, which may keep some modules in eval mode."""

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, distribute_tensor
 
-from autoparallel.runtime.dtensors import Handler, is_watched, set_handler
+from autoparallel.runtime.dtensors import Handler, as_before, is_watched, set_handler
 
 aten = torch.ops.aten
 #: Ops that write what does not depend on the values that were there.
@@ -32,8 +32,8 @@ _WRITTEN = (aten.normal_.default, aten.uniform_.default, aten.bernoulli_.float, 
 #: Ops whose result depends on their arguments' values, too.
 _READ = (aten.bernoulli.default, aten.bernoulli_.Tensor, aten.native_dropout.default, aten.normal.Tensor_float,
          aten.normal.float_Tensor, aten.normal.Tensor_Tensor)
-#: Initialisers of `torch.nn.init` that look at the numbers that they drew, or write to places that they drew.
-_INITIALISERS = ("_no_grad_trunc_normal_", "sparse_")
+#: Initialisers of `torch.nn.init` that look at the numbers that they drew, or write to places of the whole.
+_INITIALISERS = ("_no_grad_trunc_normal_", "sparse_", "orthogonal_", "dirac_")
 
 
 @cache
@@ -67,7 +67,7 @@ def _run(before: list[Handler | None], reads: bool, op: Any, args: tuple[Any, ..
     leaves, spec = pytree.tree_flatten((args, kwargs))
     sharded = [leaf for leaf in leaves if isinstance(leaf, DTensor)]
     if not all(map(is_watched, sharded)):
-        return _as_before(before, op, args, kwargs)
+        return as_before(before, op, args, kwargs)
     first = sharded[0]
     with torch.no_grad():
         wholes = [_whole(leaf, reads) if isinstance(leaf, DTensor) else leaf for leaf in leaves]
@@ -121,15 +121,6 @@ def _from_first(state: Tensor, mesh: DeviceMesh, device: torch.device) -> Tensor
         if mesh.size(axis) > 1:
             dist.broadcast(found, group=mesh.get_group(axis), group_src=0)
     return found.to(state.device)
-
-
-def _as_before(before: list[Handler | None], op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """The op as torch runs it on DTensors of other meshes."""
-    ours = set_handler(op, before[0])
-    try:
-        return op(*args, **kwargs)
-    finally:
-        set_handler(op, ours)
 
 
 __all__ = ["draw_whole"]

@@ -95,6 +95,12 @@ class _Memory:
         """The node's present value; a view of memory written to since is made anew."""
         if node in self.lost:
             write = self.lost[node]
+            if write.target is aten.embedding_renorm_.default:
+                raise CaptureError(
+                    f"an embedding has max_norm, which writes to its rows in forward{source_line(write)}\n"
+                    "  Write max_norm=None, and scale the rows before each step, under torch.no_grad(): "
+                    "weight.mul_((max_norm / (weight.norm(dim=1, keepdim=True) + 1e-7)).clamp(max=1))"
+                )
             raise CaptureError(
                 f"{write.target} writes in place to memory that is read later under another name, or to what gradients "
                 f"flow through without their knowing{source_line(write)}\n"
