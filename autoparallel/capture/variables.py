@@ -239,6 +239,9 @@ class _Names:
         elif isinstance(value, type):
             if value.__module__ != "builtins" and is_users({"__name__": value.__module__}):
                 self.add_class(value)
+                for owner in value.__mro__:  # an object may be made; a library's reads nothing that changes
+                    if owner in self.owners and "__init__" in vars(owner) and not _is_installed(vars(owner)):
+                        self.add(vars(owner)["__init__"])
         elif isinstance(value, ModuleType):
             namespace = vars(value)
             if is_users(namespace) and not installed and not _is_installed(namespace):
