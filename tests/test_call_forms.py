@@ -63,4 +63,5 @@ def test_a_new_form_says_what_is_another_beside_its_arguments(mesh_of_one: Devic
                                       "4 of 4 modules were switched between train and eval mode")
     parallel.get_parameter("0.weight").requires_grad_(False)
     assert told(torch.ones(2, 4)) == "requires_grad of 1 parameters was set"
-    assert told(torch.ones(3, 4)) == ""
+    assert told(torch.ones(3, 4)) == "input is float32[3, 4] and was float32[2, 4]"
+    assert told(torch.ones(3, 4, requires_grad=True)) == "input is float32[3, 4] with gradients and was float32[3, 4]"

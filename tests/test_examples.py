@@ -58,6 +58,7 @@ class Example:
 EXAMPLES = [
     Example("titan_loop.py", 8, "", ("step", 5)),
     Example("run_clm.py", 8, _TRAINER, ("'loss'", 5), ("transformers", "accelerate")),
+    Example("sft_lora.py", 8, f"{_TRAINER} --bf16 false --max_length 8", ("'loss'", 5), ("trl", "peft")),
     Example("nlp_example.py", 16, "--cpu --batch_size {batch}", ("epoch", 2), ("transformers", "accelerate")),
     Example("lightning_lm.py", 16, "--batch_size {batch} --devices {ranks}", ("step", 6), ("lightning",)),
     Example("lightning_gan.py", 16, "--batch_size {batch} --devices {ranks}", ("step", 6), ("lightning",)),
@@ -117,6 +118,8 @@ def test_an_example_is_its_original(example: Example, several: int, goes_on: tup
     if goes_on:
         begun = losses(example, example.path, tmp_path / "killed", several, killed=True)
         assert len(begun) < len(expected)
+    if "peft" in example.needs:
+        assert_merged(tmp_path / "original", tmp_path / "whole")
     for ranks in goes_on:
         shutil.copytree(tmp_path / "killed", tmp_path / str(ranks))
         rest = losses(example, example.path, tmp_path / str(ranks), ranks)
@@ -125,7 +128,7 @@ def test_an_example_is_its_original(example: Example, several: int, goes_on: tup
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("number", [1, 2, 3])
+@pytest.mark.parametrize("number", [1, 3, 4])
 def test_an_example_is_started_by_mpirun(number: int, tmp_path: Path) -> None:
     example = EXAMPLES[number]
     for package in example.needs:
@@ -165,6 +168,19 @@ def losses_in_one_process(path: Path) -> list[float]:
         optimizer.zero_grad()
         found.append(float(loss.detach()))
     return found
+
+
+def assert_merged(original: Path, found: Path) -> None:
+    """The merged weights that from_pretrained reads are those of the original's run, and other than before it."""
+    from transformers import AutoModelForCausalLM
+
+    expected, ours = (AutoModelForCausalLM.from_pretrained(folder / "merged").state_dict()
+                      for folder in (original, found))
+    before = runpy.run_path(str(original.parent / "sft_lora.py"))["pretrained"]().state_dict()
+    assert ours.keys() == expected.keys() == before.keys()
+    assert any((ours[name] - before[name]).abs().max() > 1e-3 for name in ours)
+    for name, value in expected.items():
+        torch.testing.assert_close(ours[name], value, rtol=0, atol=1e-5)
 
 
 def assert_close(found: dict[str, list[float]], expected: dict[str, list[float]]) -> None:

@@ -28,6 +28,7 @@ import torch.utils.checkpoint
 from torch import Tensor, nn
 
 from autoparallel.capture import capture
+from autoparallel.capture.variables import read_by
 from autoparallel.errors import CaptureError
 
 X = torch.ones(2, 4)
@@ -240,6 +241,32 @@ def test_a_script_under_cprofile_captures_and_is_profiled_on() -> None:
         capture(model, (X,), {})
         sorted([1])
     assert any("sorted" in str(row.code) for row in profile.getstats())
+
+
+def test_adapters_are_not_followed_into_all_that_their_libraries_can_make() -> None:
+    """From peft's forward, by the names of methods, to constructors of transformers, and to psutil, which asks clocks:
+    the trace was watched, and took twice as long."""
+    pytest.importorskip("peft")
+    from tests.support.language import adapted, llama
+
+    plain, read = read_by(llama()), read_by(adapted())
+    assert not read.may_ask
+    assert len(read.names) < 2 * len(plain.names) and len(read.variables) < 2 * len(plain.variables)
+
+
+class Made:
+    def __init__(self) -> None:
+        self.began = time.time()
+
+
+class MadeToo(Made):
+    def __init__(self) -> None:
+        super().__init__()
+
+
+def test_a_clock_that_a_constructor_of_the_users_asks_is_seen() -> None:
+    with pytest.raises(CaptureError, match=r"asks time\.time\(\)"):
+        capture(Model(lambda model, y: MadeToo().began, SimpleNamespace(wide=1.0)), (X,))
 
 
 def test_a_module_that_is_imported_first_while_a_model_is_traced_may_ask(tmp_path: Path,

@@ -1,4 +1,4 @@
-"""Trainers beside the mixin that compute a loss of their own, and TRL's SFTTrainer on four ranks."""
+"""Trainers beside the mixin that compute a loss of their own, LoRA, and TRL's SFTTrainer on several ranks."""
 
 from __future__ import annotations
 
@@ -11,8 +11,9 @@ import torch
 from torch import nn
 
 from autoparallel.errors import InputError
-from tests.support.language import Text, as_ranks, llama, reset_accelerate
+from tests.support.language import Text, adapted, as_ranks, llama, reset_accelerate
 from tests.support.ranks import RankPool, mesh_of
+from tests.support.tiers import slow
 
 pytest.importorskip("accelerate")
 transformers = pytest.importorskip("transformers")
@@ -50,6 +51,39 @@ def test_the_loss_of_a_trainer_beside_the_mixin_trains(ranks: Callable[[int], Ra
         assert found == pytest.approx(expected, rel=1e-3) and len(found) == 3
 
 
+def adapters(parallel: bool, folder: Path, ranks: int) -> list[float]:
+    """Losses of LoRA by the Trainer, and of an evaluation; the adapters are in ``folder``."""
+    from autoparallel.integrations import AutoparallelTrainer
+
+    reset_accelerate()
+    if parallel:
+        as_ranks()
+    args = transformers.TrainingArguments(str(folder), per_device_train_batch_size=8 // ranks, max_steps=4,
+                                          per_device_eval_batch_size=8 // ranks, learning_rate=1e-2, logging_steps=1,
+                                          report_to=[], save_strategy="no", use_cpu=True, disable_tqdm=True)
+    kind, more = (AutoparallelTrainer, {"parallel": {"mesh": mesh_of(ranks)}}) if parallel else (
+        transformers.Trainer, {})
+    trainer = kind(model=adapted(), args=args, train_dataset=Text(True), eval_dataset=Text(True), **more)
+    trainer.train()
+    trainer.save_model()
+    losses = [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
+    return [*losses, trainer.evaluate()["eval_loss"]]
+
+
+@pytest.mark.ranks
+@pytest.mark.parametrize("number", [4, slow(8)])
+def test_adapters_train_and_merge_as_in_one_process(ranks: Callable[[int], RankPool], tmp_path: Path, number: int
+                                                    ) -> None:
+    peft = pytest.importorskip("peft")
+    expected = adapters(False, tmp_path / "one", 1)
+    assert len(expected) == 5 and expected[-1] < expected[0]
+    for found in ranks(number).run(adapters, True, tmp_path / "several", number, timeout_s=200.0):
+        assert found == pytest.approx(expected, rel=1e-6)
+    one, several = (peft.PeftModel.from_pretrained(llama(), tmp_path / name).merge_and_unload().state_dict()
+                    for name in ("one", "several"))
+    assert any((value - llama().state_dict()[name]).abs().max() > 1e-3 for name, value in one.items())
+    for name, value in one.items():
+        torch.testing.assert_close(several[name], value, rtol=0, atol=1e-5)
 
 
 class Stepping(transformers.Trainer):  # type: ignore[misc, name-defined]

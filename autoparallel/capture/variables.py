@@ -142,7 +142,7 @@ class _Names:
             self.names[name] = None
             self.may_ask = self.may_ask or name in ASKING
             for namespace in [*self.owners.values(), *self.modules.values()]:
-                if name in namespace:
+                if name in namespace and not _makes_installed(namespace, name):
                     self._value(namespace, name)
 
     def add_class(self, kind: type) -> None:
@@ -151,7 +151,7 @@ class _Names:
         for owner in [*kind.__mro__, *type.mro(type(kind))]:
             if owner is not nn.Module and owner not in self.owners and is_users({"__name__": owner.__module__}):
                 namespace = self.owners[owner] = vars(owner)
-                for name in [n for n in self.names if n in namespace]:
+                for name in [n for n in self.names if n in namespace and not _makes_installed(namespace, n)]:
                     self._value(namespace, name)
                 for name, member in list(namespace.items()):
                     if name[:2] == name[-2:] == "__" and name not in _NOT_CALLED and isinstance(member, _FUNCTIONS):
@@ -239,6 +239,9 @@ class _Names:
         elif isinstance(value, type):
             if value.__module__ != "builtins" and is_users({"__name__": value.__module__}):
                 self.add_class(value)
+                for owner in value.__mro__:  # an object may be made; a library's reads nothing that changes
+                    if owner in self.owners and "__init__" in vars(owner) and not _is_installed(vars(owner)):
+                        self.add(vars(owner)["__init__"])
         elif isinstance(value, ModuleType):
             namespace = vars(value)
             if is_users(namespace) and not installed and not _is_installed(namespace):
@@ -260,6 +263,12 @@ def _is_installed(namespace: Any) -> bool:
         return False
     home = namespace if "__name__" in namespace else vars(sys.modules.get(namespace.get("__module__", ""), object))
     return "site-packages" in str(home.get("__file__"))
+
+
+def _makes_installed(namespace: Any, name: str) -> bool:
+    """Whether the name is of a library's constructor. Each constructor names the one of its base, and so would every
+    class of the library be followed, with what it reads of files, clocks and devices when an object is made."""
+    return name in ("__init__", "__new__") and _is_installed(namespace)
 
 
 def _plain_function(value: Any) -> Any:

@@ -160,6 +160,7 @@ class Forms:
         self._numbers_of: dict[Any, _Numbers] = {}
         self._used: dict[Compiled, Any] = {}  # the least recently used first, with its key
         self._numbers: dict[Compiled, int] = {}
+        self._arguments: dict[Compiled, Mapping[str, str]] = {}
         self._first: Compiled | None = None
 
     def __len__(self) -> int:
@@ -203,8 +204,19 @@ class Forms:
             return []
         return list(_other_uses(key, next(reversed(self._used.values()))))
 
-    def add(self, key: Any, spec: Any, leaves: Sequence[Any], guards: Guards, compiled: Compiled) -> None:
+    def other_arguments(self, key: Any, arguments: Mapping[str, str]) -> list[str]:
+        """Descriptions of the arguments in which a new form differs from the form used last; ``arguments``: of each,
+        by name, what tracing fixes."""
+        if key in self._by_key or not self._used:
+            return []
+        before = self._arguments[next(reversed(self._used))]
+        return [f"{name} is {arguments.get(name, 'absent')} and was {before.get(name, 'absent')}"
+                for name in {**before, **arguments} if arguments.get(name) != before.get(name)]
+
+    def add(self, key: Any, spec: Any, leaves: Sequence[Any], guards: Guards, compiled: Compiled,
+            arguments: Mapping[str, str]) -> None:
         self.compiled += 1
+        self._arguments[compiled] = arguments
         self._first = self._first or compiled
         constants = {place: description(leaf) for place, leaf in enumerate(leaves)
                      if is_number(leaf) and place not in compiled.numbers}
@@ -216,7 +228,7 @@ class Forms:
 
     def _drop(self, compiled: Compiled) -> None:
         key = self._used.pop(compiled)
-        del self._numbers[compiled]
+        del self._numbers[compiled], self._arguments[compiled]
         self._by_key[key] = [kept for kept in self._by_key[key] if kept.compiled is not compiled]
         if not self._by_key[key]:
             del self._by_key[key]

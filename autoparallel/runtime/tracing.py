@@ -15,6 +15,7 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.distributed.tensor import DTensor
 
 from autoparallel.capture import call_text, canonical_call
+from autoparallel.capture.numbers import is_number
 from autoparallel.errors import CaptureError, InputError
 from autoparallel.runtime import arguments
 from autoparallel.runtime.failing import Closed
@@ -83,8 +84,10 @@ def _compiled(module: nn.Module, state: State, key: Any, leaves: Sequence[Any], 
     shapes = [as_plain(leaf, torch.device("meta") if on_meta else state.device) for leaf in leaves]
     args, kwargs = pytree.tree_unflatten(shapes, spec)
     call, numbers = call_text(args, kwargs), state.forms.inputs_of(key, str(spec), leaves)
+    fixed = dict(zip(_names(state, args, kwargs), map(_fixed_of, leaves), strict=True))
     if state.forms and dist.get_rank() == 0:  # compiling takes seconds
-        changes = state.forms.changes(key, leaves) + state.forms.other_uses(key)
+        changes = [*state.forms.changes(key, leaves), *state.forms.other_uses(key),
+                   *state.forms.other_arguments(key, fixed)]
         why = f", since {'; '.join(changes)}" if changes else ""
         _LOG.warning("%s is compiled for a call of another form (form %d): %s%s", type(state.model).__name__,
                      state.forms.compiled + 1, call, why)
@@ -101,7 +104,7 @@ def _compiled(module: nn.Module, state: State, key: Any, leaves: Sequence[Any], 
             place(module, state, compiled)
     dependencies = compiled.micro.whole.dependencies
     assert dependencies is not None
-    state.forms.add(key, str(spec), leaves, Guards(state.parts, dependencies, leaves), compiled)
+    state.forms.add(key, str(spec), leaves, Guards(state.parts, dependencies, leaves), compiled, fixed)
     _log_numbers(state, compiled, args, kwargs)
     state.calls_traced[call] = None
     return compiled
@@ -111,11 +114,22 @@ def _as_it_is(tensor: torch.Tensor) -> torch.Tensor:
     return tensor
 
 
+def _names(state: State, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[str]:
+    """The names of a call's leaves, as past[0]['keys']."""
+    return [f"{name}{pytree.keystr(path)}" for name, value in state.inputs.named(args, kwargs)
+            for path, _ in pytree.tree_flatten_with_path(value)[0]]
+
+
+def _fixed_of(leaf: Any) -> str:
+    """What tracing fixes of an argument: of a number its type."""
+    if is_number(leaf):
+        return type(leaf).__name__
+    return form_text(leaf) + (" with gradients" if isinstance(leaf, torch.Tensor) and leaf.requires_grad else "")
+
+
 def _log_numbers(state: State, compiled: Compiled, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
     """Log on rank 0, once each, which number arguments the programs read at every call, and which fix a form."""
-    graph = compiled.micro.whole
-    names = [f"{name}{pytree.keystr(path)}" for name, value in state.inputs.named(args, kwargs)
-             for path, _ in pytree.tree_flatten_with_path(value)[0]]
+    graph, names = compiled.micro.whole, _names(state, args, kwargs)
     texts = {place: f"{names[place]} is an input of the program from now on, which serves all its values"
              for place in graph.numbers}
     texts |= {place: f"each value of {names[place]} has a compiled form of its own: {why}"
