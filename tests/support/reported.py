@@ -37,10 +37,10 @@ class Block(nn.Module):
 class Transformer(nn.Module):
     """A small decoder with a loss."""
 
-    def __init__(self) -> None:
+    def __init__(self, layers: int = LAYERS) -> None:
         super().__init__()
         self.embed = nn.Embedding(VOCABULARY, HIDDEN)
-        self.layers = nn.ModuleList(Block() for _ in range(LAYERS))
+        self.layers = nn.ModuleList(Block() for _ in range(layers))
         self.head = nn.Linear(HIDDEN, VOCABULARY, bias=False)
 
     def forward(self, ids: Tensor, labels: Tensor) -> Tensor:
@@ -55,15 +55,15 @@ def factory(batch: int, sequence: int) -> tuple[nn.Module, tuple[Tensor], dict[s
     return nn.Linear(sequence, 64), (torch.zeros(batch, sequence),), {}
 
 
-def call() -> tuple[Transformer, tuple[Tensor, Tensor]]:
+def call(layers: int = LAYERS) -> tuple[Transformer, tuple[Tensor, Tensor]]:
     with torch.device("meta"):
         ids = torch.zeros(TOKENS // SEQUENCE, SEQUENCE, dtype=torch.int64)
-        return Transformer(), (ids, ids)
+        return Transformer(layers), (ids, ids)
 
 
 @functools.cache
-def graph() -> OpGraph:
-    return capture(*call())
+def graph(layers: int = LAYERS) -> OpGraph:
+    return capture(*call(layers))
 
 
 def made(devices: int = 4, cluster: Cluster | None = None, **options: object) -> Plan:
