@@ -1,4 +1,4 @@
-"""Layouts of plans by hand: searched on a model of reduced depth, as on the whole; what plans on one mesh share."""
+"""Layouts of plans by hand: searched on a model of reduced depth, as on the whole; what plans share; their kinds."""
 
 from __future__ import annotations
 
@@ -15,6 +15,7 @@ from autoparallel.planning.plan_by_hand import plan_by_hand
 from autoparallel.planning.usual import usual_plans
 from autoparallel.plans import Plan
 from autoparallel.plans.record import LATE
+from autoparallel.plans.roles import roles_of
 from autoparallel.search import solve
 from autoparallel.search.model.problem import Problem, Solution
 from cost_models import Cluster
@@ -57,6 +58,17 @@ def test_plans_on_one_mesh_share_their_strategy_graph_and_prices() -> None:
             priced(split, text)
             spent.append(clock.spent_s())
     assert 0 < spent[1] < 0.65 * spent[0] and spent[2] < 0.6 * spent[1], spent
+
+
+@pytest.mark.parametrize("text", [*HANDS, "dp=4,zero=3", "dp=2,cp=2", "dp=2,cp=2,zero=1", "dp=2,tp=2,sequence_parallel",
+                                  "dp=4,zero=3,shards=2", "tp=4"])
+def test_a_plan_is_of_the_kind_that_its_text_says(text: str) -> None:
+    """Recognised from the layouts of the plan, and from the degrees of one that is not priced."""
+    plan = priced(Splits(graph()), text)
+    said = {"pp=2": "pipeline parallel", "tp=": "tensor parallel", "cp=2": "context parallel", "zero=3": "FSDP",
+            "zero=1": "ZeRO-1", "dp=4": "DDP"}
+    kind = "FSDP with tensor parallel" if text == HANDS[-1] else next(kind for key, kind in said.items() if key in text)
+    assert roles_of(plan).family == ByHand.of(text).on(4).family == kind
 
 
 def test_what_is_left_for_lack_of_time_is_known_in_seconds() -> None:

@@ -48,6 +48,7 @@ from tests.support.reported import (
     VOCABULARY,
     WEIGHT,
     Transformer,
+    another,
     made,
 )
 
@@ -156,16 +157,16 @@ def test_the_summary_says_why_no_other_plan(plans: dict[str, Plan]) -> None:
     plan = plans["searched"]
     step_s, peak, record = plan.prediction.step_s, plan.prediction.peak_bytes, plan.record
     assert record is not None and len(plan.summary().split("\n")) == 3
-    others = (Alternative(1.2 * step_s, 1.0, (), "Data parallel 4", "dp=4"),
-              Alternative(0.9 * step_s, 4 * peak, (), "Tensor parallel 4", "tp=4"),
-              Alternative(1.5 * step_s, 1.0, (), "Pipeline parallel 4"))
+    others = (another(1.2 * step_s, 1.0, "Data parallel 4", "dp=4"),
+              another(0.9 * step_s, 4 * peak, "Tensor parallel 4", "tp=4"),
+              another(1.5 * step_s, 1.0, "Of stages", family="pipeline parallel"))
     told = replace(plan, prediction=replace(plan.prediction, limit_bytes=2 * peak),
                    record=replace(record, alternatives=others)).summary().split("\n")[3]
     assert told.startswith("Why no other: DDP by hand (dp=4), ")
     assert "20 % slower" in told
     assert f"tensor parallel by hand (tp=4), needs {bytes_str(4 * peak)} a device" in told
-    assert "; pipeline parallel by the search (pipeline parallel 4), " in told and "50 % slower" in told
-    both = replace(record, alternatives=(Alternative(2.2 * step_s, 1.0, (), "", "tp=2,zero=3"),))
+    assert "; pipeline parallel by the search (of stages), " in told and "50 % slower" in told
+    both = replace(record, alternatives=(another(2.2 * step_s, 1.0, "", "tp=2,zero=3"),))
     told = replace(plan, record=both).summary()
     assert "FSDP with tensor parallel by hand (tp=2,zero=3), " in told and "2.2 times as slow" in told
 

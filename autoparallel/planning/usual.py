@@ -134,14 +134,15 @@ def usual_plans(split: Splits, cluster: Cluster, options: Options, seconds: floa
         for text in texts if texts is not None else recipes(cluster.num_devices, cluster.devices_per_host, experts):
             hand = ByHand.of(text).on(cluster.num_devices)
             if state_bytes(hand, replace(state, optimizer=0.0)) > limit:
-                left_out.append(LeftOut(text, "weights, gradients and optimizer states", state_bytes(hand, state)))
+                least = state_bytes(hand, state)
+                left_out.append(LeftOut(text, "weights, gradients and optimizer states", least, hand.family))
                 continue
             try:
                 hybrid = hand.hybrid(batch_size(graph) if hand.needs_batch else 1)
                 if (hybrid, hand.mesh, hand.recompute) in hybrids:
                     continue
                 if not allowed(hybrid, options):
-                    left_out.append(LeftOut(text, EXCLUDED))
+                    left_out.append(LeftOut(text, EXCLUDED, family=hand.family))
                 elif text in known:
                     hybrids.add((hybrid, hand.mesh, hand.recompute))
                     found[text] = known[text]
@@ -150,9 +151,9 @@ def usual_plans(split: Splits, cluster: Cluster, options: Options, seconds: floa
                     found[text] = plan_by_hand(split, cluster, pricing_of(options, hand, ends - clock.now()), hand)
                     fits = fits or found[text].prediction.peak_bytes <= limit
                 else:
-                    left_out.append(LeftOut(text, LATE))
+                    left_out.append(LeftOut(text, LATE, family=hand.family))
             except AutoparallelError as error:
-                left_out.append(LeftOut(text, _reason(graph, hand, error)))
+                left_out.append(LeftOut(text, _reason(graph, hand, error), family=hand.family))
     new = len(found.keys() - known.keys())
     return UsualPlans(found, left_out, limit, (clock.now() - started) / max(1, new))
 

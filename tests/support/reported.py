@@ -10,7 +10,9 @@ from torch.nn import functional as F  # noqa: N812
 
 import autoparallel
 from autoparallel.capture import OpGraph, capture
+from autoparallel.planning.by_hand import ByHand
 from autoparallel.plans import Plan
+from autoparallel.plans.record import Alternative, LeftOut
 from cost_models import Cluster
 from tests.support.captured import planning_on
 
@@ -85,3 +87,15 @@ def plans_by_name() -> dict[str, Plan]:
 WEIGHT = "layers.0.mlp.0.weight"
 NAMES = ("searched", "fsdp", "tensor", "1f1b", "interleaved", "gpipe", "zero_bubble", "copies")
 PIPELINES = ("1f1b", "interleaved", "gpipe", "zero_bubble")
+
+
+def another(step_s: float, peak_bytes: float, title: str = "", by_hand: str = "", family: str = "") -> Alternative:
+    """Another plan, as planning notes it."""
+    hand = ByHand.of(by_hand) if by_hand else None
+    return Alternative(step_s, peak_bytes, (), title, by_hand, hand.family if hand else family,
+                       hand.recompute if hand else "none")
+
+
+def left(by_hand: str, why: str, least_bytes: float = 0.0) -> LeftOut:
+    """A usual plan that was not priced, as planning notes it."""
+    return LeftOut(by_hand, why, least_bytes, ByHand.of(by_hand).family)

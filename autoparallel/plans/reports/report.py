@@ -137,7 +137,7 @@ class Report:
     """A plan for people. ``summary``: three lines, and a fourth where other plans are known. ``first_screen``: the same
     by question. ``exposed_share``: communication that nothing hides, of the step.
     ``cuts``: the ops at which pipeline stages 1, 2, ... begin. ``recomputed``: the blocks that recompute, if not all.
-    ``record``: what planning kept (None: an older plan file)."""
+    ``record``: what planning kept (None: an older plan file). ``family``: the kind of plan (`Roles.family`)."""
 
     summary: tuple[str, ...]
     first_screen: tuple[Answer, ...]
@@ -158,6 +158,7 @@ class Report:
     recomputed: tuple[str, ...]
     repeated_ops: tuple[str, ...]
     record: Record | None
+    family: str = ""
 
     def seconds_of(self, part: str) -> float:
         """Seconds of the parts of the step with this name."""
