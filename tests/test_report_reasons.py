@@ -114,6 +114,15 @@ def told(plan: Plan, alternatives: tuple[Alternative, ...] = (), gone: tuple[Lef
                    record=replace(plan.record, alternatives=alternatives, left_out=gone)).summary().split("\n", 3)[3]
 
 
+def test_plans_by_hand_are_whole_on_a_narrow_screen() -> None:
+    """As they are given to --by-hand; a line ends within them where there is no room."""
+    long = "dp=2,tp=8,pp=16,zero=1,virtual=4,micro_batch=1,recompute=selective,sequence_parallel"
+    plan = by_hand("dp=2,tp=2,zero=1")
+    plan = replace(plan, record=replace(plan.record, alternatives=(another(9.0, 1.0, "", long),)))
+    shown = text.as_text(lambda console: text.print_summary(report_of(plan), console), 60)
+    assert long in "".join(shown.split()) and "\u2026" not in shown
+
+
 def test_ddp_and_zero_are_families_of_their_own() -> None:
     plan = by_hand("dp=2,tp=2,zero=1")
     step_s = plan.prediction.step_s

@@ -50,6 +50,8 @@ def text_report(plan: Plan, width: int = 100, details: bool = False) -> str:
 def print_summary(report: Report, console: ReportConsole) -> None:
     """The first screen: a question a row, the entries of a list below one another."""
     rows = Table.grid(padding=(0, 2))
+    rows.add_column(no_wrap=True)
+    rows.add_column(overflow="fold")  # plans by hand are words of up to 80 letters
     for answer in report.first_screen:
         for number, entry in enumerate(answer.entries):
             label = "" if number else answer.label
