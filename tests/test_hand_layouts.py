@@ -12,7 +12,7 @@ from autoparallel.planning import hand_layouts
 from autoparallel.planning.by_hand import ByHand
 from autoparallel.planning.options import Options
 from autoparallel.planning.plan_by_hand import plan_by_hand
-from autoparallel.planning.usual import usual_plans
+from autoparallel.planning.usual import pricing_of, usual_plans
 from autoparallel.plans import Plan
 from autoparallel.plans.record import LATE
 from autoparallel.plans.roles import roles_of
@@ -48,6 +48,23 @@ def test_equal_blocks_are_laid_out_once(text: str, monkeypatch: pytest.MonkeyPat
     assert more[-2:] == [first, max(sizes)] and max(sizes) > 1.8 * first
     assert more[:-2] == ([] if text != HANDS[-1] else [max(sizes)])
     assert (small.strategies, small.hybrid, small.prediction) == (whole.strategies, whole.hybrid, whole.prediction)
+
+
+@pytest.mark.parametrize("left_s", [0.0, -5.0])
+def test_a_lack_of_time_does_not_change_the_layouts(left_s: float, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Usual plans are priced until one fits, also after their time: the search for layouts has its own."""
+    limits = list[float]()
+
+    def timed(problem: Problem, kind: str, limit_s: float, *given: Any) -> Solution:
+        limits.append(limit_s)
+        return solve(problem, kind, limit_s, *given)
+
+    monkeypatch.setattr(hand_layouts, "solve", timed)
+    hand = ByHand.of(HANDS[0]).on(4)
+    late = plan_by_hand(Splits(graph(LAYERS)), CLUSTER, pricing_of(Options(), hand, left_s), hand)
+    in_time = priced(Splits(graph(LAYERS)), HANDS[0])
+    assert (late.strategies, late.prediction) == (in_time.strategies, in_time.prediction)
+    assert set(limits) == {hand_layouts.LAYOUTS_S}
 
 
 def test_plans_on_one_mesh_share_their_strategy_graph_and_prices() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import re
 from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
@@ -477,3 +478,17 @@ def test_a_plan_by_hand_says_how_sensitive_it_is_and_that_it_was_not_searched() 
         plan.alternatives(2)
     with pytest.raises(PlanError, match="above 0"):
         plan.sensitivity((0.0,))
+
+
+def test_collectives_are_hidden_or_exposed(plans: dict[str, Plan]) -> None:
+    """What the tables of collectives take in all is what hides under compute and what the summary calls exposed."""
+    for name, plan in plans.items():
+        report = report_of(plan)
+        every, hidden, exposed = (seconds for _, seconds in report.collectives_s)
+        assert every > 0 and every == pytest.approx(hidden + exposed, rel=1e-9), name
+        assert exposed == pytest.approx(report.exposed_share * report.speed.step_s, rel=1e-9), name
+        shown = text.text_report(plan, width=200)
+        for what, seconds in report.collectives_s:
+            assert re.search(rf"{what} .*{re.escape(seconds_str(seconds))} ", shown), (name, what)
+            assert f'colspan="6">{what}</th><td class="n">{seconds_str(seconds)}</td>' in page(plan), (name, what)
+    assert any(report_of(plan).collectives_s[1][1] > 0 for plan in plans.values())

@@ -27,6 +27,8 @@ from cost_models import Cluster
 
 #: By how much more redistributions may take on the whole model, by rounding.
 APART = 1e-4
+#: Seconds for layouts, whatever the time limit: those of a search that ends early are not a person's.
+LAYOUTS_S = 60.0
 
 
 @dataclass(frozen=True)
@@ -79,7 +81,7 @@ class HandLayouts:
 
     def _solved(self, pricer: SpacePricer) -> tuple[Sequence[Strategy], Solution, float]:
         problem, options = pricer.full(), self.options
-        solution = solve(problem, options.search, options.time_limit_s, pricer, options.progress)
+        solution = solve(problem, options.search, LAYOUTS_S, pricer, options.progress)
         return pricer.strategies_of(solution.choice), solution, _moves_s(problem, solution.choice)
 
     def _pricer(self, prices: Prices, counts: ExecutionCounts, allowed: Allowed | None = None) -> SpacePricer:
