@@ -31,7 +31,7 @@ from autoparallel.plans.reports.summary import summary
 from autoparallel.plans.reports.units import bytes_str, seconds_str
 from cost_models import Cluster
 from cost_models.memory import TrainingState
-from tests.support.reported import HIDDEN, SEQUENCE, TOKENS, VOCABULARY, Block, graph, made
+from tests.support.reported import HIDDEN, SEQUENCE, TOKENS, VOCABULARY, Block, another, graph, left, made
 
 BATCH = TOKENS // SEQUENCE
 
@@ -81,9 +81,9 @@ def test_frozen_weights_have_no_gradients_and_states() -> None:
 def test_the_first_screen_says_why_not() -> None:
     plan = by_hand("dp=2,tp=2,zero=1")
     limit, state = 64e9, "weights, gradients and optimizer states"
-    gone = (LeftOut("dp=4", state, 4e12), LeftOut("dp=4,zero=1", state, 1e12),
-            LeftOut("dp=4,zero=3", "a batch of 2 is not divided by 4 data-parallel ranks"),
-            LeftOut("pp=2,micro_batch=1", LATE), LeftOut("dp=4,ep=4", LATE), LeftOut("tp=4,zero=3", EXCLUDED))
+    gone = (left("dp=4", state, 4e12), left("dp=4,zero=1", state, 1e12),
+            left("dp=4,zero=3", "a batch of 2 is not divided by 4 data-parallel ranks"),
+            left("pp=2,micro_batch=1", LATE), left("dp=4,ep=4", LATE), left("tp=4,zero=3", EXCLUDED))
     told = replace(plan, prediction=replace(plan.prediction, limit_bytes=limit),
                    record=replace(plan.record, left_out=gone))
     last = told.summary().split("\n")[3]
@@ -93,7 +93,7 @@ def test_the_first_screen_says_why_not() -> None:
         "a device); not possible, since a batch of 2 is not divided by 4 data-parallel ranks: FSDP by hand "
         "(dp=4,zero=3); not priced for lack of time: by hand pipeline parallel, expert parallel; excluded by the "
         "options given: by hand FSDP with tensor parallel.")
-    large = Alternative(1.0, 1e12, (), "", "tp=4"), Alternative(1.0, 2e12, (), "", "dp=2,cp=2")
+    large = another(1.0, 1e12, "", "tp=4"), another(1.0, 2e12, "", "dp=2,cp=2")
     own = replace(plan, prediction=told.prediction, record=replace(plan.record, alternatives=large)).summary()
     assert "tensor parallel by hand" not in own and "context parallel by hand (dp=2,cp=2), needs" in own  # it is one
     report = report_of(told)
@@ -114,10 +114,19 @@ def told(plan: Plan, alternatives: tuple[Alternative, ...] = (), gone: tuple[Lef
                    record=replace(plan.record, alternatives=alternatives, left_out=gone)).summary().split("\n", 3)[3]
 
 
+def test_plans_by_hand_are_whole_on_a_narrow_screen() -> None:
+    """As they are given to --by-hand; a line ends within them where there is no room."""
+    long = "dp=2,tp=8,pp=16,zero=1,virtual=4,micro_batch=1,recompute=selective,sequence_parallel"
+    plan = by_hand("dp=2,tp=2,zero=1")
+    plan = replace(plan, record=replace(plan.record, alternatives=(another(9.0, 1.0, "", long),)))
+    shown = text.as_text(lambda console: text.print_summary(report_of(plan), console), 60)
+    assert long in "".join(shown.split()) and "\u2026" not in shown
+
+
 def test_ddp_and_zero_are_families_of_their_own() -> None:
     plan = by_hand("dp=2,tp=2,zero=1")
     step_s = plan.prediction.step_s
-    others = Alternative(2 * step_s, 1.0, (), "", "dp=4"), Alternative(1.5 * step_s, 1.0, (), "", "dp=4,zero=1")
+    others = another(2 * step_s, 1.0, "", "dp=4"), another(1.5 * step_s, 1.0, "", "dp=4,zero=1")
     said = told(plan, others)
     assert "; DDP by hand (dp=4), " in said and "100 % slower" in said
     assert "Why no other: ZeRO-1 by hand (dp=4,zero=1), " in said and "50 % slower; DDP" in said
@@ -125,9 +134,9 @@ def test_ddp_and_zero_are_families_of_their_own() -> None:
 
 def test_plans_of_a_priced_family_that_were_left_for_lack_of_time_are_counted() -> None:
     plan = by_hand("dp=2,tp=2,zero=1")
-    gone = (*(LeftOut(f"pp={n},micro_batch=1", LATE) for n in (2, 4, 8)), LeftOut("dp=4,zero=3", LATE),
-            LeftOut("pp=16", "a batch of 2 is not divided"), LeftOut("tp=4", LATE), LeftOut("tp=2", EXCLUDED))
-    said = told(plan, (Alternative(1.0, 1.0, (), "", "pp=2,micro_batch=2"),), gone)
+    gone = (*(left(f"pp={n},micro_batch=1", LATE) for n in (2, 4, 8)), left("dp=4,zero=3", LATE),
+            left("pp=16", "a batch of 2 is not divided"), left("tp=4", LATE), left("tp=2", EXCLUDED))
+    said = told(plan, (another(1.0, 1.0, "", "pp=2,micro_batch=2"),), gone)
     assert said.endswith("; not priced for lack of time: by hand FSDP, 3 more of pipeline parallel, 1 more of tensor "
                          "parallel.")
 
@@ -138,7 +147,7 @@ def test_zero_1_is_priced_with_recompute_and_what_does_not_fit_says_if_it_has_no
     peak = {text: plan.prediction.peak_bytes for text, plan in usual_plans(split, cluster, Options()).priced.items()}
     assert peak[again] < peak[plain]
     plan = by_hand("dp=2,tp=2,zero=1")
-    large = Alternative(1.0, 2e12, (), "", plain), Alternative(1.0, 3e12, (), "", "dp=4,zero=3,recompute=auto")
+    large = another(1.0, 2e12, "", plain), another(1.0, 3e12, "", "dp=4,zero=3,recompute=auto")
     said = told(plan, large, limit_bytes=64e9)
     assert f"ZeRO-1 by hand ({plain}), needs {bytes_str(2e12)} a device without recompute" in said
     assert said.endswith(f"needs {bytes_str(3e12)} a device.")
@@ -147,8 +156,9 @@ def test_zero_1_is_priced_with_recompute_and_what_does_not_fit_says_if_it_has_no
 def test_the_best_plan_of_a_family_is_told_by_hand_or_searched() -> None:
     plan = by_hand("dp=2,tp=2,zero=1")
     step_s, hand, found = plan.prediction.step_s, "pp=2,micro_batch=1", "Context parallel 2, pipeline parallel 2 (1F1B)"
-    slow, fast, tensor = (Alternative(factor * step_s, 1.0, (), title, text) for factor, title, text in (
-        (1.9, "", hand), (1.5, found, ""), (1.7, "Data parallel 2, tensor parallel 2", "")))
+    slow, fast, tensor = (another(factor * step_s, 1.0, title, text, kind) for factor, title, text, kind in (
+        (1.9, "", hand, ""), (1.5, found, "", "pipeline parallel"),
+        (1.7, "Data parallel 2, tensor parallel 2", "", "tensor parallel")))
     first = f"Why no other: pipeline parallel by the search (c{found[1:]}), "
     for others in ((slow, fast), (tensor, fast, slow)):
         said = told(plan, others)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import re
 from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
@@ -48,6 +49,7 @@ from tests.support.reported import (
     VOCABULARY,
     WEIGHT,
     Transformer,
+    another,
     made,
 )
 
@@ -156,16 +158,16 @@ def test_the_summary_says_why_no_other_plan(plans: dict[str, Plan]) -> None:
     plan = plans["searched"]
     step_s, peak, record = plan.prediction.step_s, plan.prediction.peak_bytes, plan.record
     assert record is not None and len(plan.summary().split("\n")) == 3
-    others = (Alternative(1.2 * step_s, 1.0, (), "Data parallel 4", "dp=4"),
-              Alternative(0.9 * step_s, 4 * peak, (), "Tensor parallel 4", "tp=4"),
-              Alternative(1.5 * step_s, 1.0, (), "Pipeline parallel 4"))
+    others = (another(1.2 * step_s, 1.0, "Data parallel 4", "dp=4"),
+              another(0.9 * step_s, 4 * peak, "Tensor parallel 4", "tp=4"),
+              another(1.5 * step_s, 1.0, "Of stages", family="pipeline parallel"))
     told = replace(plan, prediction=replace(plan.prediction, limit_bytes=2 * peak),
                    record=replace(record, alternatives=others)).summary().split("\n")[3]
     assert told.startswith("Why no other: DDP by hand (dp=4), ")
     assert "20 % slower" in told
     assert f"tensor parallel by hand (tp=4), needs {bytes_str(4 * peak)} a device" in told
-    assert "; pipeline parallel by the search (pipeline parallel 4), " in told and "50 % slower" in told
-    both = replace(record, alternatives=(Alternative(2.2 * step_s, 1.0, (), "", "tp=2,zero=3"),))
+    assert "; pipeline parallel by the search (of stages), " in told and "50 % slower" in told
+    both = replace(record, alternatives=(another(2.2 * step_s, 1.0, "", "tp=2,zero=3"),))
     told = replace(plan, record=both).summary()
     assert "FSDP with tensor parallel by hand (tp=2,zero=3), " in told and "2.2 times as slow" in told
 
@@ -476,3 +478,17 @@ def test_a_plan_by_hand_says_how_sensitive_it_is_and_that_it_was_not_searched() 
         plan.alternatives(2)
     with pytest.raises(PlanError, match="above 0"):
         plan.sensitivity((0.0,))
+
+
+def test_collectives_are_hidden_or_exposed(plans: dict[str, Plan]) -> None:
+    """What the tables of collectives take in all is what hides under compute and what the summary calls exposed."""
+    for name, plan in plans.items():
+        report = report_of(plan)
+        every, hidden, exposed = (seconds for _, seconds in report.collectives_s)
+        assert every > 0 and every == pytest.approx(hidden + exposed, rel=1e-9), name
+        assert exposed == pytest.approx(report.exposed_share * report.speed.step_s, rel=1e-9), name
+        shown = text.text_report(plan, width=200)
+        for what, seconds in report.collectives_s:
+            assert re.search(rf"{what} .*{re.escape(seconds_str(seconds))} ", shown), (name, what)
+            assert f'colspan="6">{what}</th><td class="n">{seconds_str(seconds)}</td>' in page(plan), (name, what)
+    assert any(report_of(plan).collectives_s[1][1] > 0 for plan in plans.values())

@@ -13,8 +13,9 @@ Anything else that a model computes across its batch (statistics of batch norm) 
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import TypeVar, cast
 
 import numpy as np
 import torch.utils._pytree as pytree
@@ -31,6 +32,7 @@ from autoparallel.search import solve
 from autoparallel.strategies.space import Strategy, StrategySpace, TensorUse
 from cost_models import Cluster
 
+T = TypeVar("T")
 #: Penalties: of a value in the prologue (scaled by its size), and of a redistribution that is impossible.
 PROLOGUE, IMPOSSIBLE = 1e-2, 1.0
 
@@ -90,18 +92,25 @@ def split_batch(graph: OpGraph, count: int) -> MicroBatches:
 
 
 class Splits:
-    """Splits one program into micro-batches, and keeps the result for each count. (A split of Mixtral's 32 layers takes
-    half a second.)"""
+    """Splits one program into micro-batches, and keeps the result for each count, and what else is made of it `once`.
+    (A split of Mixtral's 32 layers takes half a second.)"""
 
     def __init__(self, graph: OpGraph) -> None:
         self.graph = graph
         self._made: dict[int, MicroBatches] = {}
+        self._others: dict[object, object] = {}
 
     def __call__(self, count: int) -> MicroBatches:
         """As `split_batch`, with its errors."""
         if count not in self._made:
             self._made[count] = split_batch(self.graph, count)
         return self._made[count]
+
+    def once(self, key: object, make: Callable[[], T]) -> T:
+        """What ``make`` returned at the first call with this ``key``."""
+        if key not in self._others:
+            self._others[key] = make()
+        return cast(T, self._others[key])
 
 
 def _unsplit(graph: OpGraph) -> MicroBatches:

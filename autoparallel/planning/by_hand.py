@@ -41,6 +41,7 @@ from typing import Any
 
 from autoparallel.errors import PlanError, shown
 from autoparallel.plans import Hybrid
+from autoparallel.plans.roles import AxisRole, Roles
 from autoparallel.schedule.schedules import SCHEDULES, usual
 from autoparallel.schedule.step_config import RECOMPUTE
 from autoparallel.schedule.tiers import PLACES, offload_of
@@ -153,6 +154,15 @@ class ByHand:
                 (self.tp, "tp", tensor)]
         sizes, names, roles = zip(*([axis for axis in axes if axis[0] > 1] or axes[:1]), strict=True)
         return sizes, names, roles
+
+    @property
+    def family(self) -> str:
+        """The kind of plan (`Roles.family`)."""
+        sizes, names, roles = self.mesh
+        axes = tuple(AxisRole(name, size, role.split()[0].replace("sequence", "tensor").replace("shard", "data"),
+                              experts=name == "ep")
+                     for size, name, role in zip(sizes, names, roles, strict=True))
+        return Roles(axes, 0 if self.dp == 1 else self.zero, self.pp).family
 
     def hybrid(self, batch: int) -> Hybrid:
         """The step configuration (pipeline, micro-batches, schedule, ZeRO, recompute; none where that is "auto") for a

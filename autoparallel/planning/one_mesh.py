@@ -20,15 +20,13 @@ from autoparallel.partition import (
     MicroBatches,
     Stages,
     Ungathered,
-    cuts_by_blocks,
     place_cuts,
     stages_of,
     stored_sharded,
 )
-from autoparallel.planning.baselines import Baseline, baseline, by_roles
+from autoparallel.planning.baselines import baseline
 from autoparallel.planning.block_summary import block_layouts
 from autoparallel.planning.candidates import First
-from autoparallel.planning.departures import departures, told
 from autoparallel.planning.facts import facts_of, whole_state
 from autoparallel.planning.offloading import fastest_tier, tier_limits
 from autoparallel.planning.options import Options
@@ -88,7 +86,7 @@ def plan_in(space: StrategySpace, micro: MicroBatches, cluster: Cluster, options
     if options.recompute == "auto":
         return _plan_recomputing(space, micro, cluster, options, placed, hybrid)
     laps = laps or _Laps()
-    prices = Prices(space, cluster, options.optimizer, direct=bool(options.baseline or options.by_hand),
+    prices = Prices(space, cluster, options.optimizer, direct=bool(options.baseline),
                     stages=hybrid.pipeline_ranks, same_limit=options.memory_limit_bytes is not None)
     allowed = apply_pins(space, options.pins or {})
     if options.zero_stage:
@@ -102,9 +100,6 @@ def plan_in(space: StrategySpace, micro: MicroBatches, cluster: Cluster, options
         counts = ExecutionCounts(space, hybrid, stages.of_decisions(len(space)), recomputing=prices.recomputing)
         return stages, SpacePricer(prices, limit, allowed, penalties, counts)
 
-    split = options.by_hand.split if options.by_hand is not None else "work"
-    if hybrid.stages > 1 and not hybrid.cuts and split != "work":
-        hybrid = replace(hybrid, cuts=cuts_by_blocks(space, micro.loss, hybrid.stages, ends=split == "ends"))
     if hybrid.stages > 1 and not hybrid.cuts:
         if begin is None:
             begin = _rough_strategies(priced(replace(hybrid, cuts=place_cuts(prices, micro.loss, hybrid)))[1])
@@ -122,9 +117,6 @@ def plan_in(space: StrategySpace, micro: MicroBatches, cluster: Cluster, options
         searched, table, solution = _within_tiers(pricer, problem, solution, options)
     laps.lap("search")
     if penalties is not None:  # the plan is priced without penalties
-        if options.by_hand is not None and isinstance(penalties, Baseline):
-            found = departures(penalties, pricer, pricer.strategies_of(solution.choice))
-            solution = replace(solution, stop_reason=f"by hand: {options.by_hand}{told(found)}")
         strategies, pricer = (
             pricer.strategies_of(solution.choice),
             SpacePricer(prices, limit, allowed, counts=pricer.counts),
@@ -136,6 +128,20 @@ def plan_in(space: StrategySpace, micro: MicroBatches, cluster: Cluster, options
     elsewhere = partial(_elsewhere, pricer, solution, micro, options, placed, stages)
     study = Study(pricer, problem, solution, lambda strategies, found: make(found, strategies), elsewhere)
     return replace(make(solution, pricer.strategies_of(solution.choice)), study=study)
+
+
+@collected_later()
+def plan_as(prices: Prices, micro: MicroBatches, options: Options, hybrid: Hybrid, strategies: Sequence[Strategy],
+            solution: Solution) -> Plan:
+    """The plan with these ``strategies`` and no memory limit, priced as it is; ``solution`` says where they are
+    from, by its solver, reason and seconds."""
+    laps, space = _Laps(), prices.space
+    stages = stages_of(space, micro.loss, hybrid)
+    counts = ExecutionCounts(space, hybrid, stages.of_decisions(len(space)), recomputing=prices.recomputing)
+    pricer = SpacePricer(prices, counts=counts)
+    problem = pricer.full()
+    laps.lap("pricing")
+    return _plan_of(pricer, problem, solution, strategies, options, laps, stages, micro, as_given=True)
 
 
 def _elsewhere(pricer: SpacePricer, solution: Solution, micro: MicroBatches, options: Options,
@@ -259,8 +265,6 @@ def _naming_pins(error: InfeasibleError, pricer: SpacePricer, options: Options) 
 def _penalties(space: StrategySpace, options: Options) -> Penalties | None:
     if options.baseline:
         return baseline(options.baseline, space)
-    if options.by_hand is not None:
-        return by_roles("by hand", space, options.by_hand.mesh[2])
     return Ungathered(space) if options.zero_stage == 0 else None
 
 
@@ -273,12 +277,14 @@ def _plan_of(
     laps: _Laps,
     stages: Stages,
     micro: MicroBatches,
+    as_given: bool = False,
 ) -> Plan:
-    """The plan of ``strategies``, with the evidence of ``solution`` and its prediction."""
+    """The plan of ``strategies``, with the evidence of ``solution`` and its prediction; ``as_given``: that of a
+    person, of which nothing is proven."""
     space = pricer.space
     judged = evaluate(problem, pricer.choice_of(strategies))
     named = f"baseline {options.baseline}" if options.baseline else "zero_stage=0" if options.zero_stage == 0 else ""
-    named = solution.stop_reason if options.by_hand is not None else named
+    named = solution.stop_reason if as_given else named
     evidence = Evidence(
         solution.solver, judged.objective, judged.objective if named else solution.lower_bound,
         0.0 if named else solution.gap, named or solution.stop_reason,
@@ -392,4 +398,4 @@ class _Laps:
         self._last = now
 
 
-__all__ = ["plan_in", "plan_on"]
+__all__ = ["plan_as", "plan_in", "plan_on"]

@@ -12,12 +12,11 @@ from autoparallel.partition import MicroBatches, Splits, stages_of
 from autoparallel.partition.microbatch import batch_size
 from autoparallel.planning.by_hand import AUTO, ByHand
 from autoparallel.planning.departures import check_sequences
-from autoparallel.planning.one_mesh import plan_on
+from autoparallel.planning.hand_layouts import HandLayouts
 from autoparallel.planning.options import Options
 from autoparallel.planning.recompute import fewest_recomputed
 from autoparallel.planning.study import StudyByHand
 from autoparallel.plans import Plan
-from autoparallel.strategies.space import StrategySpace
 from cost_models import Cluster
 from cost_models.accuracy import usable_bytes
 
@@ -31,16 +30,16 @@ def plan_by_hand(split: Splits, cluster: Cluster, options: Options, hand: ByHand
     if hybrid.micro_batches > 1 and loss_output(graph) is None:
         raise InputError(f"by_hand: {hybrid.micro_batches} micro-batches need a scalar loss: return the loss from the "
                          "model, alone, first in a tuple, or as `loss` of a structure; or leave out micro_batch")
-    shape, names, _ = hand.mesh
     try:
         micro = split(hybrid.micro_batches)
     except InfeasibleError as error:
         raise PlanError(f"by_hand: {hybrid.micro_batches} micro-batches: {error} In by_hand that is micro_batch="
                         f"{batch // (hand.dp or 1)}") from error
     limit, free = options.memory_limit_bytes, usable_bytes(cluster, options.memory_confidence)
-    made = plan_on(micro, cluster, shape, names, options, hybrid)
+    layouts = HandLayouts(split, cluster, options, hand)
+    made = layouts.plan(hybrid)
     if hand.recompute == AUTO and made.prediction.peak_bytes > (limit or free):
-        made = _recomputing_enough(micro, cluster, options, hand, made, limit or free)
+        made = _recomputing_enough(micro, layouts, options, made, limit or free)
     needed = made.prediction.peak_bytes
     if limit is None:  # it is priced whether it fits or not, and the report says so
         made = replace(made, prediction=replace(made.prediction, limit_bytes=free))
@@ -62,20 +61,19 @@ def _given(options: Options, hand: ByHand) -> dict[str, Any]:
     return {name: value for name, value in options.given.items() if name != "offload"}
 
 
-def _recomputing_enough(micro: MicroBatches, cluster: Cluster, options: Options, hand: ByHand, none: Plan,
+def _recomputing_enough(micro: MicroBatches, layouts: HandLayouts, options: Options, none: Plan,
                         limit_bytes: float) -> Plan:
     """The plan that recomputes as few blocks as memory requires; all of them, where that does not fit either. ``none``:
     the plan without recompute."""
-    shape, names, _ = hand.mesh
     full = replace(none.hybrid, recompute="full")
 
     def make(again: tuple[str, ...] | None) -> Plan:
-        return plan_on(micro, cluster, shape, names, options, replace(full, recompute_blocks=again))
+        return layouts.plan(replace(full, recompute_blocks=again))
 
     whole = make(None)
     if whole.prediction.peak_bytes > limit_bytes:
         return whole
-    space = StrategySpace(micro.body, shape)
+    space = layouts.prices(whole.hybrid).space
     known = replace(whole, prediction=replace(whole.prediction, limit_bytes=limit_bytes))
     return fewest_recomputed(known, stages_of(space, micro.loss, whole.hybrid).blocks(space), make,
                              clock.now() + options.time_limit_s, none.prediction.peak_bytes)

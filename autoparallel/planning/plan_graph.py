@@ -35,9 +35,9 @@ _LOG = logging.getLogger("autoparallel")
 #: The shares of a joint search's time limit in which usual plans by hand are priced, and a plain step is planned; the
 #: most seconds that either takes.
 USUAL_SHARE, PLAIN_SHARE, MOST_BEFORE_S = 0.25, 0.125, 4.0
-#: Shares of the time limit that are kept after a joint search: for the usual plans not priced before it, and for
-#: tuning the best of each family.
-AFTER_SHARE, TUNING_SHARE = 0.08, 0.05
+#: Shares of the time limit that are kept after a joint search: at most, for the usual plans not priced before it, and
+#: for tuning the best of each family.
+AFTER_SHARE, TUNING_SHARE = 0.25, 0.05
 #: Most usual plans that the joint search begins with.
 MOST_STARTS = 2
 
@@ -121,8 +121,8 @@ def _plan_jointly(split: Splits, cluster: Cluster, mesh_shape: Sequence[int] | N
     The joint search plans few combinations in full, and may have had too little time. The usual plans are priced in
     `USUAL_SHARE` of the time limit, as many as it is enough for; then a plain step is planned in `PLAIN_SHARE` of it,
     if one of them fits; both in at most `MOST_BEFORE_S`. The joint search begins with the fastest usual plans that
-    fit; the other usual plans are priced after it, in `AFTER_SHARE` of the time limit, or what it leaves, and the best
-    of each family is tuned in `TUNING_SHARE`."""
+    fit; the other usual plans are priced after it, in what they will take, at most `AFTER_SHARE` of the time limit, or
+    what it leaves, and the best of each family is tuned in `TUNING_SHARE`."""
     started = clock.now()
     ends = started + options.time_limit_s
     usual = UsualPlans({}, (), options.limit_bytes(cluster))
@@ -133,7 +133,8 @@ def _plan_jointly(split: Splits, cluster: Cluster, mesh_shape: Sequence[int] | N
         others += _plain(split, cluster, options)
     best = min(others, key=lambda plan: plan.prediction.step_s, default=None)
     tell = _below(options.progress, math.inf if best is None else best.prediction.step_s)
-    spare_s = (AFTER_SHARE * usual.late + TUNING_SHARE * bool(usual.priced)) * options.time_limit_s
+    spare_s = min(usual.late_s, AFTER_SHARE * options.time_limit_s) + \
+        TUNING_SHARE * bool(usual.priced) * options.time_limit_s
     within = replace(options, time_limit_s=max(0.0, ends - spare_s - clock.now()), progress=tell)
     try:
         seconds = {"usual plans and plain step": clock.now() - started}

@@ -26,6 +26,8 @@ from cost_models.memory import TrainingState
 EXPERTS = "routed_experts"
 #: Letters of an error that says why a plan is not possible, at most.
 MOST_LETTERS = 150
+#: Seconds to price a later recipe over those of an earlier one.
+LATER = 1.5
 
 
 def recipes(devices: int, host_devices: int, experts: bool = False) -> Iterator[str]:
@@ -69,17 +71,23 @@ def _divided(devices: int, host_devices: int, experts: bool) -> Iterator[str]:
 
 @dataclass(frozen=True)
 class UsualPlans:
-    """Usual plans by hand: those ``priced``, by their texts (also if they exceed ``limit_bytes`` on a device), and
-    those ``left_out``."""
+    """Usual plans by hand: those ``priced``, by their texts (also if they exceed ``limit_bytes`` on a device), in
+    ``each_s`` seconds each (of `clock`), and those ``left_out``."""
 
     priced: Mapping[str, Plan]
     left_out: Sequence[LeftOut]
     limit_bytes: float
+    each_s: float = 0.0
 
     @property
     def late(self) -> bool:
         """Whether some were left out for lack of time."""
         return any(one.why == LATE for one in self.left_out)
+
+    @property
+    def late_s(self) -> float:
+        """Seconds to price those that were left out for lack of time, about: pipelines come last and take longer."""
+        return LATER * self.each_s * sum(one.why == LATE for one in self.left_out)
 
     @property
     def fitting(self) -> Sequence[tuple[str, Plan]]:
@@ -117,7 +125,8 @@ def usual_plans(split: Splits, cluster: Cluster, options: Options, seconds: floa
     """Price each of the `recipes` (or ``texts``) that ``options`` and the model allow; the others are left out, with
     the reason. Once one plan fits in memory, no further recipe is begun after ``seconds``. ``known``: plans that are
     priced already."""
-    ends, limit, graph = clock.now() + seconds, options.limit_bytes(cluster), split.graph
+    started, limit, graph = clock.now(), options.limit_bytes(cluster), split.graph
+    ends = started + seconds
     found, left_out, hybrids = dict[str, Plan](), list[LeftOut](), set[tuple[Hybrid, object, str]]()
     experts = any(EXPERTS in node.op_name for node in graph.of_kind("op"))
     state, fits = _state(graph, cluster, options), any(p.prediction.peak_bytes <= limit for p in known.values())
@@ -125,14 +134,15 @@ def usual_plans(split: Splits, cluster: Cluster, options: Options, seconds: floa
         for text in texts if texts is not None else recipes(cluster.num_devices, cluster.devices_per_host, experts):
             hand = ByHand.of(text).on(cluster.num_devices)
             if state_bytes(hand, replace(state, optimizer=0.0)) > limit:
-                left_out.append(LeftOut(text, "weights, gradients and optimizer states", state_bytes(hand, state)))
+                least = state_bytes(hand, state)
+                left_out.append(LeftOut(text, "weights, gradients and optimizer states", least, hand.family))
                 continue
             try:
                 hybrid = hand.hybrid(batch_size(graph) if hand.needs_batch else 1)
                 if (hybrid, hand.mesh, hand.recompute) in hybrids:
                     continue
                 if not allowed(hybrid, options):
-                    left_out.append(LeftOut(text, EXCLUDED))
+                    left_out.append(LeftOut(text, EXCLUDED, family=hand.family))
                 elif text in known:
                     hybrids.add((hybrid, hand.mesh, hand.recompute))
                     found[text] = known[text]
@@ -141,10 +151,11 @@ def usual_plans(split: Splits, cluster: Cluster, options: Options, seconds: floa
                     found[text] = plan_by_hand(split, cluster, pricing_of(options, hand, ends - clock.now()), hand)
                     fits = fits or found[text].prediction.peak_bytes <= limit
                 else:
-                    left_out.append(LeftOut(text, LATE))
+                    left_out.append(LeftOut(text, LATE, family=hand.family))
             except AutoparallelError as error:
-                left_out.append(LeftOut(text, _reason(graph, hand, error)))
-    return UsualPlans(found, left_out, limit)
+                left_out.append(LeftOut(text, _reason(graph, hand, error), family=hand.family))
+    new = len(found.keys() - known.keys())
+    return UsualPlans(found, left_out, limit, (clock.now() - started) / max(1, new))
 
 
 def _reason(graph: OpGraph, hand: ByHand, error: AutoparallelError) -> str:

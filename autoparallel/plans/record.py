@@ -136,13 +136,16 @@ class Trial:
 @dataclass(frozen=True)
 class Alternative:
     """Another plan: its step time and memory, in what it differs, a line each, and its ``title`` in the field's words
-    ("": that of the plan on the same mesh). ``by_hand``: the text of a usual plan by hand ("": the search found it)."""
+    ("": that of the plan on the same mesh). ``by_hand``: the text of a usual plan by hand ("": the search found it).
+    ``family``: `Roles.family`, of its structure. ``recompute``: of its blocks, as in `Hybrid`."""
 
     step_s: float
     peak_bytes: float
     differences: tuple[str, ...]
     title: str = ""
     by_hand: str = ""
+    family: str = ""
+    recompute: str = ""
 
 
 #: Why usual plans by hand are not priced, apart from memory and the batch.
@@ -152,11 +155,13 @@ LATE, EXCLUDED = "not priced for lack of time", "excluded by the options given"
 @dataclass(frozen=True)
 class LeftOut:
     """A usual plan by hand, by its text, that was not priced, and ``why``. ``least_bytes``: of weights, gradients and
-    optimizer states a device, at least, where these exceed the memory limit (0: they do not)."""
+    optimizer states a device, at least, where these exceed the memory limit (0: they do not). ``family``: as of an
+    `Alternative`."""
 
     by_hand: str
     why: str
     least_bytes: float = 0.0
+    family: str = ""
 
 
 @dataclass(frozen=True)

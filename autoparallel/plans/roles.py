@@ -137,6 +137,26 @@ class Roles:
     def departures(self) -> tuple[str, ...]:
         return tuple(f"axis {axis.name}: {text}" for axis in self.axes for text in axis.departures)
 
+    @property
+    def family(self) -> str:
+        """The kind of plan, by what it has of pipeline, experts, tensor and context parallelism and ZeRO ("": nothing).
+
+        >>> Roles((AxisRole("dp", 4, "data", shards=True), AxisRole("tp", 2, "tensor")), zero_stage=3).family
+        'FSDP with tensor parallel'
+        >>> Roles((AxisRole("dp", 4, "data"),)).family, Roles(()).family
+        ('DDP', '')
+        """
+        if self.pipeline_ranks > 1:
+            return "pipeline and expert parallel" if self.expert > 1 else "pipeline parallel"
+        if self.expert > 1:
+            return "expert parallel"
+        if self.tensor > 1:
+            return "FSDP with tensor parallel" if self.zero_stage == 3 else "tensor parallel"
+        if self.context > 1:
+            return "context parallel"
+        zero = {3: "FSDP", 2: "ZeRO-2", 1: "ZeRO-1", 0: "DDP"}[self.zero_stage]
+        return zero if self.data > 1 else ""
+
     def __str__(self) -> str:
         """``data 2 (in shards) x tensor 4 (with sequence), pipeline 2, ...``."""
         parts = [f"{axis.role} {axis.size}" + (" (in shards)" if axis.shards else "")

@@ -195,9 +195,9 @@ class _Builder:
         made = Repeats(models, which, name=[decision.name for decision in self.space.decisions], interval=intervals)
         if self.penalties is None:
             return made
-        penalties = [
-            FAULT_S * self.penalties.decision_penalties(index)[numbers] for index, numbers in enumerate(self.chosen)
-        ]
+        times = self.counts.multiplicities
+        penalties = [FAULT_S * times[index] * self.penalties.decision_penalties(index)[numbers]
+                     for index, numbers in enumerate(self.chosen)]
         return Repeats([unchecked(node, costs=node.costs + more) for node, more in zip(made, penalties, strict=True)])
 
     def _node(self, index: int, copies: float) -> Node:
@@ -229,7 +229,8 @@ class _Builder:
                        interval=intervals)
         if self.penalties is None:
             return made
-        penalties = [FAULT_S * self.penalties.use_penalties(use, self.pricer.prices.redistribution.table(use.meta))[
+        times, table = self.counts.multiplicities, self.pricer.prices.redistribution.table
+        penalties = [FAULT_S * times[use.target] * self.penalties.use_penalties(use, table(use.meta))[
             np.ix_(self.chosen[use.source], self.chosen[use.target])] for use in uses]
         return Repeats([unchecked(edge, costs=edge.costs + more) for edge, more in zip(made, penalties, strict=True)])
 

@@ -6,8 +6,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import numpy as np
-
 from autoparallel.errors import PlanError, shown
 
 TIERS = ("device", "host", "disk")
@@ -115,6 +113,8 @@ class Offload:
         >>> float(Offload("host", 0.5).moved(100, 4))
         64.0
         """
+        import numpy as np  # not above: the command line shows names without it
+
         share = self.fraction if self.is_away else 0.0
         whole, unit = np.asarray(elements, float), max(1, UNIT_BYTES // int(item_bytes))
         return np.minimum(whole, np.ceil(whole * share / unit) * unit)[()]
@@ -142,6 +142,8 @@ def listed(some: Sequence[str]) -> str:
 
 def padded(num_bytes: Any, unit: int = UNIT_BYTES) -> Any:
     """``num_bytes`` rounded up to a multiple; arrays allowed."""
+    import numpy as np
+
     return np.ceil(np.asarray(num_bytes, float) / unit)[()] * unit
 
 

@@ -10,7 +10,9 @@ from torch.nn import functional as F  # noqa: N812
 
 import autoparallel
 from autoparallel.capture import OpGraph, capture
+from autoparallel.planning.by_hand import ByHand
 from autoparallel.plans import Plan
+from autoparallel.plans.record import Alternative, LeftOut
 from cost_models import Cluster
 from tests.support.captured import planning_on
 
@@ -37,10 +39,10 @@ class Block(nn.Module):
 class Transformer(nn.Module):
     """A small decoder with a loss."""
 
-    def __init__(self) -> None:
+    def __init__(self, layers: int = LAYERS) -> None:
         super().__init__()
         self.embed = nn.Embedding(VOCABULARY, HIDDEN)
-        self.layers = nn.ModuleList(Block() for _ in range(LAYERS))
+        self.layers = nn.ModuleList(Block() for _ in range(layers))
         self.head = nn.Linear(HIDDEN, VOCABULARY, bias=False)
 
     def forward(self, ids: Tensor, labels: Tensor) -> Tensor:
@@ -55,15 +57,15 @@ def factory(batch: int, sequence: int) -> tuple[nn.Module, tuple[Tensor], dict[s
     return nn.Linear(sequence, 64), (torch.zeros(batch, sequence),), {}
 
 
-def call() -> tuple[Transformer, tuple[Tensor, Tensor]]:
+def call(layers: int = LAYERS) -> tuple[Transformer, tuple[Tensor, Tensor]]:
     with torch.device("meta"):
         ids = torch.zeros(TOKENS // SEQUENCE, SEQUENCE, dtype=torch.int64)
-        return Transformer(), (ids, ids)
+        return Transformer(layers), (ids, ids)
 
 
 @functools.cache
-def graph() -> OpGraph:
-    return capture(*call())
+def graph(layers: int = LAYERS) -> OpGraph:
+    return capture(*call(layers))
 
 
 def made(devices: int = 4, cluster: Cluster | None = None, **options: object) -> Plan:
@@ -85,3 +87,15 @@ def plans_by_name() -> dict[str, Plan]:
 WEIGHT = "layers.0.mlp.0.weight"
 NAMES = ("searched", "fsdp", "tensor", "1f1b", "interleaved", "gpipe", "zero_bubble", "copies")
 PIPELINES = ("1f1b", "interleaved", "gpipe", "zero_bubble")
+
+
+def another(step_s: float, peak_bytes: float, title: str = "", by_hand: str = "", family: str = "") -> Alternative:
+    """Another plan, as planning notes it."""
+    hand = ByHand.of(by_hand) if by_hand else None
+    return Alternative(step_s, peak_bytes, (), title, by_hand, hand.family if hand else family,
+                       hand.recompute if hand else "none")
+
+
+def left(by_hand: str, why: str, least_bytes: float = 0.0) -> LeftOut:
+    """A usual plan that was not priced, as planning notes it."""
+    return LeftOut(by_hand, why, least_bytes, ByHand.of(by_hand).family)

@@ -11,6 +11,7 @@ from autoparallel.plans.record import Alternative, Record
 from autoparallel.plans.reports.build import report_of
 from autoparallel.plans.reports.comparison import compare
 from autoparallel.plans.reports.words import axis_words, title
+from autoparallel.plans.roles import roles_of
 
 
 def ask(plan: Plan, explain: Sequence[str] = (), alternatives: int = 0, sensitivity: bool = False) -> Plan:
@@ -52,7 +53,7 @@ def alternative_of(plan: Plan, other: Plan, by_hand: str = "") -> Alternative:
         swapped = (" x ".join(f"{axis.label} {axis.size}" for axis in words) for words in axes)
         its = "The same with the axes {1}, not {0}, slowest links first".format(*swapped)
     return Alternative(other.prediction.step_s, other.prediction.peak_bytes, tuple(lines), "" if its == own else its,
-                       by_hand)
+                       by_hand, roles_of(other).family, other.hybrid.recompute)
 
 
 __all__ = ["alternative_of", "ask", "with_comparison"]

@@ -10,6 +10,7 @@ from autoparallel.plans.reports.blocks import block_rows
 from autoparallel.plans.reports.report import PURPOSES, Collectives, Memory, Proof, Report, Speed, Time
 from autoparallel.plans.reports.summary import summary
 from autoparallel.plans.reports.words import AxisWords, axis_words, title
+from autoparallel.plans.roles import roles_of
 
 
 def report_of(plan: Plan) -> Report:
@@ -23,7 +24,7 @@ def report_of(plan: Plan) -> Report:
         _speed(p, record.workload if record else None), _memory(p, record), times,
         p.exposed_s / p.step_s if p.step_s else 0.0, tuple(_collectives(plan, labels)), block_rows(plan, axes),
         _proof(plan), tuple(plan.pins.items()), plan.hybrid.cuts,
-        plan.hybrid.recompute_blocks or (), p.repeated_ops, record,
+        plan.hybrid.recompute_blocks or (), p.repeated_ops, record, roles_of(plan).family,
     )
     return summary(found)
 

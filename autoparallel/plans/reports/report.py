@@ -137,7 +137,7 @@ class Report:
     """A plan for people. ``summary``: three lines, and a fourth where other plans are known. ``first_screen``: the same
     by question. ``exposed_share``: communication that nothing hides, of the step.
     ``cuts``: the ops at which pipeline stages 1, 2, ... begin. ``recomputed``: the blocks that recompute, if not all.
-    ``record``: what planning kept (None: an older plan file)."""
+    ``record``: what planning kept (None: an older plan file). ``family``: the kind of plan (`Roles.family`)."""
 
     summary: tuple[str, ...]
     first_screen: tuple[Answer, ...]
@@ -158,6 +158,14 @@ class Report:
     recomputed: tuple[str, ...]
     repeated_ops: tuple[str, ...]
     record: Record | None
+    family: str = ""
+
+    @property
+    def collectives_s(self) -> tuple[tuple[str, float], ...]:
+        """Seconds of all collectives of a step, of them those hidden, and the rest, exposed as in ``times``."""
+        hidden_s, exposed_s = (self.seconds_of(f"{what} communication") for what in ("hidden", "exposed"))
+        return (("all", sum(use.seconds for use in self.collectives)), ("of these hidden under compute", hidden_s),
+                ("exposed", exposed_s)) if self.collectives else ()
 
     def seconds_of(self, part: str) -> float:
         """Seconds of the parts of the step with this name."""

@@ -50,6 +50,8 @@ def text_report(plan: Plan, width: int = 100, details: bool = False) -> str:
 def print_summary(report: Report, console: ReportConsole) -> None:
     """The first screen: a question a row, the entries of a list below one another."""
     rows = Table.grid(padding=(0, 2))
+    rows.add_column(no_wrap=True)
+    rows.add_column(overflow="fold")  # plans by hand are words of up to 80 letters
     for answer in report.first_screen:
         for number, entry in enumerate(answer.entries):
             label = "" if number else answer.label
@@ -72,7 +74,7 @@ def print_report(report: Report, console: ReportConsole, details: bool = False) 
     console.print(_memory(report))
     if report.record is not None and (state := report.record.workload.state_bytes):
         console.print(f"counted as {state_said(state)}")
-    console.print(_collectives(report.collectives, details))
+    console.print(_collectives(report, details))
     console.print(_blocks(report))
     if details and report.cuts:
         console.print(f"pipeline stages begin at: {', '.join(report.cuts)}")
@@ -147,18 +149,21 @@ def _memory(report: Report) -> Table:
     return table
 
 
-def _collectives(uses: Sequence[Collectives], details: bool) -> Table:
-    """By purpose, kind and axis; with details also by direction."""
+def _collectives(report: Report, details: bool) -> Table:
+    """By purpose, kind and axis; with details also by direction. At the end how much of all is exposed."""
     columns = ("moves", "collective", "axis", *(("direction",) if details else ()), "tensors", "bytes per rank", "time")
     table = _table("collectives in one step, by the tensors moved (those of one bucket travel together and share its "
                    "time)", columns, right=("tensors", "bytes per rank", "time"))
     rows: dict[tuple[str, ...], list[Collectives]] = {}
-    for use in uses:
+    for use in report.collectives:
         key = (use.purpose or "not known", use.kind, use.axis, *((use.direction,) if details else ()))
         rows.setdefault(key, []).append(use)
     for row, some in rows.items():
         table.add_row(*row, str(sum(u.count for u in some)), bytes_str(sum(u.num_bytes for u in some)),
                       seconds_str(sum(u.seconds for u in some)))
+    table.add_section()
+    for what, seconds in report.collectives_s:
+        table.add_row(what, *[""] * (len(columns) - 2), seconds_str(seconds))
     return table
 
 

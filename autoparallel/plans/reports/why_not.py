@@ -9,15 +9,8 @@ from autoparallel.plans.record import EXCLUDED, LATE, Alternative, LeftOut
 from autoparallel.plans.reports.report import Answer, Memory, Report, Speed
 from autoparallel.plans.reports.units import bytes_str, percent_str, seconds_str
 
-#: Families of plans, with what the texts of those by hand have, and the titles of those that a search found; the first
-#: all of whose signs are there counts.
-FAMILIES = (("pipeline and expert parallel", ("pp=", "ep="), ("pipeline parallel", "expert parallel")),
-            ("pipeline parallel", ("pp=",), ("pipeline parallel",)),
-            ("expert parallel", ("ep=",), ("expert parallel",)),
-            ("FSDP with tensor parallel", ("tp=", "zero=3"), ("tensor parallel", "ZeRO-3")),
-            ("tensor parallel", ("tp=",), ("tensor parallel",)), ("context parallel", ("cp=",), ("context parallel",)),
-            ("FSDP", ("zero=3",), ("ZeRO-3",)), ("ZeRO-2", ("zero=2",), ("ZeRO-2",)),
-            ("ZeRO-1", ("zero=1",), ("ZeRO-1",)), ("DDP", (), ("data parallel",)))
+#: The family of a plan that says none.
+OTHER = "another"
 #: Names of what another plan lays out otherwise, and letters of each, at most.
 MOST_NAMES, MOST_LETTERS = 3, 60
 #: Plans slower by more than this share are told as so many times as slow.
@@ -53,9 +46,8 @@ def why_no_other(report: Report) -> WhyNot:
     """The best known plan of each family, by hand or searched, the fastest other one that the search found, and why no
     plan of other families was priced."""
     others = report.record.alternatives if report.record is not None else ()
-    priced = "by hand" in report.proof.reason
-    own = _family(report.proof.reason) if priced else ""
-    best = [(family, one) for family, one in _families(report, own or _family_of(report.title), others)
+    own = report.family if "by hand" in report.proof.reason else ""
+    best = [(family, one) for family, one in _families(report, others)
             if family != own or _fits(report.memory, one.peak_bytes)]
     named = [(one, f"{family} by hand ({one.by_hand})" if one.by_hand else f"{family} by the search ({_titled(one)})")
              for family, one in best]
@@ -65,7 +57,7 @@ def why_no_other(report: Report) -> WhyNot:
     near, apart = list[str](), list[str]()
     for one, what in named:
         if not _fits(report.memory, one.peak_bytes):
-            without = " without recompute" if one.by_hand and "recompute=" not in one.by_hand else ""
+            without = " without recompute" if one.by_hand and one.recompute == "none" else ""
             apart.append(f"{what}, needs {bytes_str(one.peak_bytes)} a device{without}")
         else:
             (near if report.speed.not_told_apart([one.step_s]) else apart).append(_slower(report.speed, one, what))
@@ -78,29 +70,13 @@ def why_no_other(report: Report) -> WhyNot:
                   tuple(_untried(report)))
 
 
-def _family(by_hand: str) -> str:
-    """The family of a plan by hand, by its text."""
-    return next(name for name, signs, _ in FAMILIES if all(sign in by_hand for sign in signs))
-
-
-def _family_of(title: str) -> str:
-    """The family of a plan that a search found, by its title ("": none).
-
-    >>> _family_of("Data parallel 8 with ZeRO-1, pipeline parallel 8 (1F1B)"), _family_of("One device")
-    ('pipeline parallel', '')
-    """
-    lower = title.lower()
-    return next((name for name, _, signs in FAMILIES if all(sign.lower() in lower for sign in signs)), "")
-
-
-def _families(report: Report, own: str, others: Sequence[Alternative]) -> Iterator[tuple[str, Alternative]]:
-    """Of each family of plans the fastest that fits, or else the smallest; the fastest family first. Of ``own``, the
-    family of the report's plan, those by hand alone: the search's best is the plan itself."""
+def _families(report: Report, others: Sequence[Alternative]) -> Iterator[tuple[str, Alternative]]:
+    """Of each family of plans the fastest that fits, or else the smallest; the fastest family first. Of the family of
+    the report's plan those by hand alone: the search's best is the plan itself."""
     families: dict[str, list[Alternative]] = {}
     for one in others:
-        family = _family(one.by_hand) if one.by_hand else _family_of(one.title)
-        if one.by_hand or family not in ("", own):
-            families.setdefault(family, []).append(one)
+        if one.by_hand or one.family not in ("", report.family):
+            families.setdefault(one.family or OTHER, []).append(one)
     best = {}
     for family, some in families.items():
         fit = [one for one in some if _fits(report.memory, one.peak_bytes)]
@@ -113,7 +89,7 @@ def _impossible(report: Report, known: Collection[str]) -> Iterator[str]:
     reason; what was left for lack of time, or by the options, together at the end."""
     families: dict[str, list[LeftOut]] = {}
     for one in report.record.left_out if report.record is not None else ():
-        families.setdefault(_family(one.by_hand), []).append(one)
+        families.setdefault(one.family or OTHER, []).append(one)
     alike: dict[str, list[str]] = {}
     for family, some in families.items():
         whys = [one.why for one in some]

@@ -1,0 +1,100 @@
+"""Layouts of plans by hand: searched on a model of reduced depth, as on the whole; what plans share; their kinds."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from autoparallel import clock
+from autoparallel.partition import Splits
+from autoparallel.planning import hand_layouts
+from autoparallel.planning.by_hand import ByHand
+from autoparallel.planning.options import Options
+from autoparallel.planning.plan_by_hand import plan_by_hand
+from autoparallel.planning.usual import pricing_of, usual_plans
+from autoparallel.plans import Plan
+from autoparallel.plans.record import LATE
+from autoparallel.plans.roles import roles_of
+from autoparallel.search import solve
+from autoparallel.search.model.problem import Problem, Solution
+from cost_models import Cluster
+from tests.support.reported import graph
+
+LAYERS, CLUSTER = 8, Cluster.load("h100-sxm", num_devices=4)
+#: In the last a block leaves sums pending, which the next one, of the reduced-depth model, need not take.
+HANDS = ("dp=4", "dp=4,zero=1,micro_batch=4", "dp=2,pp=2,micro_batch=4,recompute=full", "dp=2,tp=2,zero=3")
+
+
+def priced(split: Splits, text: str) -> Plan:
+    hand = ByHand.of(text).on(4)
+    return plan_by_hand(split, CLUSTER, Options(by_hand=hand), hand)
+
+
+@pytest.mark.parametrize("text", HANDS)
+def test_equal_blocks_are_laid_out_once(text: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The search sees three blocks; the whole model only where these cost more there. Both give one plan."""
+    sizes = list[int]()
+
+    def counting(problem: Problem, *given: Any) -> Solution:
+        sizes.append(len(problem.nodes))
+        return solve(problem, *given)
+
+    monkeypatch.setattr(hand_layouts, "solve", counting)
+    small = priced(Splits(graph(LAYERS)), text)
+    monkeypatch.setattr(hand_layouts, "APART", -2.0)    # whatever it costs, it is too much
+    whole = priced(Splits(graph(LAYERS)), text)
+    first, *more = sizes
+    assert more[-2:] == [first, max(sizes)] and max(sizes) > 1.8 * first
+    assert more[:-2] == ([] if text != HANDS[-1] else [max(sizes)])
+    assert (small.strategies, small.hybrid, small.prediction) == (whole.strategies, whole.hybrid, whole.prediction)
+
+
+@pytest.mark.parametrize("left_s", [0.0, -5.0])
+def test_a_lack_of_time_does_not_change_the_layouts(left_s: float, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Usual plans are priced until one fits, also after their time: the search for layouts has its own."""
+    limits = list[float]()
+
+    def timed(problem: Problem, kind: str, limit_s: float, *given: Any) -> Solution:
+        limits.append(limit_s)
+        return solve(problem, kind, limit_s, *given)
+
+    monkeypatch.setattr(hand_layouts, "solve", timed)
+    hand = ByHand.of(HANDS[0]).on(4)
+    late = plan_by_hand(Splits(graph(LAYERS)), CLUSTER, pricing_of(Options(), hand, left_s), hand)
+    in_time = priced(Splits(graph(LAYERS)), HANDS[0])
+    assert (late.strategies, late.prediction) == (in_time.strategies, in_time.prediction)
+    assert set(limits) == {hand_layouts.LAYOUTS_S}
+
+
+def test_plans_on_one_mesh_share_their_strategy_graph_and_prices() -> None:
+    """The second takes half of the work of the first; of a plan that is priced again no layouts are searched."""
+    split, spent = Splits(graph(LAYERS)), list[float]()
+    for text in ("dp=4", "dp=4,zero=1", "dp=4"):
+        with clock.counted(60.0):
+            priced(split, text)
+            spent.append(clock.spent_s())
+    assert 0 < spent[1] < 0.65 * spent[0] and spent[2] < 0.6 * spent[1], spent
+
+
+@pytest.mark.parametrize("text", [*HANDS, "dp=4,zero=3", "dp=2,cp=2", "dp=2,cp=2,zero=1", "dp=2,tp=2,sequence_parallel",
+                                  "dp=4,zero=3,shards=2", "tp=4"])
+def test_a_plan_is_of_the_kind_that_its_text_says(text: str) -> None:
+    """Recognised from the layouts of the plan, and from the degrees of one that is not priced."""
+    plan = priced(Splits(graph()), text)
+    said = {"pp=2": "pipeline parallel", "tp=": "tensor parallel", "cp=2": "context parallel", "zero=3": "FSDP",
+            "zero=1": "ZeRO-1", "dp=4": "DDP"}
+    kind = "FSDP with tensor parallel" if text == HANDS[-1] else next(kind for key, kind in said.items() if key in text)
+    assert roles_of(plan).family == ByHand.of(text).on(4).family == kind
+
+
+def test_what_is_left_for_lack_of_time_is_known_in_seconds() -> None:
+    """The joint search leaves them."""
+    split = Splits(graph(LAYERS))
+    with clock.counted(60.0):
+        first = usual_plans(split, CLUSTER, Options(), 0.05)
+        began = clock.spent_s()
+        rest = usual_plans(split, CLUSTER, Options(), first.late_s, first.priced)
+        took_s = clock.spent_s() - began
+    assert first.late and first.late_s > 0 and not rest.late and rest.late_s == 0.0
+    assert took_s < 1.5 * first.late_s and all(one.why != LATE for one in rest.left_out)
