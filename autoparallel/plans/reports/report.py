@@ -162,7 +162,8 @@ class Report:
 
     @property
     def collectives_s(self) -> tuple[tuple[str, float], ...]:
-        """Seconds of all collectives of a step, of them those hidden under compute, and the rest, exposed as in ``times``."""
+        """Seconds of all collectives of a step, of them those hidden under compute, and the rest, exposed as in
+        ``times``."""
         hidden_s, exposed_s = (self.seconds_of(f"{what} communication") for what in ("hidden", "exposed"))
         return (("all", sum(use.seconds for use in self.collectives)), ("hidden", hidden_s),
                 ("exposed", exposed_s)) if self.collectives else ()
