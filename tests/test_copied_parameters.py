@@ -14,6 +14,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.autograd import forward_ad
+from torch.distributed.device_mesh import DeviceMesh
 from torch.fx.experimental.proxy_tensor import make_fx
 
 import autoparallel
@@ -328,3 +329,30 @@ def test_a_meta_model_gets_its_values_wherever_optimizer_states_are(mesh_of_one:
     parallel: Any = autoparallel.compile(model, mesh_of_one, example_inputs=(X,), offload=offload)
     parallel.load_state_dict((real := nn.Linear(6, 6)).state_dict())
     torch.testing.assert_close(parallel(X), real(X))
+
+
+class Chosen(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList([nn.Linear(4, 4)])
+
+    def __getitem__(self, number: int) -> nn.Module:
+        return self.layers[number]
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        made: torch.Tensor = self.layers[0](x)
+        return made
+
+
+def test_parts_by_number_are_the_parallel_modules(mesh_of_one: DeviceMesh) -> None:
+    given: dict[str, Any] = {"example_inputs": (torch.ones(2, 4),)}
+    parallel = autoparallel.compile(nn.Sequential(nn.Linear(4, 4), nn.ReLU()), mesh_of_one, **given)
+    assert parallel[0].weight is parallel[-2].weight is parallel.get_parameter("0.weight")
+    with pytest.raises(IndexError):
+        parallel[2]
+    with pytest.raises(InputError, match="a module without a program"):
+        parallel[:1]
+    chosen = autoparallel.compile(Chosen(), mesh_of_one, **given)
+    assert chosen[0].weight is chosen.get_parameter("layers.0.weight")
+    with pytest.raises(TypeError, match="'Linear' object is not subscriptable"):
+        autoparallel.compile(nn.Linear(4, 4), mesh_of_one, **given)[0]

@@ -9,6 +9,8 @@ from typing import Any
 
 from torch import nn
 
+from autoparallel.errors import InputError
+from autoparallel.runtime import tracing
 from autoparallel.runtime.state import State
 from autoparallel.runtime.wrappers import refuse_reading, refuse_setting
 
@@ -37,6 +39,21 @@ def read(module: nn.Module, name: str) -> Any:
     if isinstance(value, MethodType) and isinstance(value.__self__, nn.Module):
         return MethodType(value.__func__, _part(value.__self__, module, state))
     return _part(value, module, state) if isinstance(value, nn.Module) else value
+
+
+def item(module: nn.Module, state: State, key: Any) -> Any:
+    """``module[key]`` by the original's ``__getitem__``. Raises TypeError if that has none, as the original does, and
+    InputError for a slice of an `nn.Sequential`, which would be a module of its own without a program."""
+    method = getattr(type(state.model), "__getitem__", None)
+    if method is None:
+        raise TypeError(f"'{type(state.model).__name__}' object is not subscriptable")
+    tracing.first_form(state)
+    if method not in (nn.Sequential.__getitem__, nn.ModuleList.__getitem__):
+        return method(module, key)
+    if isinstance(key, slice):
+        raise InputError("a slice of a parallel module would be a module without a program\n  Its parts are "
+                         "list(parallel.children())[...].")
+    return [*module._modules.values()][key]
 
 
 def _part(original: nn.Module, root: nn.Module, state: State) -> nn.Module:

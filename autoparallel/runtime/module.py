@@ -442,6 +442,10 @@ class ParallelModule(nn.Module):
         found = list(nn.Module.parameters(self, recurse))
         yield from found or (self._state.stand_in() if recurse else [])
 
+    def __getitem__(self, key: Any) -> Any:
+        """As the original's, if it is a container: ``parallel[0]`` of an `nn.Sequential`."""
+        return attributes.item(self, self._state, key)
+
     def __getattr__(self, name: str) -> Any:
         return attributes.read(self, name)
 
