@@ -38,6 +38,8 @@ class CandidateBounds:
         #: By number of shards, of which candidates have a few dozen; the next also by recompute mode.
         self._least: dict[int, tuple[float, float]] = {}
         self._again: dict[tuple[str, int], float] = {}
+        #: By pipeline and micro-batches, of which candidates have a few hundred.
+        self._in_flight: dict[tuple[object, ...], np.ndarray] = {}
 
     def least_bytes(self, candidate: Candidate) -> float:
         """A lower bound of peak bytes: state and tensors live between forward and backward, divided evenly over the
@@ -49,7 +51,7 @@ class CandidateBounds:
         """
         h, devices = candidate.hybrid, math.prod(candidate.mesh_shape)
         kept = self._kept(h)
-        held = np.zeros(h.pipeline_ranks) if h.recompute == "offload" else _held(h)  # else in the host's memory
+        held = np.zeros(h.pipeline_ranks) if h.recompute == "offload" else self._held(h)  # else in the host's memory
         blocks = kept["state", True] + kept["micro_batch", True] / h.micro_batches * held
         ends = kept["state", False] + kept["micro_batch", False] / h.micro_batches
         if not blocks.all():
@@ -88,7 +90,7 @@ class CandidateBounds:
         devices, ranks = math.prod(candidate.mesh_shape), h.pipeline_ranks
         keeping, again = self._kept(replace(h, recompute="none", recompute_blocks=None)), self._kept(h)
         per_share = devices * h.micro_batches
-        most, least = (kept["micro_batch", True] / per_share * _held(h) for kept in (keeping, again))
+        most, least = (kept["micro_batch", True] / per_share * self._held(h) for kept in (keeping, again))
         state, limit = keeping["state", True] / devices, self.limit_of(candidate)
         if ranks == 1:
             limit -= keeping["state", False] / devices + again["micro_batch", False] / per_share
@@ -139,6 +141,16 @@ class CandidateBounds:
             self._live[key] = found
         return self._live[key]
 
+    def _held(self, h: Hybrid) -> np.ndarray:
+        """By pipeline rank, the least number of micro-batches whose activations one of its stages holds at its fullest.
+        Candidates that differ in ZeRO, recompute and sharding share it."""
+        key = h.schedule, h.stages, h.pipeline_ranks, h.replicas, h.micro_batches, h.copies
+        if key not in self._in_flight:
+            groups = len(h.groups)
+            least = [min(in_flight(h, stage) for stage in range(group, h.stages, groups)) for group in range(groups)]
+            self._in_flight[key] = np.repeat(np.array(least, float), h.groups)
+        return self._in_flight[key]
+
     def _least_compute(self, shards: int) -> tuple[float, float]:
         """Seconds (forward, backward) of the program's ops, each divided evenly into ``shards``."""
         if shards not in self._least:
@@ -175,9 +187,3 @@ class CandidateBounds:
 
     def _whole_prices(self, spread: int) -> Prices:
         return Prices(self._whole, self.cluster, self.optimizer, stages=self.cluster.num_devices, spread=spread)
-
-
-def _held(hybrid: Hybrid) -> np.ndarray:
-    """By pipeline rank, the least number of micro-batches whose activations one of its stages holds at its fullest."""
-    return np.array([min(in_flight(hybrid, stage) for stage in hybrid.stages_of(rank))
-                     for rank in range(hybrid.pipeline_ranks)], float)

@@ -1,7 +1,7 @@
 """The layouts of a plan by hand: found on the reduced-depth model, priced on the whole one.
 
-A person lays out equal blocks alike, so one of them is searched for all. Programs, strategy graphs, unit costs and
-layouts are kept in `Splits` for further plans by hand.
+Plans written by hand give equal blocks equal layouts, so one block is searched for all. Programs, strategy graphs, unit
+costs and layouts are kept in `Splits` for further plans by hand.
 """
 
 from __future__ import annotations
@@ -43,8 +43,8 @@ class HandLayouts:
     def plan(self, hybrid: Hybrid) -> Plan:
         """The plan with a step configuration. Which blocks are recomputed does not change the layouts."""
         prices, micro = self.prices(hybrid), self.split(hybrid.micro_batches)
-        alike = replace(hybrid, recompute_blocks=None, cuts=())
-        strategies, solution = self.split.once((id(prices), self._roles, alike), lambda: self._found(prices, alike))
+        uncut = replace(hybrid, recompute_blocks=None, cuts=())
+        strategies, solution = self.split.once((id(prices), self._roles, uncut), lambda: self._found(prices, uncut))
         return plan_as(prices, micro, self.options, self._cut(prices, micro, hybrid, strategies), strategies,
                        replace(solution, stop_reason=f"by hand: {self.hand}{solution.stop_reason}"))
 
@@ -89,7 +89,8 @@ class HandLayouts:
                            counts=counts)
 
     def _small(self, reduced: ReducedModel, whole: SpacePricer, hybrid: Hybrid) -> SpacePricer:
-        """Prices of the reduced-depth model, with what the ``whole`` model repeats on all ranks as small beside it."""
+        """Prices of the reduced-depth model. It repeats the ops on all ranks that the ``whole`` model repeats (those
+        that are small in relation to it)."""
         prices = self._prices(reduced.graph, hybrid)
         space, numbers = prices.space, {whole.space.decisions[index].name: left
                                         for index, left in whole.allowed.items()}

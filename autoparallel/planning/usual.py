@@ -86,7 +86,8 @@ class UsualPlans:
 
     @property
     def late_s(self) -> float:
-        """Seconds to price those that were left out for lack of time, about: pipelines come last and take longer."""
+        """An estimate of the seconds to price those that were left out for lack of time. (Pipelines come last and take
+        longer.)"""
         return LATER * self.each_s * sum(one.why == LATE for one in self.left_out)
 
     @property

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from copy import deepcopy
+from dataclasses import replace
 from functools import cache, wraps
 from types import EllipsisType
 from typing import Any
@@ -18,7 +19,7 @@ from weakref import WeakValueDictionary
 
 import torch
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Replicate
 
 from autoparallel.errors import InputError
 
@@ -67,6 +68,12 @@ def as_before(before: Sequence[Handler | None], op: Any, args: tuple[Any, ...], 
         return op(*args, **kwargs)
     finally:
         set_handler(op, ours)
+
+
+def hold_whole(tensor: DTensor) -> None:
+    """Note that each rank has the values of what were summands of the ranks: they are not added up."""
+    placements = tuple(Replicate() if p.is_partial() else p for p in tensor.placements)
+    tensor._spec = replace(tensor._spec, placements=placements)
 
 
 @cache
@@ -151,4 +158,4 @@ def _refuse_copy(selected: Any, base: Any) -> None:
                          "tensor.placements))`.")
 
 
-__all__ = ["KEPT", "Handler", "as_before", "is_watched", "set_handler", "watch"]
+__all__ = ["KEPT", "Handler", "as_before", "hold_whole", "is_watched", "set_handler", "watch"]

@@ -257,8 +257,7 @@ def _other_settings(form: Any, before: Any) -> Iterator[str]:
 
 
 def _other_uses(key: Any, before: Any) -> Iterator[str]:
-    """What differs between the keys of two forms (`form_of`, modes, what is trained, whether called or stepped) beside
-    their settings."""
+    """The differences of modes, trainable parameters and kind of call (plain or step) between the keys of two forms."""
     (_, modes, trained, plain), (_, modes_before, trained_before, plain_before) = key, before
     if len(modes) == len(modes_before) and (turned := sum(map(ne, modes, modes_before))):
         yield f"{turned} of {len(modes)} modules were switched between train and eval mode"

@@ -11,14 +11,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 from functools import cache, partial
 from typing import Any
 
 import torch
 from torch.distributed.tensor import DTensor, Partial, Replicate
 
-from autoparallel.runtime.dtensors import Handler, as_before, is_watched, set_handler
+from autoparallel.runtime.dtensors import Handler, as_before, hold_whole, is_watched, set_handler
 
 aten = torch.ops.aten
 _NONE, _MEAN = 0, 1  # torch's numbers of ways to reduce
@@ -100,8 +99,7 @@ def _fill(before: list[Handler | None], op: Any, args: tuple[Any, ...], kwargs: 
     """Each rank has the value afterwards, and the ranks' are not added up."""
     value = args[0]
     if is_watched(value) and any(p.is_partial() for p in value.placements):
-        placements = tuple(Replicate() if p.is_partial() else p for p in value.placements)
-        value._spec = replace(value._spec, placements=placements)
+        hold_whole(value)
     return as_before(before, op, args, kwargs)
 
 
