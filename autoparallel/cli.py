@@ -493,7 +493,3 @@ def main() -> None:
     except AutoparallelError as error:
         typer.secho(f"error: {printable(str(error))}", fg="red", err=True)
         raise SystemExit(3 if isinstance(error, InfeasibleError) else 2) from None
-
-
-if __name__ == "__main__":
-    main()

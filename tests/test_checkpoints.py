@@ -455,7 +455,7 @@ def launched(number: int, script: Path, folder: Path, fails: bool = False, again
     """What rank 0 of ``autoparallel launch`` printed. ``again``: without the last checkpoint."""
     if again:
         shutil.rmtree(folder / "runs/step-6")
-    done = subprocess.run([sys.executable, "-m", "autoparallel.cli", "launch", "--ranks", str(number), "--",
+    done = subprocess.run([sys.executable, "-m", "autoparallel", "launch", "--ranks", str(number), "--",
                            sys.executable, str(script)], capture_output=True, text=True, timeout=200, cwd=folder,
                           env=clean_environment())
     assert (done.returncode != 0) == fails, done.stdout + done.stderr

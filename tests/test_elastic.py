@@ -27,7 +27,7 @@ from autoparallel.launch.local import free_port
 from autoparallel.runtime.checkpoint import job
 from tests.support.launching import ROOT, clean_environment, guide
 
-CLI = [sys.executable, "-m", "autoparallel.cli"]
+CLI = [sys.executable, "-m", "autoparallel"]
 KILLED, ENDED = -signal.SIGKILL, -signal.SIGTERM
 
 

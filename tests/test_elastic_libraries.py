@@ -11,7 +11,7 @@ import pytest
 
 from tests.support.launching import ROOT, clean_environment, guide
 
-_LAUNCH = [sys.executable, "-m", "autoparallel.cli", "launch", "--ranks", "4", "--min-ranks", "2", "--"]
+_LAUNCH = [sys.executable, "-m", "autoparallel", "launch", "--ranks", "4", "--min-ranks", "2", "--"]
 #: Arguments of `examples/run_clm.py`; 12 samples a step, on any number of ranks.
 _CLM = ["--output_dir", "out", "--max_steps", "8", "--logging_steps", "1", "--save_steps", "2", "--learning_rate",
         "1e-2", "--report_to", "none", "--disable_tqdm", "true", "--use_cpu", "true", "--per_device_train_batch_size",

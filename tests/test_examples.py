@@ -89,7 +89,7 @@ def losses(example: Example, script: Path, folder: Path, ranks: int, killed: boo
     else:
         command = [str(script), *arguments]
     start = start or [sys.executable] if ranks == 0 or start else [
-        sys.executable, "-m", "autoparallel.cli", "launch", "--ranks", str(ranks), "--", sys.executable]
+        sys.executable, "-m", "autoparallel", "launch", "--ranks", str(ranks), "--", sys.executable]
     group = {"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
     environment = clean_environment() | (
         group if ranks == 0 and "torch.distributed" in script.read_text() else {})
@@ -144,7 +144,7 @@ def test_a_pipeline_of_hosts_by_rpc() -> None:
     """Two jobs of two ranks each, as on two hosts."""
     path, hosts = ROOT / "examples" / "rpc_hosts.py", f"127.0.0.1:{free_port()}"
     processes = [subprocess.Popen(
-        [sys.executable, "-m", "autoparallel.cli", "launch", "--ranks", "2", "--", sys.executable, str(path)],
+        [sys.executable, "-m", "autoparallel", "launch", "--ranks", "2", "--", sys.executable, str(path)],
         stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
         env={**clean_environment(), "HOSTS": hosts, "HOST": str(host)}) for host in range(2)]
     outputs = [process.communicate(timeout=150) for process in processes]

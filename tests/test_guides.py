@@ -29,7 +29,7 @@ def test_a_guides_script(page: str, number: int, several: str, tmp_path: Path, m
         folder.mkdir()
         monkeypatch.chdir(folder)
         command = [sys.executable, str(script)] if ranks == "1" else [
-            sys.executable, "-m", "autoparallel.cli", "launch", "--ranks", ranks, "--", sys.executable, str(script)]
+            sys.executable, "-m", "autoparallel", "launch", "--ranks", ranks, "--", sys.executable, str(script)]
         lines.append(next(line for line in output_of(command).splitlines() if "final" in line))
     many, one = ([float(word) for word in line.split()[1:]] for line in lines)
     assert len(many) >= 1 and many == pytest.approx(one, rel=1e-3)

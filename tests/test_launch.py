@@ -175,7 +175,7 @@ def test_the_mesh_is_laid_out_host_after_host(tmp_path: Path) -> None:
                       "socket.gethostname = lambda: 'host' + str(int(os.environ['RANK']) % 2)\n"
                       "world = autoparallel.init((2, 2), ('host', 'device'))\n"
                       "if world.rank == 0:\n    print(world.mesh.mesh.tolist())\n")
-    command = [sys.executable, "-m", "autoparallel.cli", "launch", "--ranks", "4", "--", sys.executable, str(script)]
+    command = [sys.executable, "-m", "autoparallel", "launch", "--ranks", "4", "--", sys.executable, str(script)]
     assert output_of(command).splitlines()[-1] == "[[0, 2], [1, 3]]"
 
 
@@ -198,14 +198,14 @@ def test_a_plan_is_launched(script: str, expected: str, tmp_path: Path) -> None:
     plan.save(tmp_path / "plan.json")
     shown = Path(script)
     shown.write_text(shown.read_text() + "    print(world.mesh.mesh_dim_names, parallel.plan.mesh_shape)\n")
-    cli = [sys.executable, "-m", "autoparallel.cli", "launch", str(tmp_path / "plan.json"), "--"]
+    cli = [sys.executable, "-m", "autoparallel", "launch", str(tmp_path / "plan.json"), "--"]
     lines = output_of([*cli, sys.executable, script]).splitlines()
     assert lines[-2:] == [f"torchrun 2 {expected}", "('rows', 'columns') (1, 2)"]
 
 
 @pytest.mark.ranks
 def test_launch_reports_failures_and_restarts(tmp_path: Path) -> None:
-    script, cli = tmp_path / "train.py", [sys.executable, "-m", "autoparallel.cli", "launch", "--ranks", "2"]
+    script, cli = tmp_path / "train.py", [sys.executable, "-m", "autoparallel", "launch", "--ranks", "2"]
     script.write_text("import os, sys, autoparallel\nworld = autoparallel.init()\n"
                       "os.write(1, f\"started {os.environ['TORCHELASTIC_RESTART_COUNT']}\\n\".encode())\n"
                       "sys.exit(int(world.rank == 1 and os.environ['TORCHELASTIC_RESTART_COUNT'] == '0'))\n")
@@ -218,7 +218,7 @@ def test_launch_reports_failures_and_restarts(tmp_path: Path) -> None:
 @pytest.mark.ranks
 def test_arguments_of_the_command_that_look_like_torchrun_s_are_the_command_s() -> None:
     command = [sys.executable, "-c", "import sys; print(sys.argv[1:])", "--log", "a", "--rdzv", "b", "--", "-m", "c"]
-    told = output_of([sys.executable, "-m", "autoparallel.cli", "launch", "--ranks", "1", "--", *command])
+    told = output_of([sys.executable, "-m", "autoparallel", "launch", "--ranks", "1", "--", *command])
     assert "['--log', 'a', '--rdzv', 'b', '--', '-m', 'c']" in told
 
 

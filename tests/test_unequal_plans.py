@@ -320,7 +320,7 @@ def test_the_mesh_takes_the_devices_of_a_plan(tmp_path: Path) -> None:
     plan.save(tmp_path / "plan.json")
     script.write_text("import autoparallel\nworld = autoparallel.init()\n"
                       "if world.rank == 0:\n    print(world.mesh.mesh.tolist())\n")
-    command = [sys.executable, "-m", "autoparallel.cli", "launch", str(tmp_path / "plan.json"), "--",
+    command = [sys.executable, "-m", "autoparallel", "launch", str(tmp_path / "plan.json"), "--",
                sys.executable, str(script)]
     assert output_of(command).splitlines()[-1] == "[[1], [0]]"
 

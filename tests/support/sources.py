@@ -11,6 +11,7 @@ from pathlib import Path
 ROOT = Path(__file__).parents[2]
 #: Rooms from top to bottom; those of one line do not import one another.
 LEVELS = (
+    ("__main__",),
     ("cli",),
     ("capacity_cli", "selftest"),
     ("plan_cli",),
