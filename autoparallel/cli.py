@@ -98,6 +98,7 @@ def plan(
     elif compare_by_hand == "none":
         compare_by_hand = None
     network, args, kwargs = load_model(model, global_batch or 2 * count, sequence_length, dtype)
+    unanswered: AutoparallelError | None = None
     with plan_cli.Progress(time_limit, quiet) as progress:
         made = autoparallel.plan(
             network, machine, example_inputs=args, example_kwargs=kwargs, mesh_shape=shape, search=search,
@@ -115,7 +116,10 @@ def plan(
         sensitivity = sensitivity or (html is not None and made.study is not None)
         if explain or alternatives or sensitivity:
             progress.says("answers")
-            made = ask(made, explain or (), alternatives, sensitivity)
+            try:
+                made = ask(made, explain or (), alternatives, sensitivity)
+            except AutoparallelError as error:
+                unanswered = error
             if alternatives and made.record is not None and not made.record.alternatives:
                 typer.echo("no other plan was found in the time", err=True)
             if output is not None:
@@ -123,6 +127,8 @@ def plan(
     plan_cli.tell(made, details, as_json, quiet, html, trace)
     if output is not None and not (quiet or as_json):
         typer.echo(f"plan written to {output}")
+    if unanswered is not None:  # last: the plan took long to find
+        raise unanswered
 
 
 plan_cli.add_to(app)

@@ -290,6 +290,26 @@ def test_plans_that_differ_by_the_order_of_axes_say_so() -> None:
     assert "the same with other layouts of k_proj.weight, " in found.summary()
 
 
+def test_plans_of_one_configuration_are_told_apart_by_what_they_cut() -> None:
+    """In the words of the report's parts, not by ops and placements."""
+    plan = by_hand("dp=2,tp=2,zero=1")
+    blocks = tuple(replace(block, lines=tuple((name, strategy, "S(0)·S(2)" if "norm" in name else at)
+                                              for name, strategy, at in block.lines)) for block in plan.blocks)
+    other = replace(plan, strategies={**plan.strategies, "layers.0.k_proj.weight": ("I", "I")}, blocks=blocks)
+    told = "The same but norms of the blocks cut by batch x hidden (here batch x whole)"
+    assert alternative_of(plan, other).title == told
+    table = replace(plan, record=replace(plan.record, alternatives=(alternative_of(plan, other),)))
+    assert list(text.alternatives_table(report_of(table)).columns[0].cells) == [told]
+
+
+def test_other_plans_are_listed_by_their_steps() -> None:
+    plan = by_hand("dp=4,zero=1")
+    one = alternative_of(plan, by_hand("dp=4,zero=3"))
+    listed = replace(plan, record=replace(plan.record, alternatives=(
+        replace(one, step_s=3.0), replace(one, step_s=1.0, by_hand="dp=4"), replace(one, step_s=2.0))))
+    assert list(text.alternatives_table(report_of(listed)).columns[1].cells) == ["1 s", "2 s", "3 s"]
+
+
 def test_usual_plans_that_are_known_are_not_priced_again() -> None:
     """A joint search prices few before it, and the others with the time that it leaves."""
     split, cluster = Splits(graph()), Cluster.load("h100-sxm", num_devices=4)

@@ -151,7 +151,7 @@ def test_plans_within_the_error_of_predictions_are_called_so(plans: dict[str, Pl
     assert "within the median error" not in exact.summary()
     table = text.alternatives_table(report_of(close))
     assert list(table.columns[2].cells) == ["2.0 %, within the error", "10 %", "30 %"]
-    assert list(table.columns[0].cells) == ["the same, other layouts: x: a -> b"] * 3
+    assert list(table.columns[0].cells) == ["The same with other layouts of x"] * 3
 
 
 def test_the_summary_says_why_no_other_plan(plans: dict[str, Plan]) -> None:

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import TypeVar, cast
 
 import numpy as np
@@ -76,24 +77,15 @@ def split_batch(graph: OpGraph, count: int) -> MicroBatches:
     Raises InputError if ``count`` does not divide the batch, InfeasibleError if the model computes across samples in a
     way that micro-batches cannot.
     """
-    if count == 1:
-        return _unsplit(graph)
-    batch = batch_size(graph)
-    if count < 1 or batch % count:
-        counts = [n for n in range(1, batch + 1) if batch % n == 0]
-        raise InputError(f"{count} micro-batches do not divide the batch of {batch}: take one of {counts}")
-    clock.did("decisions made", len(graph.nodes))
-    space = StrategySpace(graph, (count,), ("micro_batch",))
-    micro_batches = _BatchAxis(space, batch)
-    pricer = SpacePricer(Prices(space, Cluster.load("local-cpu", num_devices=count)), penalties=micro_batches)
-    strategies = pricer.strategies_of(solve(pricer.full(), "auto", pricer=pricer).choice)
-    micro_batches.check(strategies)
-    return _Splitter(space, micro_batches, strategies, count).run()
+    return Splits(graph)(count)
 
 
 class Splits:
     """Splits one program into micro-batches, and keeps the result for each count, and what else is made of it `once`.
-    (A split of Mixtral's 32 layers takes half a second.)"""
+
+    Placements along the batch are found for the smallest factor of a count, and hold for the count where it divides
+    every dim that they cut: a further count takes half of the first one's time. (The first of DeepSeek-V3's 61 layers
+    takes two seconds.)"""
 
     def __init__(self, graph: OpGraph) -> None:
         self.graph = graph
@@ -103,7 +95,7 @@ class Splits:
     def __call__(self, count: int) -> MicroBatches:
         """As `split_batch`, with its errors."""
         if count not in self._made:
-            self._made[count] = split_batch(self.graph, count)
+            self._made[count] = self._split(count) if count != 1 else _unsplit(self.graph)
         return self._made[count]
 
     def once(self, key: object, make: Callable[[], T]) -> T:
@@ -111,6 +103,18 @@ class Splits:
         if key not in self._others:
             self._others[key] = make()
         return cast(T, self._others[key])
+
+    def _split(self, count: int) -> MicroBatches:
+        batch = batch_size(self.graph)
+        if count < 1 or batch % count:
+            counts = [n for n in range(1, batch + 1) if batch % n == 0]
+            raise InputError(f"{count} micro-batches do not divide the batch of {batch}: take one of {counts}")
+        least = next(n for n in range(2, count + 1) if count % n == 0)
+        cut = self.once(("cut", least), lambda: _cut(self.graph, least))
+        if not cut.divides_by(count):
+            cut = _cut(self.graph, count)
+        clock.did("decisions made", len(self.graph.nodes))
+        return _Splitter(cut, count).run()
 
 
 def _unsplit(graph: OpGraph) -> MicroBatches:
@@ -192,21 +196,48 @@ def _free_of_parameters(space: StrategySpace) -> frozenset[int]:
     return frozenset(found)
 
 
-class _Splitter:
-    """Builds the program of one micro-batch from the chosen strategies."""
+@dataclass(frozen=True)
+class _Cut:
+    """Placements of all values along the micro-batch axis: a strategy for each decision of ``space``."""
 
-    def __init__(
-        self, space: StrategySpace, micro_batches: _BatchAxis, strategies: Sequence[Strategy], count: int
-    ) -> None:
-        self.space, self.micro_batches, self.strategies, self.count = space, micro_batches, strategies, count
-        self.graph = space.graph
-        self.layouts: dict[Ref, Layout] = {}
-        self.decision_of: dict[int, int] = {}
-        for decision, s, strategy in zip(space.decisions, space.strategy_sets, strategies, strict=True):
-            if decision.ref is None:
-                self.decision_of[decision.node] = decision.index
-                for output in range(len(s.output_metas)):
-                    self.layouts[Ref(decision.node, output)] = s.output_layout(strategy, output)
+    space: StrategySpace
+    strategies: Sequence[Strategy]
+    loss: int | None
+
+    @cached_property
+    def layouts(self) -> Mapping[Ref, Layout]:
+        """The layout of each op's, parameter's, buffer's and input's outputs."""
+        return {
+            Ref(decision.node, output): s.output_layout(strategy, output)
+            for decision, s, strategy in zip(self.space.decisions, self.space.strategy_sets, self.strategies,
+                                             strict=True)
+            if decision.ref is None for output in range(len(s.output_metas))
+        }
+
+    def divides_by(self, count: int) -> bool:
+        """Whether ``count`` divides all dims that are cut."""
+        nodes = self.space.graph.nodes
+        return all(nodes[ref.node].outputs[ref.output].shape[placement.dim] % count == 0
+                   for ref, (placement,) in self.layouts.items() if placement.is_shard)
+
+
+def _cut(graph: OpGraph, count: int) -> _Cut:
+    """The placements for ``count`` micro-batches. Raises InfeasibleError as `split_batch`."""
+    space = StrategySpace(graph, (count,), ("micro_batch",))
+    micro_batches = _BatchAxis(space, batch_size(graph))
+    pricer = SpacePricer(Prices(space, Cluster.load("local-cpu", num_devices=count)), penalties=micro_batches)
+    strategies = pricer.strategies_of(solve(pricer.full(), "auto", pricer=pricer).choice)
+    micro_batches.check(strategies)
+    return _Cut(space, strategies, micro_batches.loss)
+
+
+class _Splitter:
+    """Builds the program of one micro-batch from placements."""
+
+    def __init__(self, cut: _Cut, count: int) -> None:
+        self.cut, self.space, self.strategies, self.count = cut, cut.space, cut.strategies, count
+        self.graph, self.layouts = self.space.graph, cut.layouts
+        self.decision_of = {d.node: d.index for d in self.space.decisions if d.ref is None}
         self.feeds: dict[Feed, int] = {}
         self.nodes: list[Node] = []
         self.refs: dict[Ref | Feed, Ref] = {}
@@ -234,7 +265,7 @@ class _Splitter:
         mutations = {name: self.refs[ref] for name, ref in self.graph.mutations.items()}
         body = replace(self.graph, nodes=tuple(self.nodes), outputs=outputs, mutations=mutations)
         results = tuple(self.layouts[v][0] if isinstance(v, Ref) else None for v in self.graph.outputs)
-        return MicroBatches(self.graph, self.count, body, tuple(self.feeds), results, self.micro_batches.loss)
+        return MicroBatches(self.graph, self.count, body, tuple(self.feeds), results, self.cut.loss)
 
     def _reads(self, node: Node) -> list[Ref | Feed]:
         """The inputs of a node in the micro-batch program, in argument order: the value itself, or a feed of the

@@ -159,8 +159,7 @@ class ByHand:
     def family(self) -> str:
         """The kind of plan (`Roles.family`)."""
         sizes, names, roles = self.mesh
-        axes = tuple(AxisRole(name, size, role.split()[0].replace("sequence", "tensor").replace("shard", "data"),
-                              experts=name == "ep")
+        axes = tuple(AxisRole(name, size, role.split()[0].replace("sequence", "tensor").replace("shard", "data"))
                      for size, name, role in zip(sizes, names, roles, strict=True))
         return Roles(axes, 0 if self.dp == 1 else self.zero, self.pp).family
 

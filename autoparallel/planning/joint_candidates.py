@@ -11,7 +11,7 @@ import numpy as np
 
 from autoparallel import clock
 from autoparallel.capture import OpGraph
-from autoparallel.partition.microbatch import MicroBatches, batch_size, split_batch
+from autoparallel.partition.microbatch import Splits, batch_size
 from autoparallel.planning.candidate_bounds import CandidateBounds
 from autoparallel.planning.candidates import Candidate, CandidateSpace, Combination, Fixed
 from autoparallel.planning.estimate_order import EstimateOrder, mesh_of
@@ -64,7 +64,8 @@ class JointSearch:
 
     ``known``: the candidates estimated so far, by combination; ``known_s``: seconds of the best plan of the whole model
     that is known, beyond which no candidate is of use; ``tell`` is called with their number after each.
-    ``space`` enumerates candidates, ``bounds`` has their lower bounds.
+    ``space`` enumerates candidates, ``bounds`` has their lower bounds, ``split`` the micro-batches of the reduced-depth
+    model.
     """
 
     def __init__(self, graph: OpGraph, cluster: Cluster, fixed: Fixed, optimizer: str, limit_bytes: float,
@@ -80,21 +81,15 @@ class JointSearch:
         self.bounds = CandidateBounds(self.reduced_model, cluster, optimizer, limit_bytes, batch, most)
         self.step_bounds = StepBounds(self.reduced_model, cluster, self.bounds, self._prices_of_device,
                                       self.space.micro_batches)
-        #: By number of micro-batches; a divisor of the batch each.
-        self._split: dict[int, MicroBatches] = {}
+        self.split = Splits(self.reduced_model.graph)
         #: By micro-batches, pipeline ranks and stage mesh, which candidates with other schedules share.
         self._prices: dict[object, Prices] = {}
         self._of_device: dict[object, Prices] = {}
 
-    def _micro(self, count: int) -> MicroBatches:
-        if count not in self._split:
-            self._split[count] = split_batch(self.reduced_model.graph, count)
-        return self._split[count]
-
     def _prices_of(self, micro_batches: int, ranks: int, shape: tuple[int, ...]) -> Prices:
         key = (micro_batches, ranks, shape)
         if key not in self._prices:
-            space = StrategySpace(self._micro(micro_batches).body, shape)
+            space = StrategySpace(self.split(micro_batches).body, shape)
             self._prices[key] = Prices(space, self.cluster, self.optimizer, stages=ranks)
         return self._prices[key]
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 
 from autoparallel import clock
@@ -16,8 +16,8 @@ from autoparallel.planning.one_mesh import RECOMPUTE_TRIES, ROUGH_S, plan_on
 from autoparallel.planning.options import Options
 from autoparallel.planning.recompute import fewest_recomputed
 from autoparallel.planning.stage_replicas import is_uneven, on_several_ranks
+from autoparallel.planning.study import JointStudy
 from autoparallel.plans import Combinations, Hybrid, Plan
-from autoparallel.plans.answers import Choice, Sensitivity, Study
 from autoparallel.plans.record import Alternative, Record, Trial
 from autoparallel.plans.reports.asked import alternative_of
 from autoparallel.pricing import Prices
@@ -104,21 +104,4 @@ def _with_others(recorder: Callable[[], Record], trials: tuple[Trial, ...], othe
     return replace(recorder(), trials=trials, alternatives=others)
 
 
-@dataclass(frozen=True, eq=False)
-class JointStudy:
-    """The study of the best combination's sharding, whose alternatives are also the plans of other combinations."""
-
-    study: Study
-    runners_up: tuple[Plan, ...]
-
-    def alternatives(self, k: int) -> list[Plan]:
-        return sorted([*self.study.alternatives(k), *self.runners_up], key=lambda plan: plan.prediction.step_s)[:k]
-
-    def explain(self, name: str) -> list[Choice]:
-        return self.study.explain(name)
-
-    def sensitivity(self, factors: Sequence[float]) -> list[Sensitivity]:
-        return self.study.sensitivity(factors)
-
-
-__all__ = ["JointStudy", "plan_jointly"]
+__all__ = ["plan_jointly"]

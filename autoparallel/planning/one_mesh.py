@@ -135,13 +135,33 @@ def plan_as(prices: Prices, micro: MicroBatches, options: Options, hybrid: Hybri
             solution: Solution) -> Plan:
     """The plan with these ``strategies`` and no memory limit, priced as it is; ``solution`` says where they are
     from, by its solver, reason and seconds."""
-    laps, space = _Laps(), prices.space
-    stages = stages_of(space, micro.loss, hybrid)
-    counts = ExecutionCounts(space, hybrid, stages.of_decisions(len(space)), recomputing=prices.recomputing)
-    pricer = SpacePricer(prices, counts=counts)
+    laps = _Laps()
+    stages, pricer = _as_given(prices, micro, hybrid)
     problem = pricer.full()
     laps.lap("pricing")
     return _plan_of(pricer, problem, solution, strategies, options, laps, stages, micro, as_given=True)
+
+
+def study_as(prices: Prices, micro: MicroBatches, options: Options, plan: Plan, limit_bytes: float) -> Study:
+    """The search problem behind a ``plan`` of `plan_as` under a memory limit, with its strategies as the solution, of
+    which nothing is proven."""
+    stages, pricer = _as_given(prices, micro, plan.hybrid, limit_bytes)
+    problem, strategies = pricer.full(), plan.strategies_on(prices.space)
+    choice = pricer.choice_of(strategies)
+    judged = evaluate(problem, choice)
+    solution = Solution(choice, judged.objective, -math.inf, judged.peak_bytes, plan.evidence.stop_reason,
+                        plan.evidence.solver)
+    make = partial(_plan_of, pricer, problem, options=options, laps=_Laps(), stages=stages, micro=micro)
+    elsewhere = partial(_elsewhere, pricer, solution, micro, options, {}, stages)
+    return Study(pricer, problem, solution, lambda strategies, found: make(found, strategies), elsewhere)
+
+
+def _as_given(prices: Prices, micro: MicroBatches, hybrid: Hybrid, limit_bytes: float = math.inf
+              ) -> tuple[Stages, SpacePricer]:
+    space = prices.space
+    stages = stages_of(space, micro.loss, hybrid)
+    counts = ExecutionCounts(space, hybrid, stages.of_decisions(len(space)), recomputing=prices.recomputing)
+    return stages, SpacePricer(prices, limit_bytes, counts=counts)
 
 
 def _elsewhere(pricer: SpacePricer, solution: Solution, micro: MicroBatches, options: Options,
@@ -398,4 +418,4 @@ class _Laps:
         self._last = now
 
 
-__all__ = ["plan_as", "plan_in", "plan_on"]
+__all__ = ["plan_as", "plan_in", "plan_on", "study_as"]

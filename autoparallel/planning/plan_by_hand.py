@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 from typing import Any
 
@@ -13,9 +14,10 @@ from autoparallel.partition.microbatch import batch_size
 from autoparallel.planning.by_hand import AUTO, ByHand
 from autoparallel.planning.departures import check_sequences
 from autoparallel.planning.hand_layouts import HandLayouts
+from autoparallel.planning.one_mesh import study_as
 from autoparallel.planning.options import Options
 from autoparallel.planning.recompute import fewest_recomputed
-from autoparallel.planning.study import StudyByHand
+from autoparallel.planning.study import Study, StudyByHand
 from autoparallel.plans import Plan
 from cost_models import Cluster
 from cost_models.accuracy import usable_bytes
@@ -47,8 +49,13 @@ def plan_by_hand(split: Splits, cluster: Cluster, options: Options, hand: ByHand
         raise InfeasibleError(f"the plan by hand ({hand}) needs {needed:.4g} bytes on a device, and memory_limit_bytes "
                               f"is {limit:.4g}: without a limit it is priced all the same")
     elsewhere = replace(options, memory_limit_bytes=None, progress=None)
-    return replace(made, study=StudyByHand(made, cluster,
-                                           lambda other: plan_by_hand(split, other, elsewhere, hand)))
+    fits_in = made.prediction.limit_bytes if needed <= (made.prediction.limit_bytes or math.inf) else math.inf
+
+    def searched() -> Study:
+        return study_as(layouts.prices(made.hybrid), split(made.hybrid.micro_batches), options, made, fits_in)
+
+    return replace(made, study=StudyByHand(made, cluster, lambda other: plan_by_hand(split, other, elsewhere, hand),
+                                           searched))
 
 
 def _given(options: Options, hand: ByHand) -> dict[str, Any]:

@@ -18,11 +18,12 @@ from autoparallel.garbage import collected_later
 from autoparallel.partition import Splits
 from autoparallel.planning.by_hand import ByHand
 from autoparallel.planning.facts import whole_state
-from autoparallel.planning.joint_plan import JointStudy, plan_jointly
+from autoparallel.planning.joint_plan import plan_jointly
 from autoparallel.planning.meshes import best_of, mesh_shapes
 from autoparallel.planning.offloading import fastest_tier
 from autoparallel.planning.options import Options
 from autoparallel.planning.plan_by_hand import plan_by_hand
+from autoparallel.planning.study import JointStudy
 from autoparallel.planning.tuned import tuned
 from autoparallel.planning.usual import UsualPlans, pricing_of, usual_plans
 from autoparallel.plans import Plan
@@ -191,18 +192,19 @@ def _as_found(plan: Plan, limit_bytes: float, slower: Plan | None) -> Plan:
     searched = slower.evidence
     evidence = replace(plan.evidence, step_bound_s=searched.step_bound_s, combinations=searched.combinations,
                        seconds={**searched.seconds, **plan.evidence.seconds})
-    recorder = None if plan.recorder is None else partial(_after, plan, plan.recorder, slower)
-    return replace(plan, prediction=prediction, evidence=evidence, recorder=recorder)
+    others = (slower, *(slower.study.others if isinstance(slower.study, JointStudy) else ()))
+    recorder = None if plan.recorder is None else partial(_after, plan, plan.recorder, slower, others)
+    study = None if plan.study is None else JointStudy(plan.study, others)
+    return replace(plan, prediction=prediction, evidence=evidence, recorder=recorder, study=study)
 
 
-def _after(plan: Plan, recorder: Callable[[], Record], slower: Plan) -> Record:
-    """The record of a plan, with what the joint search tried, and its best plan."""
+def _after(plan: Plan, recorder: Callable[[], Record], slower: Plan, others: Sequence[Plan]) -> Record:
+    """The record of a plan, with what the joint search tried, and its best plans."""
     tried, record = slower.known, recorder()
     if tried is None:
         return record
-    others = slower.study.runners_up if isinstance(slower.study, JointStudy) else ()
     return replace(record, trials=tried.trials, search=tried.search,
-                   alternatives=tuple(alternative_of(plan, other) for other in (slower, *others)))
+                   alternatives=tuple(alternative_of(plan, other) for other in others))
 
 
 def _noting(usual: UsualPlans, plan: Plan) -> Plan:

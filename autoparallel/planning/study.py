@@ -10,10 +10,11 @@ from dataclasses import dataclass, replace
 from autoparallel.errors import InfeasibleError, PlanError, SearchError
 from autoparallel.plans import Plan
 from autoparallel.plans.answers import Choice, Sensitivity
+from autoparallel.plans.answers import Study as StudyOfPlan
 from autoparallel.pricing import SpacePricer
 from autoparallel.search import alternatives as others
 from autoparallel.search.model.problem import Problem, Solution
-from autoparallel.strategies.space import Strategy
+from autoparallel.strategies.space import Strategy, StrategySpace
 from cost_models import Cluster
 
 #: Fraction of all ops that must have another strategy for a plan to count as an alternative.
@@ -40,8 +41,7 @@ class Study:
 
         Raises PlanError if ``k`` is below 1.
         """
-        if not isinstance(k, int) or k < 1:
-            raise PlanError(f"alternatives({k!r}): say how many, 1 or more")
+        check_count(k)
         ops = [decision.index for decision in self.pricer.space.decisions if decision.kind == "op"]
         least = max(1, int(MEANINGFUL * len(ops)))
         found = others.alternatives(self.problem, self.solution, k, least, ops, time_limit_s=TIME_LIMIT_S)
@@ -54,10 +54,7 @@ class Study:
         """
         space = self.pricer.space
         if not isinstance(name, str) or name not in space.decision_named:
-            every, last = list(space.decision_named), str(name).split(".")[-1]
-            close = [s for s in every if last in s][:5] or difflib.get_close_matches(str(name), every, n=5) or every[:5]
-            raise PlanError(f"the plan has no op, parameter or input {name!r}; is it one of {close}? plan.strategies "
-                            f"has all {len(every)} names")
+            raise PlanError(_unknown(space, str(name)))
         node = space.decision_named[name]
         first = others.explain(self.problem, self.solution, node)
         near = [o.pick for o in first if o.pick != self.solution.choice[node]][:3]
@@ -101,20 +98,36 @@ class Study:
                 yield "memory limit", factor, cluster, factor * limit
 
 
+def _unknown(space: StrategySpace, name: str) -> str:
+    """The error about a decision that a plan lacks: the ops of the module of that name, or names like it."""
+    ops = [d.name for d in space.decisions if d.kind == "op" and space.graph.nodes[d.node].module_path == name]
+    if ops:
+        return (f"{name!r} is a module: ask for one of its ops, {', '.join(ops[:8])}"
+                + (f" and {len(ops) - 8} more" if len(ops) > 8 else ""))
+    every, last = list(space.decision_named), name.split(".")[-1]
+    close = [s for s in every if last in s][:5] or difflib.get_close_matches(name, every, n=5) or every[:5]
+    return (f"the plan has no op, parameter or input {name!r}; is it one of {close}? plan.strategies has all "
+            f"{len(every)} names")
+
+
 @dataclass(frozen=True, eq=False)
 class StudyByHand:
     """A plan by hand, which is priced and not searched (implements `plans.answers.Study`). ``on``: the same plan on
-    another cluster."""
+    another cluster; ``searched``: makes the study of its configuration, which knows no better than the plan."""
 
     plan: Plan
     cluster: Cluster
     on: Callable[[Cluster], Plan]
+    searched: Callable[[], Study]
 
     def alternatives(self, k: int) -> list[Plan]:
-        raise self._not_searched()
+        """Raises PlanError."""
+        raise PlanError("this plan is by hand: it was priced, and no search compared it with others\n"
+                        "  Leave by_hand out, or ask the plan of a search.")
 
     def explain(self, name: str) -> list[Choice]:
-        raise self._not_searched()
+        """As `Study.explain`; some strategies may cost less than those by hand."""
+        return self.searched().explain(name)
 
     def sensitivity(self, factors: Sequence[float]) -> list[Sensitivity]:
         """The step time with the bandwidth of each link, or the memory limit, times each factor; the plan stays.
@@ -132,10 +145,32 @@ class StudyByHand:
             found.append(Sensitivity("memory limit", factor, step_s, step_s, 0))
         return found
 
-    @staticmethod
-    def _not_searched() -> PlanError:
-        return PlanError("this plan is by hand: it was priced, and no search compared it with others\n"
-                         "  Leave by_hand out, or ask the plan of a search.")
+
+@dataclass(frozen=True, eq=False)
+class JointStudy:
+    """The study of a joint search's answer, whose alternatives are also the ``others`` that the search found; a plan
+    by hand that is the answer has these alone."""
+
+    study: StudyOfPlan
+    others: tuple[Plan, ...]
+
+    def alternatives(self, k: int) -> list[Plan]:
+        """As `Study.alternatives`."""
+        check_count(k)
+        own = [] if isinstance(self.study, StudyByHand) else self.study.alternatives(k)
+        return sorted([*own, *self.others], key=lambda plan: plan.prediction.step_s)[:k]
+
+    def explain(self, name: str) -> list[Choice]:
+        return self.study.explain(name)
+
+    def sensitivity(self, factors: Sequence[float]) -> list[Sensitivity]:
+        return self.study.sensitivity(factors)
+
+
+def check_count(k: int) -> None:
+    """Raises PlanError for a number of alternatives below 1."""
+    if not isinstance(k, int) or k < 1:
+        raise PlanError(f"alternatives({k!r}): say how many, 1 or more")
 
 
 def check_factors(factors: Sequence[float]) -> None:

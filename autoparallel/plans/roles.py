@@ -139,16 +139,18 @@ class Roles:
 
     @property
     def family(self) -> str:
-        """The kind of plan, by what it has of pipeline, experts, tensor and context parallelism and ZeRO ("": nothing).
+        """The kind of plan, by what it has of pipeline, axes for experts, tensor and context parallelism and ZeRO ("":
+        nothing). Experts that lie along a tensor-parallel axis make no other kind.
 
         >>> Roles((AxisRole("dp", 4, "data", shards=True), AxisRole("tp", 2, "tensor")), zero_stage=3).family
         'FSDP with tensor parallel'
         >>> Roles((AxisRole("dp", 4, "data"),)).family, Roles(()).family
         ('DDP', '')
         """
+        experts = any(axis.role == "expert" for axis in self.axes)
         if self.pipeline_ranks > 1:
-            return "pipeline and expert parallel" if self.expert > 1 else "pipeline parallel"
-        if self.expert > 1:
+            return "pipeline and expert parallel" if experts else "pipeline parallel"
+        if experts:
             return "expert parallel"
         if self.tensor > 1:
             return "FSDP with tensor parallel" if self.zero_stage == 3 else "tensor parallel"

@@ -6,12 +6,17 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from autoparallel.errors import PlanError
+from autoparallel.plans.answers import Row
 from autoparallel.plans.plan import Plan
 from autoparallel.plans.record import Alternative, Record
+from autoparallel.plans.reports.blocks import block_rows
 from autoparallel.plans.reports.build import report_of
-from autoparallel.plans.reports.comparison import compare
+from autoparallel.plans.reports.comparison import compare, other_layouts
 from autoparallel.plans.reports.words import axis_words, title
 from autoparallel.plans.roles import roles_of
+
+#: Parts that tell an alternative apart, at most.
+MOST_PARTS = 2
 
 
 def ask(plan: Plan, explain: Sequence[str] = (), alternatives: int = 0, sensitivity: bool = False) -> Plan:
@@ -42,8 +47,9 @@ def with_comparison(record: Record, plan: Plan, other: Plan, name: str) -> Recor
 
 def alternative_of(plan: Plan, other: Plan, by_hand: str = "") -> Alternative:
     """Another plan by its title and its differences; on another mesh by those of the step's configuration alone, since
-    all strategies are others there, and if its title is the same by its axes. Stage cuts and recomputed blocks are left
-    out: they follow from the rest. ``by_hand``: its text, of a plan by hand."""
+    all strategies are others there. Where its title is the same it is told by its axes, or by what it cuts by something
+    else. Stage cuts and recomputed blocks are left out: they follow from the rest. ``by_hand``: its text, of a plan by
+    hand."""
     lines = plan.diff(other).split("\n")[1:]
     said = {"cuts", "recompute_blocks", *(plan.strategies if plan.mesh_shape != other.mesh_shape else ())}
     lines = [line for line in lines if line.split(":")[0] not in said]
@@ -52,8 +58,17 @@ def alternative_of(plan: Plan, other: Plan, by_hand: str = "") -> Alternative:
     if own == its and plan.mesh_shape != other.mesh_shape:
         swapped = (" x ".join(f"{axis.label} {axis.size}" for axis in words) for words in axes)
         its = "The same with the axes {1}, not {0}, slowest links first".format(*swapped)
-    return Alternative(other.prediction.step_s, other.prediction.peak_bytes, tuple(lines), "" if its == own else its,
-                       by_hand, roles_of(other).family, other.hybrid.recompute)
+    elif own == its:
+        its = _laid_out(other_layouts(block_rows(plan, axes[0]), block_rows(other, axes[1])))
+    return Alternative(other.prediction.step_s, other.prediction.peak_bytes, tuple(lines), its, by_hand,
+                       roles_of(other).family, other.hybrid.recompute)
+
+
+def _laid_out(rows: Sequence[Row]) -> str:
+    """A plan with the same title, by the first parts that it cuts by something else; "" if these are small parts."""
+    said = [f"{row.what} {row.texts[1]} (here {row.texts[0]})" for row in rows[:MOST_PARTS]]
+    more = [f"{len(rows) - MOST_PARTS} more part{'s' if len(rows) > MOST_PARTS + 1 else ''} cut by something else"]
+    return f"The same but {'; '.join([*said, *(more if len(rows) > MOST_PARTS else [])])}" if rows else ""
 
 
 __all__ = ["alternative_of", "ask", "with_comparison"]

@@ -9,10 +9,13 @@ from dataclasses import replace
 
 from autoparallel.plans.answers import Choice, Comparison, Row
 from autoparallel.plans.record import Alternative, Trial
+from autoparallel.plans.reports.blocks import BlockRows
 from autoparallel.plans.reports.report import Report
 from autoparallel.plans.reports.units import bytes_str, count_str, large_str, percent_str, seconds_str
 
 OUTSIDE = "outside blocks"
+#: Names of what another plan lays out otherwise, and letters of each, at most.
+MOST_NAMES, MOST_LETTERS = 3, 60
 #: Savings below this share of the step are none.
 LEAST_SAVED = 1e-4
 
@@ -32,7 +35,7 @@ def compare(ours: Report, theirs: Report, names: tuple[str, str] = ("this plan",
              if a.seconds or b.seconds]
     rows += [row for purpose in dict.fromkeys(use.purpose for use in (*ours.collectives, *theirs.collectives))
              if (row := _purpose(purpose, ours, theirs)) is not None]
-    rows += _parts(ours, theirs)
+    rows += other_layouts(ours.blocks, theirs.blocks)
     small = LEAST_SAVED * max(ours.speed.step_s, theirs.speed.step_s)
     return Comparison(names, tuple(
         replace(row, saved_s=None) if jobs[0] != jobs[1] or abs(row.saved_s or 0.0) < small else row for row in rows))
@@ -63,17 +66,17 @@ def _purpose(purpose: str, ours: Report, theirs: Report) -> Row | None:
     return Row(f"communication of {purpose}, with what is hidden", (seconds_str(totals[0]), seconds_str(totals[1])))
 
 
-def _parts(ours: Report, theirs: Report) -> list[Row]:
+def other_layouts(ours: Sequence[BlockRows], theirs: Sequence[BlockRows]) -> list[Row]:
     """Parts of the repeated blocks, and of what is outside them, that are cut by something else."""
     tables = [_cuts(one) for one in (ours, theirs)]
     return [Row(f"{part} {where} cut by", texts) for where, part in dict.fromkeys((*tables[0], *tables[1]))
             if len(set(texts := (_counted(tables[0].get((where, part))), _counted(tables[1].get((where, part)))))) > 1]
 
 
-def _cuts(report: Report) -> dict[tuple[str, str], Counter[str]]:
+def _cuts(blocks: Sequence[BlockRows]) -> dict[tuple[str, str], Counter[str]]:
     """By place and part: what it is cut by on the axes, and in how many blocks."""
     found: dict[tuple[str, str], Counter[str]] = {}
-    for block in report.blocks:
+    for block in blocks:
         where = block.title if block.title == OUTSIDE else "of the blocks"
         for row in block.rows:
             found.setdefault((where, row.part), Counter())[" x ".join(dict.fromkeys(row.cut_by))] += block.count
@@ -103,12 +106,21 @@ def trials_of(report: Report) -> list[Trial]:
     return [*record.trials, *hand, Trial("this plan", report.speed.step_s, report.memory.peak_bytes)]
 
 
-def other_row(report: Report, one: Alternative) -> tuple[str, str, str, str, str]:
-    """Another plan beside the report's: its name, step, by how much it is slower, peak memory, and the first of its
-    differences."""
+#: A row of the table of other plans: name, step, by how much it is slower, peak memory, and the first of the
+#: differences.
+OtherRow = tuple[str, str, str, str, str]
+
+
+def other_rows(report: Report) -> list[tuple[Alternative, OtherRow]]:
+    """The other plans that are known, fastest first, each beside the report's."""
+    others = report.record.alternatives if report.record is not None else ()
+    return [(one, _other_row(report, one)) for one in sorted(others, key=lambda one: one.step_s)]
+
+
+def _other_row(report: Report, one: Alternative) -> OtherRow:
     more = f", and {len(one.differences) - 3} more" if len(one.differences) > 3 else ""
     differs = "; ".join(one.differences[:3]) + more
-    name = _by_hand(one.by_hand) if one.by_hand else one.title or "the same, other layouts"
+    name = _by_hand(one.by_hand) if one.by_hand else name_of(one)
     slower = percent_str(one.step_s / report.speed.step_s - 1) if report.speed.step_s else "-"
     limit = report.memory.limit_bytes or report.memory.device_bytes
     if limit and one.peak_bytes > limit:
@@ -116,6 +128,22 @@ def other_row(report: Report, one: Alternative) -> tuple[str, str, str, str, str
     elif report.speed.not_told_apart([one.step_s]):
         slower += ", within the error"
     return name, seconds_str(one.step_s), slower, bytes_str(one.peak_bytes), differs
+
+
+def name_of(one: Alternative) -> str:
+    """A plan that the search found, by its title, or by what is laid out in another way."""
+    names = list(dict.fromkeys(_short(line.partition(":")[0]) for line in one.differences))
+    named = ", ".join(names[:MOST_NAMES]) + (", ..." if len(names) > MOST_NAMES else "")
+    return one.title or "The same with other layouts" + (f" of {named}" if named else "")
+
+
+def _short(name: str) -> str:
+    """The last two words of a decision's name that are no numbers.
+
+    >>> _short("model.layers.3.self_attn.k_proj.weight"), _short("x")
+    ('k_proj.weight', 'x')
+    """
+    return ".".join([part for part in name.split(".") if not part.isdigit()][-2:])[:MOST_LETTERS]
 
 
 def left_out_rows(report: Report) -> list[tuple[str, str, str]]:
@@ -151,4 +179,4 @@ def explained(choices: Sequence[Choice]) -> list[tuple[str, str, str, str]]:
     return found
 
 
-__all__ = ["compare", "explained", "left_out_rows", "other_row", "trials_of"]
+__all__ = ["compare", "explained", "left_out_rows", "name_of", "other_layouts", "other_rows", "trials_of"]

@@ -15,7 +15,7 @@ from autoparallel.errors import PlanError, printable
 from autoparallel.plans.plan import Plan
 from autoparallel.plans.reports import diagrams, pictures, units
 from autoparallel.plans.reports.build import report_of
-from autoparallel.plans.reports.comparison import explained, left_out_rows, other_row, trials_of
+from autoparallel.plans.reports.comparison import explained, left_out_rows, other_rows, trials_of
 from autoparallel.plans.reports.glossary import GLOSSARY
 from autoparallel.plans.reports.report import Report
 from autoparallel.plans.reports.summary import LOOSE, MOST_UNUSUAL, attention_first, state_said
@@ -39,7 +39,7 @@ def page(plan: Plan) -> str:
         report=report, style=style, script=script, policy=_policy(style, script), glossary=GLOSSARY,
         pictures=_pictures(plan, report), timelines=_timelines(plan, report), hosts=_hosts(report),
         flows=_flows(report), explained=explained, loose=LOOSE, state_said=state_said,
-        others=[(one, other_row(report, one)) for one in report.record.alternatives] if report.record else [],
+        others=other_rows(report),
         left_out=left_out_rows(report), unusual=attention_first(report), most_unusual=MOST_UNUSUAL,
     )
 

@@ -14,7 +14,7 @@ from autoparallel.errors import printable
 from autoparallel.plans.answers import Choice, Comparison, Sensitivity
 from autoparallel.plans.plan import Plan
 from autoparallel.plans.reports.build import report_of
-from autoparallel.plans.reports.comparison import explained, left_out_rows, other_row
+from autoparallel.plans.reports.comparison import explained, left_out_rows, other_rows
 from autoparallel.plans.reports.report import Collectives, Report
 from autoparallel.plans.reports.summary import state_said
 from autoparallel.plans.reports.units import bytes_str, percent_str, percent_up, seconds_str
@@ -231,10 +231,7 @@ def alternatives_table(report: Report, details: bool = False) -> Table:
     of their differences, and the usual plans by hand that were not priced."""
     table = _table("other plans", ("plan", "step", "slower by", "peak memory", *(("differs in",) if details else ())),
                    right=("step", "slower by", "peak memory"))
-    for one in report.record.alternatives if report.record is not None else ():
-        name, *figures, differs = other_row(report, one)
-        same = not (one.by_hand or one.title)  # then the differences are what tells it apart
-        name = f"{name}: {differs}" if same and not details else name
+    for _, (name, *figures, differs) in other_rows(report):
         table.add_row(name, *figures, *((differs,) if details else ()))
     left_out = left_out_rows(report)
     for name, why, least in left_out if details else ():

@@ -6,13 +6,12 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from autoparallel.plans.record import EXCLUDED, LATE, Alternative, LeftOut
+from autoparallel.plans.reports.comparison import name_of
 from autoparallel.plans.reports.report import Answer, Memory, Report, Speed
 from autoparallel.plans.reports.units import bytes_str, percent_str, seconds_str
 
 #: The family of a plan that says none.
 OTHER = "another"
-#: Names of what another plan lays out otherwise, and letters of each, at most.
-MOST_NAMES, MOST_LETTERS = 3, 60
 #: Plans slower by more than this share are told as so many times as slow.
 TIMES = 1.0
 
@@ -142,21 +141,9 @@ def _fits(memory: Memory, peak_bytes: float) -> bool:
 
 
 def _titled(one: Alternative) -> str:
-    """A plan that the search found, in words: by its title, or by what is laid out in another way."""
-    if one.title:
-        return f"{one.title[:1].lower()}{one.title[1:]}"
-    names = list(dict.fromkeys(_short(line.partition(":")[0]) for line in one.differences))
-    named = ", ".join(names[:MOST_NAMES]) + (", ..." if len(names) > MOST_NAMES else "")
-    return f"the same with other layouts of {named}" if named else "the same with other layouts"
-
-
-def _short(name: str) -> str:
-    """The last two words of a decision's name that are no numbers.
-
-    >>> _short("model.layers.3.self_attn.k_proj.weight"), _short("x")
-    ('k_proj.weight', 'x')
-    """
-    return ".".join([part for part in name.split(".") if not part.isdigit()][-2:])[:MOST_LETTERS]
+    """A plan that the search found, in words within a sentence."""
+    said = name_of(one)
+    return f"{said[:1].lower()}{said[1:]}"
 
 
 def _slower(speed: Speed, one: Alternative, name: str) -> str:

@@ -1,0 +1,72 @@
+"""Answers about plans by hand, and about joint searches whose answer is one; a question without an answer loses no
+plan."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+from autoparallel.cli import app
+from autoparallel.errors import PlanError
+from autoparallel.partition import Splits
+from autoparallel.planning import plan_graph
+from autoparallel.planning.by_hand import ByHand
+from autoparallel.planning.options import Options
+from autoparallel.planning.plan_by_hand import plan_by_hand
+from autoparallel.plans import Plan
+from autoparallel.plans.reports.asked import ask
+from cost_models import Cluster
+from tests.support.reported import graph, made
+
+CLUSTER = Cluster.load("h100-sxm", num_devices=4)
+OPTIONS = Options(time_limit_s=10.0)
+
+
+def by_hand(text: str) -> Plan:
+    return plan_by_hand(Splits(graph()), CLUSTER, OPTIONS, ByHand.of(text))
+
+
+def test_a_plan_by_hand_explains_what_each_strategy_costs() -> None:
+    """The first is its own, and others may cost less: no search has compared them."""
+    plan = by_hand("dp=2,tp=2")
+    name = "layers.0.mlp.0.weight"
+    first, *others = plan.explain(name)
+    assert first.strategy == plan.strategies[name] and first.alone_s == first.resolved_s
+    least = min(one.alone_s for one in others)
+    assert math.isclose(first.alone_s, plan.evidence.objective_s) and least < math.inf
+    assert any(one.resolved_s is not None and one.resolved_s < first.alone_s for one in others)
+
+
+def test_a_module_is_named_with_its_ops() -> None:
+    plan = by_hand("dp=4")
+    with pytest.raises(PlanError, match=r"'head' is a module: ask for one of its ops, linear"):
+        plan.explain("head")
+    with pytest.raises(PlanError, match=r"no op, parameter or input 'heads'; is it one of"):
+        plan.explain("heads")
+
+
+def test_a_joint_search_that_a_usual_plan_beats_answers_as_any_other() -> None:
+    """Its alternatives are the plans that the search found; those of the usual plan alone are refused."""
+    usual = by_hand("dp=4,zero=1")
+    with pytest.raises(PlanError, match="this plan is by hand"):
+        usual.alternatives(2)
+    found = made(joint=True, compare_by_hand=None)
+    answer = plan_graph._as_found(usual, math.inf, found)
+    others = answer.alternatives(3)
+    assert others[0].prediction.step_s == found.prediction.step_s
+    assert [one.prediction.step_s for one in others] == sorted(one.prediction.step_s for one in others)
+    asked = ask(answer, ["layers.0.mlp.0.weight"], 2, sensitivity=True)
+    assert len(asked.known.alternatives) == 2 and asked.known.sensitivities and asked.known.explanations
+    with pytest.raises(PlanError, match="say how many"):
+        answer.alternatives(0)
+
+
+def test_a_question_without_an_answer_loses_no_plan(tmp_path: Path) -> None:
+    file = tmp_path / "plan.json"
+    done = CliRunner().invoke(app, ["plan", "tests.support.reported:factory", "--devices", "2", "--explain", "nothing",
+                                    "--output", str(file)])
+    assert isinstance(done.exception, PlanError) and "no op, parameter or input 'nothing'" in str(done.exception)
+    assert "predicted step" in done.output and f"plan written to {file}" in done.output and file.exists()
