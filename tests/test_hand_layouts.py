@@ -19,8 +19,9 @@ from autoparallel.plans.roles import roles_of
 from autoparallel.search import solve
 from autoparallel.search.model.problem import Problem, Solution
 from cost_models import Cluster
-from tests.support.reported import graph
+from tests.support.reported import SEQUENCE, TOKENS, graph
 
+BATCH = TOKENS // SEQUENCE
 LAYERS, CLUSTER = 8, Cluster.load("h100-sxm", num_devices=4)
 #: In the last a block leaves sums pending, which the next one, of the reduced-depth model, need not take.
 HANDS = ("dp=4", "dp=4,zero=1,micro_batch=4", "dp=2,pp=2,micro_batch=4,recompute=full", "dp=2,tp=2,zero=3")
@@ -75,6 +76,20 @@ def test_plans_on_one_mesh_share_their_strategy_graph_and_prices() -> None:
             priced(split, text)
             spent.append(clock.spent_s())
     assert 0 < spent[1] < 0.65 * spent[0] and spent[2] < 0.6 * spent[1], spent
+
+
+def test_further_counts_of_micro_batches_take_half_of_the_work() -> None:
+    """Placements along the batch are found for a count's smallest factor; a program does not depend on other counts
+    that were asked for before."""
+    split, spent = Splits(graph(LAYERS)), list[float]()
+    for count in (2, 4, 8):
+        with clock.counted(60.0):
+            split(count)
+            spent.append(clock.spent_s())
+    assert 0 < max(spent[1:]) < 0.5 * spent[0], spent
+    assert str(split(8).body.nodes) == str(Splits(graph(LAYERS))(8).body.nodes)
+    parts = [node.outputs[0].shape[:1] for node in split(8).body.of_kind("input") if node.outputs[0].shape]
+    assert parts == [(BATCH // 8,)] * 2
 
 
 @pytest.mark.parametrize("text", [*HANDS, "dp=4,zero=3", "dp=2,cp=2", "dp=2,cp=2,zero=1", "dp=2,tp=2,sequence_parallel",
