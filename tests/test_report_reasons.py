@@ -33,7 +33,7 @@ from cost_models import Cluster
 from cost_models.memory import TrainingState
 from tests.support.reported import HIDDEN, SEQUENCE, TOKENS, VOCABULARY, Block, another, graph, left, made
 
-BATCH = TOKENS // SEQUENCE
+BATCH, LAYERS = TOKENS // SEQUENCE, 8
 
 
 @functools.cache
@@ -336,3 +336,15 @@ def test_the_best_plan_of_a_family_is_tuned() -> None:
     found = tuned(least, split, cluster, Options(), math.inf)
     assert found.fastest != tuned(usual, split, cluster, Options(), math.inf).fastest
     assert [one for _, one in found.fitting] == sorted(found.priced.values(), key=lambda one: one.prediction.step_s)
+
+
+def test_a_plan_is_tuned_to_as_few_recomputed_blocks_as_the_limit_requires() -> None:
+    """Where neither selective recompute nor none fits."""
+    split, cluster = Splits(graph(LAYERS)), Cluster.load("h100-sxm", num_devices=4)
+    full, selective = (f"dp=4,zero=1,micro_batch={BATCH // 4},recompute={kind}" for kind in ("full", "selective"))
+    plan, more = (plan_by_hand(split, cluster, Options(), ByHand.of(text)) for text in (full, selective))
+    limit = (plan.prediction.peak_bytes + more.prediction.peak_bytes) / 2
+    found = tuned(UsualPlans({full: plan}, (), limit), split, cluster, Options(), math.inf)
+    best = found.priced[full.replace("full", "auto")]
+    assert best.prediction.step_s < plan.prediction.step_s and best.prediction.peak_bytes <= limit
+    assert 0 < len(best.hybrid.recompute_blocks) < LAYERS and best.prediction.limit_bytes == limit

@@ -23,8 +23,9 @@ from cost_models import Cluster
 from cost_models.accuracy import usable_bytes
 
 
-def plan_by_hand(split: Splits, cluster: Cluster, options: Options, hand: ByHand) -> Plan:
-    """The plan of a person, whose parameters and activations are laid out by the roles of its axes."""
+def plan_by_hand(split: Splits, cluster: Cluster, options: Options, hand: ByHand, usable: float | None = None) -> Plan:
+    """The plan of a person, whose parameters and activations are laid out by the roles of its axes. ``usable``: the
+    bytes of a device into which recompute="auto" brings it without a memory limit (default: what tensors may take)."""
     graph = split.graph
     check_sequences(graph, hand)
     batch = batch_size(graph) if hand.needs_batch else 1
@@ -37,7 +38,8 @@ def plan_by_hand(split: Splits, cluster: Cluster, options: Options, hand: ByHand
     except InfeasibleError as error:
         raise PlanError(f"by_hand: {hybrid.micro_batches} micro-batches: {error} In by_hand that is micro_batch="
                         f"{batch // (hand.dp or 1)}") from error
-    limit, free = options.memory_limit_bytes, usable_bytes(cluster, options.memory_confidence)
+    limit = options.memory_limit_bytes
+    free = usable_bytes(cluster, options.memory_confidence) if usable is None else usable
     layouts = HandLayouts(split, cluster, options, hand)
     made = layouts.plan(hybrid)
     if hand.recompute == AUTO and made.prediction.peak_bytes > (limit or free):
@@ -54,8 +56,10 @@ def plan_by_hand(split: Splits, cluster: Cluster, options: Options, hand: ByHand
     def searched() -> Study:
         return study_as(layouts.prices(made.hybrid), split(made.hybrid.micro_batches), options, made, fits_in)
 
-    return replace(made, study=StudyByHand(made, cluster, lambda other: plan_by_hand(split, other, elsewhere, hand),
-                                           searched))
+    def on(other: Cluster) -> Plan:
+        return plan_by_hand(split, other, elsewhere, hand, usable)
+
+    return replace(made, study=StudyByHand(made, cluster, on, searched))
 
 
 def _given(options: Options, hand: ByHand) -> dict[str, Any]:

@@ -38,7 +38,7 @@ _LOG = logging.getLogger("autoparallel")
 USUAL_SHARE, PLAIN_SHARE, MOST_BEFORE_S = 0.25, 0.125, 4.0
 #: Shares of the time limit that are kept after a joint search: at most, for the usual plans not priced before it, and
 #: for tuning the best of each family.
-AFTER_SHARE, TUNING_SHARE = 0.25, 0.05
+AFTER_SHARE, TUNING_SHARE = 0.25, 0.15
 #: Most usual plans that the joint search begins with.
 MOST_STARTS = 2
 

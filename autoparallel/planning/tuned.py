@@ -9,28 +9,34 @@ from autoparallel import clock
 from autoparallel.errors import AutoparallelError
 from autoparallel.partition import Splits
 from autoparallel.partition.microbatch import batch_size
-from autoparallel.planning.by_hand import ByHand
+from autoparallel.planning.by_hand import AUTO, ByHand
 from autoparallel.planning.options import Options
 from autoparallel.planning.plan_by_hand import plan_by_hand
 from autoparallel.planning.usual import UsualPlans, allowed, pricing_of
 from autoparallel.plans import Plan
 from cost_models import Cluster
 
-#: The step from each kind of recompute to less of it; "auto" finds the least by itself.
-_LESS = {"full": "selective", "selective": "none"}
+#: The steps from each kind of recompute to less of it; "auto" finds the fewest blocks by itself.
+_LESS = {"full": ("selective", AUTO), "selective": ("none", AUTO)}
 
 
 def tuned(usual: UsualPlans, split: Splits, cluster: Cluster, options: Options, ends: float) -> UsualPlans:
-    """The usual plans, and a tuned one of each family whose fastest plan can be made faster within memory and
-    ``options``; the family of the fastest plan comes first. Nothing is priced after ``ends``, by the search's clock."""
+    """The usual plans, and a tuned one of each family whose most promising plan can be made faster within memory and
+    ``options``; the most promising family comes first. Nothing is priced after ``ends``, by the search's clock."""
     found, families = dict(usual.priced), dict[tuple[object, ...], tuple[ByHand, Plan]]()
-    for text, plan in usual.fitting:
+    for text, plan in sorted(usual.fitting, key=lambda item: _promise(item[1], usual.limit_bytes)):
         hand = ByHand.of(text).on(cluster.num_devices)
         families.setdefault((hand.tp > 1, hand.pp > 1, hand.ep > 1, hand.zero), (hand, plan))
     for hand, plan in families.values():
         if hand.needs_batch:
             found.update(_climbed(hand, plan, usual.limit_bytes, split, cluster, options, ends))
     return replace(usual, priced=found)
+
+
+def _promise(plan: Plan, limit_bytes: float) -> float:
+    """Seconds of a step whose recompute is as much less as memory is left, in relation to the memory that it takes."""
+    made = plan.prediction
+    return made.step_s - made.recompute_s * min(1.0, limit_bytes / made.peak_bytes - 1.0)
 
 
 def _climbed(hand: ByHand, plan: Plan, limit_bytes: float, split: Splits, cluster: Cluster, options: Options,
@@ -43,7 +49,7 @@ def _climbed(hand: ByHand, plan: Plan, limit_bytes: float, split: Splits, cluste
         try:
             if not allowed(other.hybrid(batch), options):
                 continue
-            made = plan_by_hand(split, cluster, pricing_of(options, other, ends - clock.now()), other)
+            made = plan_by_hand(split, cluster, pricing_of(options, other, ends - clock.now()), other, limit_bytes)
         except AutoparallelError:
             continue
         if made.prediction.peak_bytes <= limit_bytes and made.prediction.step_s < plan.prediction.step_s:
@@ -52,16 +58,16 @@ def _climbed(hand: ByHand, plan: Plan, limit_bytes: float, split: Splits, cluste
 
 
 def _neighbours(hand: ByHand, batch: int) -> Iterator[ByHand]:
-    """The plan with twice the micro-batch, where that divides the batch, and with less recompute.
+    """The plan with less recompute, and with twice the micro-batch, where that divides the batch: last in a pipeline,
+    which it gives more of a bubble.
 
-    >>> [str(one) for one in _neighbours(ByHand(dp=2, pp=2, micro_batch=1, recompute="full"), 8)]
-    ['dp=2,pp=2,micro_batch=2,recompute=full', 'dp=2,pp=2,micro_batch=1,recompute=selective']
+    >>> [str(one) for one in _neighbours(ByHand(dp=2, micro_batch=1, recompute="selective"), 8)]
+    ['dp=2,micro_batch=2,recompute=selective', 'dp=2,micro_batch=1', 'dp=2,micro_batch=1,recompute=auto']
     """
+    less = [replace(hand, recompute=kind) for kind in _LESS.get(hand.recompute, ())]
     each = hand.micro_batch
-    if each is not None and batch % (2 * each * (hand.dp or 1)) == 0:
-        yield replace(hand, micro_batch=2 * each)
-    if hand.recompute in _LESS:
-        yield replace(hand, recompute=_LESS[hand.recompute])
+    larger = [replace(hand, micro_batch=2 * each)] if each and batch % (2 * each * (hand.dp or 1)) == 0 else []
+    yield from (*less, *larger) if hand.pp > 1 else (*larger, *less)
 
 
 __all__ = ["tuned"]

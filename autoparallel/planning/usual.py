@@ -149,7 +149,8 @@ def usual_plans(split: Splits, cluster: Cluster, options: Options, seconds: floa
                     found[text] = known[text]
                 elif clock.now() < ends or (seconds > 0 and not fits):
                     hybrids.add((hybrid, hand.mesh, hand.recompute))
-                    found[text] = plan_by_hand(split, cluster, pricing_of(options, hand, ends - clock.now()), hand)
+                    priced = pricing_of(options, hand, ends - clock.now())
+                    found[text] = plan_by_hand(split, cluster, priced, hand, limit)
                     fits = fits or found[text].prediction.peak_bytes <= limit
                 else:
                     left_out.append(LeftOut(text, LATE, family=hand.family))
