@@ -16,6 +16,8 @@ from autoparallel.plans.reports.units import bytes_str, count_str, large_str, pe
 OUTSIDE = "outside blocks"
 #: Names of what another plan lays out otherwise, and letters of each, at most.
 MOST_NAMES, MOST_LETTERS = 3, 60
+#: Plans slower by more than this share are told as so many times as slow.
+TIMES = 1.0
 #: Savings below this share of the step are none.
 LEAST_SAVED = 1e-4
 
@@ -121,13 +123,22 @@ def _other_row(report: Report, one: Alternative) -> OtherRow:
     more = f", and {len(one.differences) - 3} more" if len(one.differences) > 3 else ""
     differs = "; ".join(one.differences[:3]) + more
     name = _by_hand(one.by_hand) if one.by_hand else name_of(one)
-    slower = percent_str(one.step_s / report.speed.step_s - 1) if report.speed.step_s else "-"
+    slower = slower_str(one.step_s / report.speed.step_s - 1) if report.speed.step_s else "-"
     limit = report.memory.limit_bytes or report.memory.device_bytes
     if limit and one.peak_bytes > limit:
         slower += ", does not fit"
     elif report.speed.not_told_apart([one.step_s]):
         slower += ", within the error"
     return name, seconds_str(one.step_s), slower, bytes_str(one.peak_bytes), differs
+
+
+def slower_str(share: float) -> str:
+    """By which share of a step another plan is slower, or how many times as slow it is.
+
+    >>> slower_str(0.25), slower_str(-0.02), slower_str(2.5)
+    ('25 %', '-2.0 %', '3.5 times as slow')
+    """
+    return percent_str(share) if share <= TIMES else f"{1 + share:.3g} times as slow"
 
 
 def name_of(one: Alternative) -> str:
@@ -179,4 +190,5 @@ def explained(choices: Sequence[Choice]) -> list[tuple[str, str, str, str]]:
     return found
 
 
-__all__ = ["compare", "explained", "left_out_rows", "name_of", "other_layouts", "other_rows", "trials_of"]
+__all__ = ["compare", "explained", "left_out_rows", "name_of", "other_layouts", "other_rows", "slower_str",
+           "trials_of"]

@@ -6,14 +6,12 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from autoparallel.plans.record import EXCLUDED, LATE, Alternative, LeftOut
-from autoparallel.plans.reports.comparison import name_of
+from autoparallel.plans.reports.comparison import name_of, slower_str
 from autoparallel.plans.reports.report import Answer, Memory, Report, Speed
 from autoparallel.plans.reports.units import bytes_str, percent_str, seconds_str
 
 #: The family of a plan that says none.
 OTHER = "another"
-#: Plans slower by more than this share are told as so many times as slow.
-TIMES = 1.0
 
 
 @dataclass(frozen=True)
@@ -149,9 +147,8 @@ def _titled(one: Alternative) -> str:
 def _slower(speed: Speed, one: Alternative, name: str) -> str:
     """The name of another plan, and by how much it is slower."""
     slower = one.step_s / speed.step_s - 1 if speed.step_s else 0.0
-    by = f"{percent_str(abs(slower))} {'slower' if slower >= 0 else 'faster'}"
-    if slower > TIMES:
-        by = f"{1 + slower:.3g} times as slow"
+    by = slower_str(abs(slower))
+    by = by if by.endswith("slow") else f"{by} {'slower' if slower >= 0 else 'faster'}"
     return f"{name}, {seconds_str(one.step_s)}, {by}"
 
 
