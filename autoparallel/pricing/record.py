@@ -258,10 +258,10 @@ def _sampled(pricer: SpacePricer, live: np.ndarray) -> MemoryProfile:
     def name(place: int) -> str:
         index = min(max(place if place < count else 2 * count - place, 0), count - 1)
         node = space.graph.nodes[space.decisions[index].node]
-        where = space.blocks[index] or node.module_path or f"outside modules, {space.decisions[index].name}"
+        where = space.blocks[index] or node.module_path or space.decisions[index].name
         if index >= count - 1:
             return "end of forward" if place < count else "beginning of backward"
-        return f"{'forward' if place < count else 'backward'} {where}"
+        return f"{'forward' if place < count else 'backward'} of {where}"
 
     return MemoryProfile(tuple(KINDS[k] for k in kept), tuple(map(name, places)),
                          tuple(round(place / count, 5) for place in places),

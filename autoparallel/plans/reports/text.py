@@ -133,7 +133,7 @@ def _times(report: Report) -> Table:
 
 def _memory(report: Report) -> Table:
     memory = report.memory
-    where = f" (fullest in {memory.fullest})" if memory.fullest else ""
+    where = f" (peak: {memory.fullest})" if memory.fullest else ""
     table = _table(f"memory of the fullest rank{where}", ("kind", "bytes"), right=("bytes",))
     for kind, num_bytes in memory.kinds:
         if num_bytes:
