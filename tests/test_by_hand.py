@@ -230,3 +230,12 @@ def test_pipelines_are_cut_by_blocks() -> None:
         priced(f"pp=2,dp=2,virtual={blocks},split=blocks")
     with pytest.raises(PlanError, match="split is 'layers'"):
         priced("pp=2,split=layers")
+
+
+def test_recompute_is_compute_without_the_exchange_of_experts() -> None:
+    """What experts send again counts as communication, as every other redistribution that recompute repeats."""
+    whole, again = (plan_of("mixtral", Cluster.load("h100-sxm", num_devices=4), by_hand=f"dp=4,ep=4,zero=1{more}")
+                    .prediction for more in ("", ",recompute=full"))
+    assert again.forward_s - again.recompute_s == pytest.approx(whole.forward_s, rel=1e-9)
+    assert 0 < again.recompute_s < whole.forward_s
+    assert again.forward_communication_s > whole.forward_communication_s

@@ -375,7 +375,7 @@ def test_joint_plans_compute_one_process_s_step(ranks: Any, limit_share: float) 
     bound_s = made.evidence.step_bound_s
     assert bound_s is not None and 0 < free.evidence.step_bound_s <= bound_s <= made.prediction.step_s
     above = percent_up(made.prediction.step_s / bound_s - 1)
-    assert f"at most {above} slower than the best combination" in made.summary()
+    assert f"At most {above} slower than the best combination" in made.summary()
     mesh = (made.hybrid.pipeline_ranks, *made.mesh_shape) if made.hybrid.stages > 1 else made.mesh_shape
     mesh = mesh[:-1] if made.hybrid.stages > 1 and made.mesh_shape == (1,) else mesh
     assert_one_process(ranks, "llama", mesh, {"plan": made})

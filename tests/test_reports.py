@@ -128,11 +128,12 @@ def test_the_other_lines_say_how_fast_how_full_and_how_sure(plans: dict[str, Pla
     plan = plans["searched"]
     p, (_, fast, sure) = plan.prediction, plan.summary().split("\n")
     ends = f"{seconds_str(p.step_s / (1 + p.p90))} and {seconds_str(p.step_s / (1 - p.p90))}"
-    assert fast.startswith(f"{seconds_str(p.step_s)} a step of 4,096 tokens on 4 H100 SXM5 80GB with torch-eager (9 in "
-                           f"10 such predictions: measured between {ends}) = ")
+    assert fast.startswith(f"{seconds_str(p.step_s)} a step of 4,096 tokens on 4 H100 SXM5 80GB with torch-eager "
+                           f"(nine in ten are measured between {ends}) = ")
     assert "tokens/s per device" in fast and "% MFU" in fast
     assert f"{bytes_str(p.peak_bytes)} of the {bytes_str(p.limit_bytes)} that tensors may take, of 80 GiB" in fast
-    assert sure.startswith("Of the step: compute ") and "communication exposed" in sure and "best sharding" in sure
+    assert sure.startswith("Of the step: compute ") and "communication exposed" in sure
+    assert "Its sharding is proven" in sure
     assert "not searched" in plans["fsdp"].summary().split("\n")[2]
 
 
@@ -143,10 +144,10 @@ def test_plans_within_the_error_of_predictions_are_called_so(plans: dict[str, Pl
     others = tuple(Alternative(factor * step_s, 1.0, ("x: a -> b",)) for factor in (1.02, 1.1, 1.3))
     close = replace(plan, prediction=replace(plan.prediction, p50=0.05), record=replace(record, alternatives=others))
     assert "the same with other layouts of x, " in close.summary() and "2.0 % slower" in close.summary()
-    assert "Not told apart by the median error of predictions (5.0 %): another that the search" in close.summary()
-    assert "more plan" not in close.summary()
+    assert "About as fast, within the typical error of predictions (5.0 %): another that the search" in close.summary()
+    assert "more of the other" not in close.summary()
     wide = replace(close, prediction=replace(plan.prediction, p50=0.2))
-    assert "2.0 % slower; 1 more plan." in wide.summary()
+    assert "2.0 % slower; 1 more of the other plans below." in wide.summary()
     exact = replace(close, prediction=replace(plan.prediction, p50=0.01))
     assert "within the median error" not in exact.summary()
     table = text.alternatives_table(report_of(close))
@@ -163,7 +164,7 @@ def test_the_summary_says_why_no_other_plan(plans: dict[str, Plan]) -> None:
               another(1.5 * step_s, 1.0, "Of stages", family="pipeline parallel"))
     told = replace(plan, prediction=replace(plan.prediction, limit_bytes=2 * peak),
                    record=replace(record, alternatives=others)).summary().split("\n")[3]
-    assert told.startswith("Why no other: DDP by hand (dp=4), ")
+    assert told.startswith("Why no other: the same kind by hand (dp=4), ")
     assert "20 % slower" in told
     assert f"tensor parallel by hand (tp=4), needs {bytes_str(4 * peak)} a device" in told
     assert "; pipeline parallel by the search (of stages), " in told and "50 % slower" in told
@@ -209,7 +210,7 @@ def test_a_usual_plan_that_a_joint_search_returns_is_not_called_proven(monkeypat
     assert plan.evidence.stop_reason.startswith("by hand: dp=4")
     report = report_of(plan)
     assert not report.proof.searched and report.proof.combinations is not None
-    assert "A usual plan (by hand: dp=4" in plan.summary() and "Proven" not in plan.summary()
+    assert "It is a usual plan (by hand: dp=4" in plan.summary() and "proven" not in plan.summary()
     assert report.memory.limit_bytes > 0 and any(not one.by_hand for one in plan.record.alternatives)
     late = replace(plan, evidence=replace(plan.evidence, stop_reason=f"does not fit; {plan.evidence.stop_reason}"))
     assert not report_of(late).proof.searched
@@ -421,8 +422,8 @@ def test_collectives_of_a_rank_add_up_to_its_communication(plans: dict[str, Plan
 
 
 @pytest.mark.parametrize(("bound", "of_all", "told"), [
-    (0.9, 0.8, "Proven within 12 % of the best sharding"), (0.3, 0.8, "Not proven near the best sharding"),
-    (0.9, 0.25, "at most 4 times as slow as the best"), (0.9, 0.8, "at most 25 % slower than the best combination"),
+    (0.9, 0.8, "sharding is proven within 12 % of the best"), (0.3, 0.8, "sharding is not proven near the best"),
+    (0.9, 0.25, "a plan 4 times as fast is not ruled out"), (0.9, 0.8, "At most 25 % slower than the best combination"),
 ])
 def test_loose_bounds_are_called_so(plans: dict[str, Plan], bound: float, of_all: float, told: str) -> None:
     plan = plans["searched"]

@@ -28,6 +28,8 @@ EXPERTS = "routed_experts"
 MOST_LETTERS = 150
 #: Seconds to price a later recipe over those of an earlier one.
 LATER = 1.5
+#: Seconds in which a recipe that is begun finds the fewest recomputed blocks, at least.
+BEGUN_S = 4.0
 
 
 def recipes(devices: int, host_devices: int, experts: bool = False) -> Iterator[str]:
@@ -38,12 +40,12 @@ def recipes(devices: int, host_devices: int, experts: bool = False) -> Iterator[
     early, since it is the one that fits most often.
 
     >>> list(recipes(8, 8))[:4]
-    ['dp=8', 'dp=8,zero=1', 'dp=8,zero=3', 'dp=8,zero=1,micro_batch=1']
+    ['dp=8', 'dp=8,zero=1', 'dp=8,zero=3', 'dp=8,micro_batch=1']
     """
     inner = min(devices, host_devices)
     if experts and inner > 1:
         yield from (f"dp={devices},ep={inner},zero=1{more}" for more in ("", ",recompute=selective"))
-    yield from (f"dp={devices}{more}" for more in ("", ",zero=1", ",zero=3", ",zero=1,micro_batch=1",
+    yield from (f"dp={devices}{more}" for more in ("", ",zero=1", ",zero=3", ",micro_batch=1", ",zero=1,micro_batch=1",
                                                    ",zero=3,micro_batch=1", ",zero=3,micro_batch=1,recompute=selective",
                                                    ",zero=1,micro_batch=1,recompute=full", ",zero=3,recompute=auto"))
     yield from _divided(devices, host_devices, experts and inner > 1)
@@ -149,7 +151,7 @@ def usual_plans(split: Splits, cluster: Cluster, options: Options, seconds: floa
                     found[text] = known[text]
                 elif clock.now() < ends or (seconds > 0 and not fits):
                     hybrids.add((hybrid, hand.mesh, hand.recompute))
-                    priced = pricing_of(options, hand, ends - clock.now())
+                    priced = pricing_of(options, hand, max(BEGUN_S, ends - clock.now()))
                     found[text] = plan_by_hand(split, cluster, priced, hand, limit)
                     fits = fits or found[text].prediction.peak_bytes <= limit
                 else:

@@ -64,8 +64,8 @@ class _Parts:
     """Seconds of one step and bytes, on each of the ``ranks`` ranks of a stage. ``tier_bytes``: of optimizer states in
     their tier, if that is not the device; ``host_bytes``, ``disk_bytes``: of activations, gradients and parameters
     there. ``once``: the seconds that do not depend on the number of micro-batches, ``once_forward`` those of them in
-    forward. ``again``: recompute. ``by_class``: compute of ops by their class. ``outside``: by how much launches
-    prolong ops outside of blocks. All of these are in the others too, and so are ``ahead_forward`` and
+    forward. ``again``: compute of recompute. ``by_class``: compute of ops by their class. ``outside``: by how much
+    launches prolong ops outside of blocks. All of these are in the others too, and so are ``ahead_forward`` and
     ``ahead_backward``."""
 
     forward: float = 0.0
@@ -404,6 +404,8 @@ def _add_op(pricer: SpacePricer, index: int, number: int, count: int, place: int
     prices = prices_of(pricer.prices, pricer.counts, index, place)
     _add_ahead(pricer, prices, index, number, (count * forward, count * backward), stage)
     for exchanged in prices.op_of(index).inside:
+        again = forward - backward if pricer.prices.training else 0
+        stage.again -= count * again * exchanged.exchange.forward * float(exchanged.seconds[number])
         _add_inside(pricer, exchanged, number, (count * forward, count * backward), stage, found)
     rule = pricer.space.strategy_sets[index].rule
     op_class = "" if rule is None else rule.op_class

@@ -7,7 +7,7 @@ from collections.abc import Iterable
 from autoparallel.plans.plan import Plan, Prediction
 from autoparallel.plans.record import Record, Workload
 from autoparallel.plans.reports.blocks import block_rows
-from autoparallel.plans.reports.report import PURPOSES, Collectives, Memory, Proof, Report, Speed, Time
+from autoparallel.plans.reports.report import LAUNCHED, PURPOSES, Collectives, Memory, Proof, Report, Speed, Time
 from autoparallel.plans.reports.summary import summary
 from autoparallel.plans.reports.words import AxisWords, axis_words, title
 from autoparallel.plans.roles import roles_of
@@ -81,7 +81,7 @@ def times_of(p: Prediction) -> tuple[Time, ...]:
         Time("forward compute", p.forward_s - p.recompute_s), Time("recompute", p.recompute_s),
         Time("backward compute", p.backward_s), Time("optimizer", p.optimizer_s),
         Time("exposed communication", p.exposed_s),
-        Time("less what hosts launch ahead", p.hidden_communication_s - p.hidden_s),
+        Time(LAUNCHED, p.hidden_communication_s - p.hidden_s),
         Time("bubbles, sends, waits", p.waiting_s),
         Time("framework, per step and micro-batch", p.fixed_s),
         Time("hidden communication", p.hidden_communication_s, beside=True),

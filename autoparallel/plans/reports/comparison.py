@@ -114,9 +114,11 @@ OtherRow = tuple[str, str, str, str, str]
 
 
 def other_rows(report: Report) -> list[tuple[Alternative, OtherRow]]:
-    """The other plans that are known, fastest first, each beside the report's."""
+    """The other plans that are known, those that fit first, fastest first, each beside the report's."""
     others = report.record.alternatives if report.record is not None else ()
-    return [(one, _other_row(report, one)) for one in sorted(others, key=lambda one: one.step_s)]
+    limit = report.memory.limit_bytes or report.memory.device_bytes or math.inf
+    return [(one, _other_row(report, one))
+            for one in sorted(others, key=lambda one: (one.peak_bytes > limit, one.step_s))]
 
 
 def _other_row(report: Report, one: Alternative) -> OtherRow:

@@ -18,6 +18,8 @@ GLOSSARY = {
     "recompute": "Backward runs a block's forward again instead of keeping its results.",
     "exposed communication": "Seconds in which ranks exchange data and compute nothing.",
     "hidden communication": "Seconds saved because ranks exchange data while they compute.",
+    "less launches ahead of the device": "Compute counts each kernel with its launch; hosts launch kernels while "
+                                         "earlier ones run, which takes no time.",
     "memory limit": "What a plan's tensors may take on a device: the limit that was given, or the device's memory less "
                     "the process's own, communicators, the allocator's fragments, and room for predictions that are "
                     "too low (memory_confidence: 95 % of runs fit).",

@@ -22,6 +22,8 @@ REASONS = {"optimal": "ended with a proof", "gap": "ended within the gap", "time
            "made to fit": "the sharding of the model of fewer blocks, made to fit",
            "faster with overlap": "a second search, which counts overlap, found a faster one",
            "interrupted": "interrupted: the best so far"}
+#: The part of a step that takes back launches which cost nothing, in the glossary too.
+LAUNCHED = "less launches ahead of the device"
 PURPOSES = ("parameters", "gradients", "activations")
 
 

@@ -6,13 +6,23 @@ import math
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
 
-from autoparallel.plans.reports.report import Answer, Memory, Proof, Report, Speed
-from autoparallel.plans.reports.units import bytes_str, count_str, percent_str, percent_up, seconds_str, times_up
+from autoparallel.plans.reports.report import LAUNCHED, Answer, Memory, Proof, Report, Speed
+from autoparallel.plans.reports.units import (
+    bytes_str,
+    count_str,
+    large_str,
+    percent_str,
+    percent_up,
+    seconds_str,
+    times_up,
+)
 from autoparallel.plans.reports.why_not import why_no_other
 from autoparallel.plans.reports.words import AROUND_HEADS, HEADS
 
 #: Parts of a step below this share are left out of the summary, but for exposed communication.
 LEAST_SHARE = 0.005
+#: Memory is tight if less than this share of the limit is left.
+TIGHT = 0.01
 #: Gaps above this share are told as loose bounds.
 LOOSE = 0.5
 #: Departures from the usual plan that are named, at most.
@@ -25,11 +35,13 @@ def summary(report: Report) -> Report:
     """The report with its summary."""
     which, why = f"{report.title}." + _unusual(report) + _shares(report), why_no_other(report)
     fast, full, costs = _speed(report), f"{_memory(report.memory)}{_state(report)}", tuple(_costs(report.speed))
+    job, of_it = _job(report), _work(report)
     where, error = f"{_where(report)}.", _error(report.speed)
     proof = _proof(report.proof, any(axis.role == "pipeline" for axis in report.axes))
-    lines = (which, " ".join([f"{fast}; {full}.", *costs]), " ".join([f"Of the step: {where}", *error, proof]),
-             why.line)
-    screen = (Answer("plan", (which,)), Answer("speed", (f"{fast}.",)), Answer("memory", (f"{full}.",)),
+    lines = (which, " ".join([f"{fast[0]}{of_it}{fast[1]}; {full}.", *costs]),
+             " ".join([f"Of the step: {where}", *error, proof]), why.line)
+    screen = (Answer("job", (f"{job}.",) if job else ()), Answer("plan", (which,)),
+              Answer("speed", (f"{''.join(fast)}.",)), Answer("memory", (f"{full}.",)),
               Answer("cost", costs), Answer("step", (where,)), Answer("how sure", (*error, proof)), *why.answers)
     return replace(report, summary=tuple(line for line in lines if line),
                    first_screen=tuple(answer for answer in screen if answer.entries))
@@ -66,9 +78,18 @@ def attention_first(report: Report) -> list[str]:
 # ------------------------------------------------------------------------------------------------- fast, full, dear
 
 
-def _speed(report: Report) -> str:
+def _job(report: Report) -> str:
+    """What is trained, on what, by which software ("": not known)."""
+    if report.record is None or not report.record.workload.count:
+        return ""
+    work = report.record.workload
+    return f"{large_str(work.parameters)} parameters in {work.dtype}, a step{_work(report)}"
+
+
+def _speed(report: Report) -> tuple[str, str]:
+    """Seconds of a step; and their range, rates and share of the peak."""
     speed = report.speed
-    text = f"{seconds_str(speed.step_s)} a step{_work(report)}{_range(speed)}"
+    text = _range(speed)
     if speed.per_device_per_s is not None:
         text += f" = {count_str(speed.per_device_per_s)} {speed.unit}/s per device"
     if speed.mfu is not None and speed.hfu is not None:
@@ -76,7 +97,7 @@ def _speed(report: Report) -> str:
         same = percent_str(speed.hfu) == percent_str(speed.mfu)
         why = "recompute" if report.seconds_of("recompute") else "work that ranks repeat"
         text += "" if same else f" ({percent_str(speed.hfu)} HFU, with {why})"
-    return text
+    return f"{seconds_str(speed.step_s)} a step", text
 
 
 def _work(report: Report) -> str:
@@ -94,7 +115,7 @@ def _range(speed: Speed) -> str:
     if not speed.p90:
         return ""
     most = f"{seconds_str(speed.p90_s)}" if math.isfinite(speed.p90_s) else "any time"
-    return f" (9 in 10 such predictions: measured between {seconds_str(speed.p90_least_s)} and {most})"
+    return f" (nine in ten are measured between {seconds_str(speed.p90_least_s)} and {most})"
 
 
 def _memory(memory: Memory) -> str:
@@ -107,6 +128,7 @@ def _memory(memory: Memory) -> str:
         return f"{peak} a device{whole}{host}"
     margin = memory.margin_bytes
     room = f"{bytes_str(margin)} left" if margin >= 0 else f"does not fit: {bytes_str(-margin)} too much"
+    room += ": tight" if 0 <= margin < TIGHT * memory.limit_bytes else ""
     whole = f", of {bytes_str(memory.device_bytes)} a device" if memory.device_bytes > memory.limit_bytes else ""
     return f"{peak} of the {bytes_str(memory.limit_bytes)} that tensors may take{whole} ({room}){host}"
 
@@ -120,8 +142,7 @@ def _state(report: Report) -> str:
 
 def _error(speed: Speed) -> tuple[str, ...]:
     """How far such predictions are off, and by what that is known."""
-    return (f"Half of such predictions are within {percent_str(speed.p50)} of the measured step, above or below: "
-            f"{speed.basis}.",) if speed.p50 else ()
+    return (f"Typical error of such predictions {percent_str(speed.p50)}: {speed.basis}.",) if speed.p50 else ()
 
 
 def state_said(state: Mapping[str, float]) -> str:
@@ -155,7 +176,7 @@ def _where(report: Report) -> str:
     """The shares of the step: compute, exposed communication, waits and the framework."""
     share = {name: sum(report.seconds_of(part) for part in parts) / (report.speed.step_s or 1.0)
              for name, parts in (("compute", ("forward compute", "recompute", "backward compute", "optimizer",
-                                              "less what hosts launch ahead")),
+                                              LAUNCHED)),
                                  ("bubbles and waits", ("bubbles, sends, waits",)),
                                  ("framework", ("framework, per step and micro-batch",)))}
     said = [f"{name} {percent_str(value)}" for name, value in share.items() if value >= LEAST_SHARE]
@@ -183,10 +204,11 @@ def _mostly(report: Report) -> str:
 
 
 def _proof(proof: Proof, in_pipeline: bool) -> str:
+    """How near the best plan this one is: of all combinations, then of its own sharding."""
     if proof.searched:
         said = _sharding(proof.within, "overlap and bubbles" if in_pipeline else "overlap")
     elif proof.combinations is not None:
-        said = f"A usual plan ({proof.reason}), faster than all that the joint search planned"
+        said = f"It is a usual plan ({proof.reason}), faster than all that the search planned in full"
     else:
         return f"Priced as given, not searched ({proof.reason})."
     if proof.within_any is None:
@@ -194,21 +216,20 @@ def _proof(proof: Proof, in_pipeline: bool) -> str:
             "; other pipelines, micro-batches and recompute were not searched"
         return f"{said}{other}."
     if proof.within_any > LOOSE:
-        return (f"{said}; the bound on all combinations is loose: this one is at most "
-                f"{times_up(1 + proof.within_any)} times as slow as the best.")
-    return f"{said}; at most {percent_up(proof.within_any)} slower than the best combination{_all_tried(proof)}."
+        return (f"Not proven to be the best: a plan {times_up(1 + proof.within_any)} times as fast is not ruled out. "
+                f"{said}.")
+    return f"At most {percent_up(proof.within_any)} slower than the best combination{_all_tried(proof)}. {said}."
 
 
 def _sharding(within: float | None, less: str) -> str:
     if within is None:
-        return "How near the best sharding is was not proven"
+        return "How near the best its sharding is was not proven"
     if within < 5e-5:
-        return f"Proven the best sharding of this configuration, by its cost without {less}"
+        return f"Its sharding is proven the best, by a cost without {less}"
     if within > LOOSE:
-        return (f"Not proven near the best sharding of this configuration (its cost without {less} is "
-                f"{times_up(1 + within)} times the bound): more time may find a better one")
-    return (f"Proven within {percent_up(within)} of the best sharding of this configuration, by its cost without "
-            f"{less}")
+        return (f"Its sharding is not proven near the best (its cost without {less} is {times_up(1 + within)} times "
+                "the bound): more time may find a better one")
+    return f"Its sharding is proven within {percent_up(within)} of the best, by a cost without {less}"
 
 
 def _all_tried(proof: Proof) -> str:

@@ -69,8 +69,8 @@ def print_report(report: Report, console: ReportConsole, details: bool = False) 
         console.print("pins: " + (said if len(said) <= MOST_LETTERS else said[:MOST_LETTERS] + "..."))
     console.print(_times(report))
     if report.speed.p90:
-        console.print(f"half of such predictions are within {percent_str(report.speed.p50)} of the measured step "
-                      f"(above or below), nine in ten within {percent_str(report.speed.p90)}: {report.speed.basis}")
+        console.print(f"typical error of such predictions {percent_str(report.speed.p50)} (the median, above or "
+                      f"below), of nine in ten at most {percent_str(report.speed.p90)}: {report.speed.basis}")
     console.print(_memory(report))
     if report.record is not None and (state := report.record.workload.state_bytes):
         console.print(f"counted as {state_said(state)}")

@@ -28,14 +28,14 @@ class WhyNot:
     def line(self) -> str:
         """All in one line; empty if nothing is known of other plans."""
         said = [f"Why no other: {'; '.join(self.apart)}."] if self.apart else []
-        said += [f"Not told apart {self.near_to}: {'; '.join(self.near)}."] if self.near else []
+        said += [f"About as fast, {self.near_to}: {'; '.join(self.near)}."] if self.near else []
         return " ".join([*said, *self.untried])
 
     @property
     def answers(self) -> Iterator[Answer]:
         """The same for the first screen, where there is something to say."""
         yield Answer("why no other", self.apart)
-        yield Answer("not told apart", (f"{self.near_to}:", *self.near) if self.near else ())
+        yield Answer("about as fast", (f"{self.near_to}:", *self.near) if self.near else ())
         yield Answer("not tried", self.untried)
 
 
@@ -44,10 +44,8 @@ def why_no_other(report: Report) -> WhyNot:
     plan of other families was priced."""
     others = report.record.alternatives if report.record is not None else ()
     own = report.family if "by hand" in report.proof.reason else ""
-    best = [(family, one) for family, one in _families(report, others)
-            if family != own or _fits(report.memory, one.peak_bytes)]
-    named = [(one, f"{family} by hand ({one.by_hand})" if one.by_hand else f"{family} by the search ({_titled(one)})")
-             for family, one in best]
+    best = [(family, one) for family, one in _families(report, others) if family != own]
+    named = [(one, _of_family(report, family, one)) for family, one in best]
     found = [one for one in others if not one.by_hand][:1]
     named += [(one, f"another that the search found: {_titled(one)}") for one in found
               if all(one is not other for _, other in best)]
@@ -62,9 +60,16 @@ def why_no_other(report: Report) -> WhyNot:
     rest = [one.step_s for one in others if one not in [other for other, _ in named]
             and _fits(report.memory, one.peak_bytes)]
     more = len(report.speed.not_told_apart(rest))
-    near += [f"{more} more plan{'s' if more > 1 else ''}"] if more else []
-    return WhyNot(tuple(apart), tuple(near), f"by the median error of predictions ({percent_str(report.speed.p50)})",
-                  tuple(_untried(report)))
+    near += [f"{more} more of the other plans below"] if more else []
+    near_to = f"within the typical error of predictions ({percent_str(report.speed.p50)})"
+    return WhyNot(tuple(apart), tuple(near), near_to, tuple(_untried(report)))
+
+
+def _of_family(report: Report, family: str, one: Alternative) -> str:
+    """The best plan of a family, by its text or title."""
+    if not one.by_hand:
+        return f"{family} by the search ({_titled(one)})"
+    return f"{'the same kind' if family == report.family else family} by hand ({one.by_hand})"
 
 
 def _families(report: Report, others: Sequence[Alternative]) -> Iterator[tuple[str, Alternative]]:
