@@ -51,7 +51,7 @@ def left_out(options: Options, devices: int = 4) -> dict[str, LeftOut]:
 def test_usual_plans_that_are_not_priced_have_a_reason() -> None:
     plain = left_out(Options(), devices=8 * BATCH)
     ranks = 8 * BATCH
-    assert plain[f"dp={ranks},zero=3"].why == f"a batch of {BATCH} is not divided by {ranks} data-parallel ranks"
+    assert plain[f"dp={ranks},zero=3"].why == f"a batch of {BATCH} is smaller than {ranks} data-parallel ranks"
     assert plain["tp=8,zero=3,sequence_parallel,recompute=auto"].why == LATE
     fixed = left_out(Options(zero_stage=1))
     assert (fixed["dp=4,zero=3"].why, fixed["dp=4,zero=1"].why) == (EXCLUDED, LATE)

@@ -30,6 +30,8 @@ MOST_LETTERS = 150
 LATER = 1.5
 #: Seconds in which a recipe that is begun finds the fewest recomputed blocks, at least.
 BEGUN_S = 4.0
+#: Steps that differ by no more than this share are of almost the same plans.
+ALIKE = 1e-3
 
 
 def recipes(devices: int, host_devices: int, experts: bool = False) -> Iterator[str]:
@@ -111,14 +113,14 @@ class UsualPlans:
 
     def noted(self, record: Record, plan: Plan) -> Record:
         """The record of ``plan`` with these plans as alternatives, fastest first, those left out, and its comparison
-        with the fastest of them."""
+        with the fastest of them, unless that is almost the same."""
         seen, found = {_figures(plan)}, list[Alternative]()
         for text, other in sorted(self.priced.items(), key=lambda item: item[1].prediction.step_s):
             if _figures(other) not in seen:
                 seen.add(_figures(other))
                 found.append(alternative_of(plan, other, text))
         record = replace(record, alternatives=(*record.alternatives, *found), left_out=tuple(self.left_out))
-        if self.fastest is None or _figures(self.fastest[1]) == _figures(plan):
+        if self.fastest is None or _is_alike(self.fastest[1], plan):
             return record
         return with_comparison(record, plan, self.fastest[1], f"by hand {self.fastest[0]}")
 
@@ -166,7 +168,8 @@ def _reason(graph: OpGraph, hand: ByHand, error: AutoparallelError) -> str:
     """Why a plan by hand is not possible, in few words."""
     ranks = hand.dp or 1
     if ranks > 1 and (batch := batch_size(graph)) % ranks:
-        return f"a batch of {batch:,} is not divided by {ranks:,} data-parallel ranks"
+        how = "smaller than" if batch < ranks else "not divided by"
+        return f"a batch of {batch:,} is {how} {ranks:,} data-parallel ranks"
     said = str(error).removeprefix("by_hand: ")
     return said if len(said) <= MOST_LETTERS else f"{said[:MOST_LETTERS]}..."
 
@@ -182,6 +185,13 @@ def pricing_of(options: Options, hand: ByHand, left_s: float = math.inf) -> Opti
 def _figures(plan: Plan) -> tuple[object, ...]:
     """Mesh, step and memory, which plans share that run the same program."""
     return plan.mesh_shape, round(plan.prediction.step_s, 9), round(plan.prediction.peak_bytes)
+
+
+def _is_alike(plan: Plan, other: Plan) -> bool:
+    """Whether two plans have one configuration, and steps that differ by no more than `ALIKE`."""
+    steps = plan.prediction.step_s, other.prediction.step_s
+    kinds = [(one.mesh_shape, replace(one.hybrid, cuts=(), recompute_blocks=None)) for one in (plan, other)]
+    return kinds[0] == kinds[1] and max(steps) <= (1 + ALIKE) * min(steps)
 
 
 def _state(graph: OpGraph, cluster: Cluster, options: Options) -> TrainingState:

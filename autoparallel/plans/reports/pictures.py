@@ -15,7 +15,7 @@ from autoparallel.plans.reports.units import bytes_str, percent_str, seconds_str
 #: Boxes of a timeline and points of a scatter that are drawn, at most.
 MOST_BOXES, MOST_POINTS = 5000, 300
 #: A limit of so many times the peak is above the picture.
-FAR = 2.0
+FAR = 4.0
 #: Rows of a timeline; with more, each rank of a pipeline has one.
 MOST_ROWS = 24
 #: The least share of a step whose seconds a note tells.

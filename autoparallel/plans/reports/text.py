@@ -207,8 +207,8 @@ def sensitivities(step_s: float, found: Sequence[Sensitivity]) -> Table:
     """The answers of `Study.sensitivity` as a table; ``step_s``: the plan's step time."""
     table = _table(f"sensitivity of the step time of {seconds_str(step_s)} (pipeline, mesh, micro-batches, recompute "
                    "stay)",
-                   ("what", "factor", "this plan", "best plan", "changed ops"),
-                   right=("factor", "this plan", "best plan", "changed ops"))
+                   ("what", "factor", "this plan", "best sharding", "changed ops"),
+                   right=("factor", "this plan", "best sharding", "changed ops"))
     for s in found:
         held = "does not fit" if s.held_s == float("inf") else seconds_str(s.held_s)
         least = seconds_str(s.best_s) + (" or less" if s.none_found else "")  # this plan's, where no other was found
