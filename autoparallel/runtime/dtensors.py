@@ -70,6 +70,13 @@ def as_before(before: Sequence[Handler | None], op: Any, args: tuple[Any, ...], 
         set_handler(op, ours)
 
 
+def replicated(value: Any) -> Any:
+    """A DTensor with all of it on each rank; anything else as it is."""
+    if not isinstance(value, DTensor):
+        return value
+    return value.redistribute(placements=[Replicate()] * value.device_mesh.ndim)
+
+
 def hold_whole(tensor: DTensor) -> None:
     """Note that each rank has the values of what were summands of the ranks: they are not added up."""
     placements = tuple(Replicate() if p.is_partial() else p for p in tensor.placements)
@@ -158,4 +165,4 @@ def _refuse_copy(selected: Any, base: Any) -> None:
                          "tensor.placements))`.")
 
 
-__all__ = ["KEPT", "Handler", "as_before", "hold_whole", "is_watched", "set_handler", "watch"]
+__all__ = ["KEPT", "Handler", "as_before", "hold_whole", "is_watched", "replicated", "set_handler", "watch"]

@@ -15,6 +15,7 @@ from autoparallel.errors import InputError
 from autoparallel.kernels.host_copies import host_memory
 from autoparallel.layout import INVARIANT, Layout, local_shape, to_torch
 from autoparallel.runtime.agree import made_equally
+from autoparallel.runtime.corrected_ops import correct_ops
 from autoparallel.runtime.dtensors import watch
 from autoparallel.runtime.form import Compiled
 from autoparallel.runtime.guards import Places, SharedAttributes
@@ -39,6 +40,7 @@ def place(root: nn.Module, state: State, compiled: Compiled) -> None:
     watch(mesh)
     draw_whole()
     take_whole_means()
+    correct_ops()
     look_at_steps()
     _make_shared_groups(state, sorted(set(compiled.shared.values())))
     everywhere = (INVARIANT,) * mesh.ndim
