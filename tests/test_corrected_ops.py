@@ -23,6 +23,7 @@ OPS: dict[str, tuple[Op, tuple[Tensor, ...]]] = {
     "sum so far": (lambda x: x.cumsum(-1) + x.cumsum(-2), (X,)),
     "product so far": (lambda x: x.detach().cumprod(-1) + x.detach().cumprod(-2), (X,)),
     "log of sums": (lambda x: x.logcumsumexp(-1) + x.logcumsumexp(-2), (X,)),
+    "logs of sums that keep dims": (lambda x: x - x.logsumexp(0, keepdim=True) + x.logsumexp((0, -1), True), (X,)),
     "determinant of columns": (lambda x: torch.linalg.det(x[:, :5]), (X,)),
     "log of determinant": (lambda x: torch.linalg.slogdet(x[:, 1:6])[1], (X,)),
     "determinant of the transposed": (lambda x: torch.linalg.det(x[:, :5].T), (X,)),

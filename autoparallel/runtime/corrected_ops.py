@@ -2,6 +2,7 @@
 
 - ``<<`` and ``>>`` change nothing: their ops are named as those that write in place are (``__lshift__``).
 - ``cumsum``, ``cumprod`` and ``logcumsumexp`` along a dim counted from the end begin anew in each shard.
+- ``logsumexp`` forgets that it keeps dims, and takes another for the sharded one.
 - The determinant of a matrix that is gathered has the gradient of the transposed one, if the DTensor is not contiguous
   (``torch.linalg.det(weight[:, :n])``) and what is gathered is: of a contiguous matrix, torch factors the transposed,
   and backward asks the DTensor whether it was so.
@@ -39,7 +40,7 @@ _Placements = Sequence[Placement]
 def correct_ops() -> None:
     """Run these so, from now on, for DTensors on the meshes of parallel modules."""
     for ops, run in ((_SHIFTS, _shift), (_SCANS, _scan), (_DETERMINANTS, _determinant),
-                     ([_CONVOLUTION], _convolution), ([_CONVOLUTION_BACKWARD], _convolution_backward),
+                     ([aten.logsumexp.default], _logsumexp), ([_CONVOLUTION], _convolution), ([_CONVOLUTION_BACKWARD], _convolution_backward),
                      ([_WEIGHT_NORM, _WEIGHT_NORM_BACKWARD], _weight_norm)):
         for op in ops:
             before: list[Handler | None] = []
@@ -59,6 +60,13 @@ def _shift(_: Any, op: Any, *args: Any) -> Any:
 
 def _scan(as_torch: Any, _: Any, value: DTensor, dim: int, **kwargs: Any) -> Any:
     return as_torch((value, dim % max(value.dim(), 1)), kwargs)
+
+
+def _logsumexp(as_torch: Any, _: Any, value: DTensor, dims: Sequence[int], keepdim: bool = False) -> Any:
+    made = as_torch((value, dims), {})
+    for dim in sorted(dim % max(value.dim(), 1) for dim in dims) if keepdim and value.dim() else ():
+        made = made.unsqueeze(dim)
+    return made
 
 
 def _determinant(as_torch: Any, _: Any, matrix: DTensor) -> Any:
