@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable
 from itertools import product
 from typing import Any
@@ -13,6 +14,8 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
 
 import autoparallel
+from autoparallel.errors import InputError
+from autoparallel.runtime.hints import add_hints
 from tests.support.ranks import mesh_of
 
 Op = Callable[..., Any]
@@ -27,6 +30,9 @@ OPS: dict[str, tuple[Op, tuple[Tensor, ...]]] = {
     "determinant of columns": (lambda x: torch.linalg.det(x[:, :5]), (X,)),
     "log of determinant": (lambda x: torch.linalg.slogdet(x[:, 1:6])[1], (X,)),
     "determinant of the transposed": (lambda x: torch.linalg.det(x[:, :5].T), (X,)),
+    "pooled image": (lambda x: F.adaptive_avg_pool2d(x, (3, 4)), (IMAGES[:, 0],)),
+    "shortened rows": (lambda x: x.detach().renorm(2, 0, 1.5) + x.detach().clone().renorm_(1, -1, 2), (X,)),
+    "norms in place": (lambda x: x.detach().norm(dim=0).clamp_(min=1.7) + x.sum(0).sub_(1).relu_(), (X,)),
     "weight norm": (lambda v, g: torch._weight_norm(v, g, 0), (X, X[:, :1].abs() + 1)),
     "weight norm of columns": (lambda v, g: torch._weight_norm(v, g, 1), (X, X[:1].abs() + 1)),
     "convolution": (lambda x, w, b: F.conv2d(x, w, b, padding=1), (IMAGES, FILTERS, BIAS)),
@@ -97,3 +103,27 @@ def convolve_summands() -> None:
 
 def test_a_convolution_of_summands_adds_its_bias_once(ranks: Any) -> None:
     ranks(2).run(convolve_summands)
+
+
+@pytest.mark.parametrize(("error", "hint"), [
+    (RuntimeError("aten.add.Tensor got mixed torch.Tensor and DTensor, need to"), 'outputs="whole"'),
+    (NotImplementedError("Operator aten.histc does not have a sharding strategy registered."), "value.full_tensor()"),
+    (RuntimeError("in-place operations that require placement changes are not supported."), "value.copy_("),
+])
+def test_a_script_that_torch_ends_is_told_what_to_write(monkeypatch: pytest.MonkeyPatch, capsys: Any, error: Exception,
+                                                         hint: str) -> None:
+    monkeypatch.setattr(sys, "excepthook", sys.__excepthook__)
+    add_hints.__wrapped__()
+    sys.excepthook(type(error), error, None)
+    assert hint in capsys.readouterr().err
+
+
+def leave() -> None:
+    mesh = autoparallel.compile(nn.Linear(2, 2), mesh_of(2), example_inputs=(torch.ones(2, 2),)).mesh
+    for method in ("numpy", "tolist"):
+        with pytest.raises(InputError, match=rf"{method}\(\) is asked of .*Shard.*\n  Write value.full_tensor"):
+            getattr(shards(X, mesh, 0), method)()
+
+
+def test_arrays_and_lists_of_shards_are_refused(ranks: Any) -> None:
+    ranks(2).run(leave)

@@ -8,6 +8,8 @@
   and backward asks the DTensor whether it was so.
 - Convolutions are of each shard alone, also of shards of pixels, and add the bias to each summand; gradients of their
   weights count the whole batch once for each rank that has it.
+- ``renorm`` and ``renorm_`` have no rule for DTensors.
+- The gradient of ``adaptive_avg_pool2d`` of an image without a batch takes its rows for channels.
 - Weight norm along sharded rows is that of a shard.
 """
 
@@ -39,12 +41,14 @@ _Placements = Sequence[Placement]
 @cache
 def correct_ops() -> None:
     """Run these so, from now on, for DTensors on the meshes of parallel modules."""
-    for ops, run in ((_SHIFTS, _shift), (_SCANS, _scan), (_DETERMINANTS, _determinant),
-                     ([aten.logsumexp.default], _logsumexp), ([_CONVOLUTION], _convolution), ([_CONVOLUTION_BACKWARD], _convolution_backward),
-                     ([_WEIGHT_NORM, _WEIGHT_NORM_BACKWARD], _weight_norm)):
-        for op in ops:
-            before: list[Handler | None] = []
-            before.append(set_handler(op, partial(_run, before, run)))
+    for op, run in {**dict.fromkeys(_SHIFTS, _shift), **dict.fromkeys(_SCANS, _scan),
+                    **dict.fromkeys(_DETERMINANTS, _determinant), aten.logsumexp.default: _logsumexp,
+                    _CONVOLUTION: _convolution, _CONVOLUTION_BACKWARD: _convolution_backward,
+                    _WEIGHT_NORM: _weight_norm, _WEIGHT_NORM_BACKWARD: _weight_norm,
+                    aten._adaptive_avg_pool2d_backward.default: _pooling_backward,
+                    aten.renorm.default: _renorm, aten.renorm_.default: _renorm_in_place}.items():
+        before: list[Handler | None] = []
+        before.append(set_handler(op, partial(_run, before, run)))
 
 
 def _run(before: list[Handler | None], run: Any, op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -96,6 +100,11 @@ def _convolution_backward(_: Any, op: Any, gradient: DTensor, batch: DTensor, we
                  for value, (placements, shape) in zip(made, laid, strict=True))
 
 
+def _pooling_backward(as_torch: Any, _: Any, gradient: DTensor, images: DTensor) -> Any:
+    batched = images.dim() == 4
+    return as_torch((gradient, images) if batched else (replicated(gradient), replicated(images)), {})
+
+
 def _weight_norm(_: Any, op: Any, *args: Any) -> Any:
     """Of rows that are whole. Both results are like two arguments, in backward like those after the gradient."""
     *tensors, dim = args if isinstance(args[-1], int) else (*args, 0)
@@ -103,6 +112,17 @@ def _weight_norm(_: Any, op: Any, *args: Any) -> Any:
     rows = _kept(likes[0], dim % likes[0].dim())
     made = op(*(_local(value, rows) for value in tensors), dim)
     return tuple(_dtensor(value, like, rows, like.shape) for value, like in zip(made, likes, strict=True))
+
+
+def _renorm(_: Any, __: Any, value: DTensor, order: float, dim: int, largest: float) -> Any:
+    """As torch's kernel: a slice along ``dim`` that is longer is divided by its norm."""
+    others = [d for d in range(value.dim()) if d != dim % value.dim()]
+    norms = replicated(torch.linalg.vector_norm(value, order, others, keepdim=True))
+    return value * torch.where(norms > largest, largest / (norms + 1e-7), torch.ones_like(norms))
+
+
+def _renorm_in_place(as_torch: Any, op: Any, value: DTensor, *options: Any) -> Any:
+    return value.copy_(_renorm(as_torch, op, value, *options))
 
 
 def _dtensor(local: Tensor, like: DTensor, placements: _Placements, shape: Sequence[int]) -> DTensor:

@@ -3,8 +3,8 @@
 Assigning a plain tensor to ``.data`` changes nothing of a DTensor, nor does writing to a selection along a sharded dim
 (``weight[3] = 0``, ``weight[2:9].mul_(2)``), which torch makes of a gathered copy; ``.item()``, ``float()`` and
 ``bool()`` of one that is sharded or a summand read this rank's part. A DTensor may be assigned to ``.data``; copies are
-as those of plain tensors, also of gradients that lie in a bucket. (The one file that touches DTensor's op handlers and
-attributes.)
+as those of plain tensors, also of gradients that lie in a bucket; summands are added up before they are written over.
+(The one file that touches DTensor's op handlers and attributes.)
 """
 
 from __future__ import annotations
@@ -91,6 +91,8 @@ def _replace() -> None:
     DTensor.__setitem__ = _set_item  # type: ignore[assignment]
     for name in _IN_PLACE:
         setattr(DTensor, name, _writing(getattr(torch.Tensor, name)))
+    for name in ("numpy", "tolist"):
+        setattr(DTensor, name, _leaving(name))
 
 
 def _number(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -136,15 +138,40 @@ def _copied(tensor: DTensor, memo: dict[int, Any]) -> Any:
 
 
 def _writing(method: Callable[..., Any]) -> Callable[..., Any]:
-    """A method that writes in place, refused on a selection that is a copy."""
+    """A method that writes in place, refused on a selection that is a copy. What the ranks have yet to add up, or to
+    take the norm of, they do before."""
 
     @wraps(method)
     def written(tensor: DTensor, *args: Any, **kwargs: Any) -> Any:
         if tensor._base is not None:
             _refuse_copy(tensor, tensor._base)
+        if is_watched(tensor) and any(p.is_partial() for p in tensor.placements):
+            _combine(tensor)
         return method(tensor, *args, **kwargs)
 
     return written
+
+
+def _combine(tensor: DTensor) -> None:
+    """Give each rank the whole of what were the ranks' summands."""
+    with torch.no_grad():
+        summands: Any = tensor.detach()
+        whole = summands.redistribute(placements=[Replicate() if p.is_partial() else p for p in tensor.placements])
+    tensor._local_tensor, tensor._spec = whole._local_tensor, whole._spec
+
+
+def _leaving(name: str) -> Callable[..., Any]:
+    """A method that leaves torch, refused on a part."""
+    method = getattr(torch.Tensor, name)
+
+    @wraps(method)
+    def left(tensor: DTensor, *args: Any, **kwargs: Any) -> Any:
+        if is_watched(tensor):
+            raise InputError(f".{name}() is asked of a DTensor {list(tensor.shape)} with placements "
+                             f"{tensor.placements}\n  Write value.full_tensor().{name}(), on all ranks.")
+        return method(tensor, *args, **kwargs)
+
+    return left
 
 
 def _set_item(tensor: DTensor, index: Any, value: Any) -> None:

@@ -19,6 +19,7 @@ from autoparallel.runtime.corrected_ops import correct_ops
 from autoparallel.runtime.dtensors import watch
 from autoparallel.runtime.form import Compiled
 from autoparallel.runtime.guards import Places, SharedAttributes
+from autoparallel.runtime.hints import add_hints
 from autoparallel.runtime.initialise import Keep, as_dtensor, container, elsewhere, live_elsewhere
 from autoparallel.runtime.offload.gradients import HostGradients
 from autoparallel.runtime.offload.mapped import MappedFiles
@@ -41,6 +42,7 @@ def place(root: nn.Module, state: State, compiled: Compiled) -> None:
     draw_whole()
     take_whole_means()
     correct_ops()
+    add_hints()
     look_at_steps()
     _make_shared_groups(state, sorted(set(compiled.shared.values())))
     everywhere = (INVARIANT,) * mesh.ndim
