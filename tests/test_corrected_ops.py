@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable
+from contextlib import redirect_stderr
+from io import StringIO
 from itertools import product
 from typing import Any
 
@@ -116,6 +118,22 @@ def test_a_script_that_torch_ends_is_told_what_to_write(monkeypatch: pytest.Monk
     add_hints.__wrapped__()
     sys.excepthook(type(error), error, None)
     assert hint in capsys.readouterr().err
+
+
+def write_into_a_plain_loss() -> str:
+    """A DTensor added in place to a plain scalar, as the script is told of it."""
+    parallel = autoparallel.compile(nn.Linear(2, 2), mesh_of(2), example_inputs=(torch.ones(2, 2),))
+    loss, told = torch.ones(2, requires_grad=True).sum(), StringIO()
+    with pytest.raises(AssertionError) as raised, redirect_stderr(told):
+        loss += parallel.weight.square().sum()
+    with redirect_stderr(told):
+        sys.excepthook(raised.type, raised.value, raised.tb)
+    return told.getvalue()
+
+
+def test_a_dtensor_written_into_a_plain_loss_is_told(ranks: Any) -> None:
+    for told in ranks(2).run(write_into_a_plain_loss):
+        assert "Write loss = loss + term in place of loss += term" in told
 
 
 def leave() -> None:

@@ -107,6 +107,29 @@ def test_gradients_of_whole_outputs_are_differentiated(ranks: Any) -> None:
     ranks(2).run(penalise)
 
 
+def regularise(plan: str) -> None:
+    """A plain loss with terms of the parameters, which are DTensors, in each order."""
+    torch.manual_seed(1)
+    model = nn.Sequential(nn.Linear(10, 16), nn.Tanh(), nn.Linear(16, 5))
+    parallel = autoparallel.compile(copy.deepcopy(model), mesh_of(2), outputs="whole", baseline=plan)
+    scales: list[Any] = []
+    for module in (model, parallel):
+        loss, scale = F.cross_entropy(module(X), Y), torch.tensor(0.3, requires_grad=True)
+        terms = sum(p.norm() for p in module.parameters()) * (1 - scale) / scale.exp()
+        (loss - 0.1 * terms + module[0].weight.abs().sum() * scale - loss * terms + sum([loss, terms])).backward()
+        assert type(scale.grad) is Tensor
+        scales.append(scale.grad)
+    torch.testing.assert_close(*scales)
+    expected = gradients_of(model)
+    for name, gradient in gathered((n, p.grad) for n, p in parallel.named_parameters()).items():
+        torch.testing.assert_close(gradient, expected[name], rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("plan", ["ddp", "fsdp"])
+def test_terms_of_parameters_are_added_to_a_plain_loss(ranks: Any, plan: str) -> None:
+    ranks(2).run(regularise, plan)
+
+
 class Loss(nn.Module):
     def __init__(self) -> None:
         super().__init__()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from collections.abc import Callable
 from functools import cache, partial
@@ -22,6 +23,9 @@ _HINTS = (
      "all ranks, and then `with torch.no_grad(): value.copy_(distribute_tensor(whole, value.device_mesh, "
      "value.placements))`."),
 )
+#: Of an assertion without words, which fails where torch dispatches an op.
+_WRITTEN_INTO = ("a DTensor is written into a plain tensor.\n  Write loss = loss + term in place of loss += term, or "
+                 "plain.copy_(value.full_tensor()), on all ranks.")
 _Hook = Callable[[type[BaseException], BaseException, TracebackType | None], object]
 
 
@@ -36,7 +40,16 @@ def _told(hook: _Hook, kind: type[BaseException], error: BaseException, trace: T
         for said, hint in _HINTS:
             if said in str(error):
                 error.add_note(hint)
+    if isinstance(error, AssertionError) and not error.args and _raised_in(trace).endswith("tensor/_dispatch.py"):
+        error.add_note(_WRITTEN_INTO)
     hook(kind, error, trace)
+
+
+def _raised_in(trace: TracebackType | None) -> str:
+    """The file in which an error was raised."""
+    while trace is not None and trace.tb_next is not None:
+        trace = trace.tb_next
+    return "" if trace is None else trace.tb_frame.f_code.co_filename.replace(os.sep, "/")
 
 
 __all__ = ["add_hints"]
