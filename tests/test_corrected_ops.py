@@ -120,6 +120,23 @@ def test_a_script_that_torch_ends_is_told_what_to_write(monkeypatch: pytest.Monk
     assert hint in capsys.readouterr().err
 
 
+def write_over_summands() -> None:
+    """Where a view has the same memory, it is refused, or both are written."""
+    mesh = autoparallel.compile(nn.Linear(2, 2), mesh_of(2), example_inputs=(torch.ones(2, 2),)).mesh
+    sums = shards(X, mesh, 0).sum(0)
+    view = sums[2:5]
+    with pytest.raises(RuntimeError, match="in-place operations that require placement changes"):
+        sums.clamp_(max=0.5)
+    sums.mul_(2)
+    torch.testing.assert_close(whole(view), X.sum(0)[2:5] * 2)
+    del view
+    torch.testing.assert_close(whole(sums.clamp_(max=0.5)), (X.sum(0) * 2).clamp(max=0.5))
+
+
+def test_summands_are_added_up_before_they_are_written_over(ranks: Any) -> None:
+    ranks(2).run(write_over_summands)
+
+
 def write_into_a_plain_loss() -> str:
     """A DTensor added in place to a plain scalar, as the script is told of it."""
     parallel = autoparallel.compile(nn.Linear(2, 2), mesh_of(2), example_inputs=(torch.ones(2, 2),))

@@ -38,6 +38,10 @@ _IN_PLACE = [name for name in dir(torch.Tensor)
                                                  "xor", "lshift", "rshift")}]
 #: The attribute of a parameter outside of the device, on the host or on disk, that has the way there.
 KEPT = "_kept_elsewhere"
+#: What torch says of summands that it would have to add up first.
+_NOT_OF_SUMMANDS = "in-place operations that require placement changes are not supported"
+#: The users of memory that one tensor has, while they are counted.
+_ALONE = 2
 _BASIC = (int, slice, type(None), EllipsisType)
 
 
@@ -139,25 +143,33 @@ def _copied(tensor: DTensor, memo: dict[int, Any]) -> Any:
 
 def _writing(method: Callable[..., Any]) -> Callable[..., Any]:
     """A method that writes in place, refused on a selection that is a copy. What the ranks have yet to add up, or to
-    take the norm of, they do before."""
+    take the norm of, they do before, where torch does not write to the summands."""
 
     @wraps(method)
     def written(tensor: DTensor, *args: Any, **kwargs: Any) -> Any:
         if tensor._base is not None:
             _refuse_copy(tensor, tensor._base)
-        if is_watched(tensor) and any(p.is_partial() for p in tensor.placements):
-            _combine(tensor)
+        try:
+            return method(tensor, *args, **kwargs)
+        except RuntimeError as error:
+            if not is_watched(tensor) or _NOT_OF_SUMMANDS not in str(error) or not _combine(tensor):
+                raise
         return method(tensor, *args, **kwargs)
 
     return written
 
 
-def _combine(tensor: DTensor) -> None:
-    """Give each rank the whole of what were the ranks' summands."""
+def _combine(tensor: DTensor) -> bool:
+    """Give each rank the whole of what were the ranks' summands. False where there are none, or other tensors have
+    their memory: views would not see what is written."""
+    users = torch._C._storage_Use_Count(tensor._local_tensor.untyped_storage()._cdata)
+    if users > _ALONE or not any(p.is_partial() for p in tensor.placements):
+        return False
     with torch.no_grad():
         summands: Any = tensor.detach()
         whole = summands.redistribute(placements=[Replicate() if p.is_partial() else p for p in tensor.placements])
     tensor._local_tensor, tensor._spec = whole._local_tensor, whole._spec
+    return True
 
 
 def _leaving(name: str) -> Callable[..., Any]:
