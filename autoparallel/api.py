@@ -141,6 +141,7 @@ def compile(
     plan: Plan | None = None,
     cluster: Cluster | str | Path | None = None,
     inputs: str | Mapping[str, str] = "global",
+    outputs: str = "layout",
     check_inputs: int = 100,
     max_forms: int = 64,
     peer_timeout_s: float = 60.0,
@@ -186,6 +187,10 @@ def compile(
     check_inputs: ranks compare global tensors in the first three calls and every so many after (0: never), and the
         shapes of local ones in every call (on GPUs without waiting, if the process group has a CPU backend too:
         "cpu:gloo,cuda:nccl").
+    outputs: "layout": what the plan shards comes back as a DTensor, other outputs as plain tensors; "whole": each rank
+        gets every output whole, as a plain tensor (caches of keys and values stay sharded), for code that does not know
+        DTensors: losses of plain targets, metrics. That gathers them at each call. Gradients are right where every rank
+        computes the same of them. Pipelines give the loss of `ParallelModule.step` only, to every rank.
     backend: what runs the program: "eager", node by node; "inductor", forward and backward each one graph, traced by
         AOTAutograd with its collectives (in buckets, overlapped) and compiled, which takes a minute or more at the
         first call; "auto", Inductor on GPUs with Triton and eager elsewhere; "aot_eager", the traced graphs without
@@ -200,6 +205,7 @@ def compile(
     decide what the plan has decided, InputError on all ranks where local examples have different shapes.
     """
     from autoparallel.runtime.inputs import Inputs
+    from autoparallel.runtime.state import OUTPUTS
 
     chosen = options_of(locals())
     check_call(model, example_inputs, example_kwargs)
@@ -213,13 +219,15 @@ def compile(
     if plan and (decided := sorted(name for name in DECIDED_BY_A_PLAN if getattr(chosen, name) is not None)):
         raise PlanError(f"the plan decides {', '.join(decided)}: leave them out, or leave out the plan and search for "
                         "another")
+    if not isinstance(outputs, str) or outputs not in OUTPUTS:
+        raise PlanError(f"unknown outputs {shown(outputs)}; there are {list(OUTPUTS)}")
     check_disk_path(disk_path, chosen, plan)
     given = example_inputs is not None or example_kwargs is not None
     from autoparallel.runtime.failing import naming_peers
 
     with naming_peers():
         return compiler.compile(model, mesh, (example_inputs or (), example_kwargs or {}) if given else None, taken,
-                                plan, cluster, chosen, backend, max_forms, peer_timeout_s,
+                                outputs, plan, cluster, chosen, backend, max_forms, peer_timeout_s,
                                 None if disk_path is None else Path(disk_path))
 
 

@@ -52,8 +52,8 @@ def plan(model: nn.Module, cluster: Cluster, args: Sequence[Any], kwargs: Mappin
     return replace(best, evidence=evidence, record=history.told(best))
 
 
-def compile(model: nn.Module, mesh: DeviceMesh | int, example: Call | None, inputs: Inputs, plan: Plan | None,
-            cluster: Cluster | str | Path | None, options: Options, backend: str, max_forms: int,
+def compile(model: nn.Module, mesh: DeviceMesh | int, example: Call | None, inputs: Inputs, outputs: str,
+            plan: Plan | None, cluster: Cluster | str | Path | None, options: Options, backend: str, max_forms: int,
             peer_timeout_s: float, disk_path: Path | None) -> ParallelModule:
     """The model on a mesh, as `autoparallel.compile`; traced now if there is an ``example`` call."""
     import torch.distributed as dist
@@ -101,7 +101,7 @@ def compile(model: nn.Module, mesh: DeviceMesh | int, example: Call | None, inpu
         away = away if placed else made.plan.hybrid.offload
         return made
 
-    parallel = ParallelModule(model, position, hybrid, compile_call, inputs, max_forms,
+    parallel = ParallelModule(model, position, hybrid, compile_call, inputs, outputs, max_forms,
                               Limits.of(options.host_memory_limit_bytes, options.disk_limit_bytes, disk_path))
     if example is not None:
         parallel.trace(*parallel.taken(*example))

@@ -316,6 +316,34 @@ def test_checkpoint_around_a_parallel_module(mesh_of_one: Any) -> None:
                        use_reentrant=reentrant)
 
 
+class OfEachSample(nn.Module):
+    """The length of each sample's gradient."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = nn.Sequential(nn.Linear(4, 4), nn.Tanh())
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        def loss(values: dict[str, torch.Tensor], row: torch.Tensor) -> torch.Tensor:
+            return torch.func.functional_call(self.net, values, (row[None],)).square().sum()
+
+        made = torch.vmap(torch.func.grad(loss), (None, 0))(dict(self.net.named_parameters()), x)
+        return torch.stack([value.flatten(1).norm(dim=1) for value in made.values()]).norm(dim=0)
+
+
+def test_gradients_within_forward_are_compiled(mesh_of_one: Any) -> None:
+    """(Compiling put hooks of saved tensors around the trace, under which torch.func takes no gradients.)"""
+    model = OfEachSample()
+    torch.testing.assert_close(whole(compiled(model, mesh_of_one)(X)), model(X))
+    found = checkpoint(compiled(OfEachSample(), mesh_of_one), X.clone().requires_grad_(), use_reentrant=False)
+    assert found.shape == model(X).shape
+    with torch.autograd.graph.saved_tensors_hooks(lambda value: value + 1, lambda value: value - 1):
+        parallel = compiled(nn.Linear(4, 4), mesh_of_one)
+        parallel(X)
+        assert torch._C._autograd._top_saved_tensors_default_hooks(True) is not None
+    assert torch._C._autograd._top_saved_tensors_default_hooks(True) is None
+
+
 def test_cached_parametrizations_are_refused(mesh_of_one: Any) -> None:
     parallel = compiled(parametrizations.weight_norm(nn.Linear(4, 4)), mesh_of_one)
     with parametrize.cached(), pytest.raises(InputError, match=r"within torch\.nn\.utils\.parametrize\.cached"):

@@ -10,6 +10,7 @@ import pytest
 import torch
 import torch.nn.functional as F  # noqa: N812
 from torch import Tensor, nn
+from torch.nn.utils import parametrizations, parametrize
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn, update_bn
 
 import autoparallel
@@ -112,6 +113,37 @@ def named(model: Any) -> Made:
     return {**state("model", model), **state("other", other), "loss": model.eval()(X, Y).detach()}
 
 
+class Positive(nn.Module):
+    def forward(self, weight: Tensor) -> Tensor:
+        return F.softplus(weight)
+
+
+class Parametrised(nn.Module):
+    """Weights that are computed of others."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.last = nn.Linear(8, 16, bias=False), nn.Linear(16, 4)
+        parametrizations.weight_norm(self.first, dim=1)
+        parametrize.register_parametrization(self.last, "weight", Positive())
+
+    def forward(self, x: Tensor, y: Tensor | None = None) -> Tensor:
+        made = self.last(self.first(x).tanh())
+        return made.square().sum() if y is None else F.cross_entropy(made, y)
+
+
+def regularised(model: Any) -> Made:
+    """Such weights are read outside of the model, in its loss."""
+    optimizer, losses = torch.optim.SGD(model.parameters(), lr=0.1), {}
+    for number in range(2):
+        optimizer.zero_grad()
+        loss = model(X + number, Y) + 0.1 * model.first.weight.abs().sum() + 0.1 * model.last.weight.norm()
+        loss.backward()
+        optimizer.step()
+        losses[f"loss {number}"] = loss.detach()
+    return {**state("model", model), **gathered([*losses.items(), ("weight", model.first.weight.detach())])}
+
+
 def is_equal_on(kind: type[nn.Module], baseline: str, script: Callable[[Any], Made]) -> None:
     torch.manual_seed(7)
     model = kind()
@@ -122,7 +154,8 @@ def is_equal_on(kind: type[nn.Module], baseline: str, script: Callable[[Any], Ma
         torch.testing.assert_close(found[name], value, rtol=1e-4, atol=1e-5, msg=lambda text, n=name: f"{n}: {text}")
 
 
-@pytest.mark.parametrize(("kind", "script"), [(Net, averaged), (Net, swapped), (Net, copied), (Named, named)])
+@pytest.mark.parametrize(("kind", "script"), [(Net, averaged), (Net, swapped), (Net, copied), (Named, named),
+                                              (Parametrised, regularised)])
 @pytest.mark.parametrize("baseline", ["ddp", pytest.param("fsdp", marks=pytest.mark.slow)])
 def test_a_script_is_equal_to_one_process(ranks: Any, kind: type[nn.Module], baseline: str,
                                           script: Callable[[Any], Made]) -> None:

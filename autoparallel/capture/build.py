@@ -207,6 +207,9 @@ class _Builder:
         self._refuse_mutated_inputs(signature)
         leaf_of = self._input_positions(signature)
         numbers_as_arguments(self.program.graph_module.graph, self._number_inputs(leaf_of), self.leaves)
+        for placeholder in self.program.graph.find_nodes(op="placeholder"):
+            if (spec := specs.get(placeholder.name)) is not None and spec.kind is InputKind.PARAMETER:
+                placeholder.meta["parameter"] = spec.target
         mutated = normalise(self.program.graph_module.graph, buffers)
         parameters = {name for name, spec in specs.items() if spec.kind is InputKind.PARAMETER}
         constants = {name for name, spec in specs.items() if spec.kind is InputKind.CONSTANT_TENSOR}

@@ -16,6 +16,7 @@ import autoparallel
 from autoparallel.layout import from_torch
 from autoparallel.runtime.initialise import as_dtensor, local_shard
 from autoparallel.runtime.module import ParallelModule
+from autoparallel.runtime.state import WHOLE_WITHOUT_LOSS
 
 Call = tuple[tuple[Any, ...], dict[str, Any]]
 
@@ -40,7 +41,8 @@ class Preparation:
             options.update(example_inputs=call[0], example_kwargs=call[1])
         with self._context():
             made = autoparallel.compile(model, mesh, **options)
-        made._state.whole_outputs = True
+        if "outputs" not in options:
+            made._state.outputs = WHOLE_WITHOUT_LOSS
         for name in ("forward", "step"):
             made.__dict__[name] = self._prepared(made, getattr(made, name))
         if call is None:  # summaries read parameters before the first call; modes are noted, and put back after it

@@ -331,6 +331,7 @@ _ELSEWHERE = {
     "axis_names": "plan: a mesh names its own axes, init_device_mesh(..., mesh_dim_names=('data', 'model'))",
     "mesh": "compile: give plan a cluster, and mesh_shape=(2, 4) to fix its axes",
     "inputs": "compile: plan takes the examples of the whole batch",
+    "outputs": "compile, whose module gives them",
     "max_forms": "compile, whose module keeps programs",
     "backend": "compile: a plan is for any of them",
     "check_inputs": "compile, whose module compares what its ranks are called with",

@@ -50,7 +50,7 @@ class Calls:
         state = self._state
         if compiled.draws:
             refuse_checkpoint()
-        whole = state.gathers or (state.whole_outputs and (not self.module.training or compiled.micro.loss is None))
+        whole = state.gives_whole(self.module.training, compiled.micro.loss is not None)
         with state.together.call(), use_numbers({n: leaves[n] for n in compiled.numbers}):
             outputs = self._run(compiled, leaves)
             results = [

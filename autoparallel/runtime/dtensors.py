@@ -3,8 +3,8 @@
 Assigning a plain tensor to ``.data`` changes nothing of a DTensor, nor does writing to a selection along a sharded dim
 (``weight[3] = 0``, ``weight[2:9].mul_(2)``), which torch makes of a gathered copy; ``.item()``, ``float()`` and
 ``bool()`` of one that is sharded or a summand read this rank's part. A DTensor may be assigned to ``.data``; copies are
-as those of plain tensors, also of gradients that lie in a bucket. (The one file that touches DTensor's op handlers and
-attributes.)
+as those of plain tensors, also of gradients that lie in a bucket; summands are added up before they are written over.
+(The one file that touches DTensor's op handlers and attributes.)
 """
 
 from __future__ import annotations
@@ -38,6 +38,10 @@ _IN_PLACE = [name for name in dir(torch.Tensor)
                                                  "xor", "lshift", "rshift")}]
 #: The attribute of a parameter outside of the device, on the host or on disk, that has the way there.
 KEPT = "_kept_elsewhere"
+#: What torch says of summands that it would have to add up first.
+_NOT_OF_SUMMANDS = "in-place operations that require placement changes are not supported"
+#: The users of memory that one tensor has, while they are counted.
+_ALONE = 2
 _BASIC = (int, slice, type(None), EllipsisType)
 
 
@@ -70,6 +74,13 @@ def as_before(before: Sequence[Handler | None], op: Any, args: tuple[Any, ...], 
         set_handler(op, ours)
 
 
+def replicated(value: Any) -> Any:
+    """A DTensor with all of it on each rank; anything else as it is."""
+    if not isinstance(value, DTensor):
+        return value
+    return value.redistribute(placements=[Replicate()] * value.device_mesh.ndim)
+
+
 def hold_whole(tensor: DTensor) -> None:
     """Note that each rank has the values of what were summands of the ranks: they are not added up."""
     placements = tuple(Replicate() if p.is_partial() else p for p in tensor.placements)
@@ -84,6 +95,8 @@ def _replace() -> None:
     DTensor.__setitem__ = _set_item  # type: ignore[assignment]
     for name in _IN_PLACE:
         setattr(DTensor, name, _writing(getattr(torch.Tensor, name)))
+    for name in ("numpy", "tolist"):
+        setattr(DTensor, name, _leaving(name))
 
 
 def _number(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -129,15 +142,48 @@ def _copied(tensor: DTensor, memo: dict[int, Any]) -> Any:
 
 
 def _writing(method: Callable[..., Any]) -> Callable[..., Any]:
-    """A method that writes in place, refused on a selection that is a copy."""
+    """A method that writes in place, refused on a selection that is a copy. What the ranks have yet to add up, or to
+    take the norm of, they do before, where torch does not write to the summands."""
 
     @wraps(method)
     def written(tensor: DTensor, *args: Any, **kwargs: Any) -> Any:
         if tensor._base is not None:
             _refuse_copy(tensor, tensor._base)
+        try:
+            return method(tensor, *args, **kwargs)
+        except RuntimeError as error:
+            if not is_watched(tensor) or _NOT_OF_SUMMANDS not in str(error) or not _combine(tensor):
+                raise
         return method(tensor, *args, **kwargs)
 
     return written
+
+
+def _combine(tensor: DTensor) -> bool:
+    """Give each rank the whole of what were the ranks' summands. False where there are none, or other tensors have
+    their memory: views would not see what is written."""
+    users = torch._C._storage_Use_Count(tensor._local_tensor.untyped_storage()._cdata)
+    if users > _ALONE or not any(p.is_partial() for p in tensor.placements):
+        return False
+    with torch.no_grad():
+        summands: Any = tensor.detach()
+        whole = summands.redistribute(placements=[Replicate() if p.is_partial() else p for p in tensor.placements])
+    tensor._local_tensor, tensor._spec = whole._local_tensor, whole._spec
+    return True
+
+
+def _leaving(name: str) -> Callable[..., Any]:
+    """A method that leaves torch, refused on a part."""
+    method = getattr(torch.Tensor, name)
+
+    @wraps(method)
+    def left(tensor: DTensor, *args: Any, **kwargs: Any) -> Any:
+        if is_watched(tensor):
+            raise InputError(f".{name}() is asked of a DTensor {list(tensor.shape)} with placements "
+                             f"{tensor.placements}\n  Write value.full_tensor().{name}(), on all ranks.")
+        return method(tensor, *args, **kwargs)
+
+    return left
 
 
 def _set_item(tensor: DTensor, index: Any, value: Any) -> None:
@@ -158,4 +204,4 @@ def _refuse_copy(selected: Any, base: Any) -> None:
                          "tensor.placements))`.")
 
 
-__all__ = ["KEPT", "Handler", "as_before", "hold_whole", "is_watched", "set_handler", "watch"]
+__all__ = ["KEPT", "Handler", "as_before", "hold_whole", "is_watched", "replicated", "set_handler", "watch"]

@@ -51,7 +51,7 @@ class SharedAttributes:
         self.before = [_plain_attributes(module) for module in modules]
         self.kinds = list(map(type, modules))
         for module, part in self.pairs:
-            vars(part)["forward"] = NotAlone(self.names[module])
+            self._refuse_alone(module, part)
 
     def merge(self) -> None:
         """Copy attributes and classes set since the last call. Raises InputError if both sides were set to different
@@ -89,6 +89,11 @@ class SharedAttributes:
         if not isinstance(given, NotAlone):
             if given is not None:
                 vars(module)["forward"] = MethodType(given.__func__, module) if isinstance(given, MethodType) else given
+            self._refuse_alone(module, part)
+
+    def _refuse_alone(self, module: nn.Module, part: nn.Module) -> None:
+        """Refuse calls of a part. A parametrization is called where its tensor is read, and computes on DTensors."""
+        if ".parametrizations." not in f".{self.names[module]}.":
             vars(part)["forward"] = NotAlone(self.names[module])
 
 

@@ -62,9 +62,9 @@ class ParallelModule(nn.Module):
     """
 
     def __init__(self, model: nn.Module, position: groups.MeshPosition, hybrid: Hybrid, compile_call: Compile,
-                 inputs: Inputs, max_forms: int, limits: Limits) -> None:
+                 inputs: Inputs, outputs: str, max_forms: int, limits: Limits) -> None:
         super().__init__()
-        self._state = State(model, position, hybrid, compile_call, inputs, max_forms, limits)
+        self._state = State(model, position, hybrid, compile_call, inputs, outputs, max_forms, limits)
         self._calls = Calls(self, self._state)
         self.training = model.training
         if callable(getattr(type(model), "_prepare_cache_for_generation", None)):  # transformers' generate

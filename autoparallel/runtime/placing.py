@@ -15,10 +15,13 @@ from autoparallel.errors import InputError
 from autoparallel.kernels.host_copies import host_memory
 from autoparallel.layout import INVARIANT, Layout, local_shape, to_torch
 from autoparallel.runtime.agree import made_equally
+from autoparallel.runtime.corrected_ops import correct_ops
 from autoparallel.runtime.dtensors import watch
 from autoparallel.runtime.form import Compiled
 from autoparallel.runtime.guards import Places, SharedAttributes
+from autoparallel.runtime.hints import add_hints
 from autoparallel.runtime.initialise import Keep, as_dtensor, container, elsewhere, live_elsewhere
+from autoparallel.runtime.mixing import mix_scalars
 from autoparallel.runtime.offload.gradients import HostGradients
 from autoparallel.runtime.offload.mapped import MappedFiles
 from autoparallel.runtime.optimizers import look_at_steps, offload_states
@@ -39,6 +42,9 @@ def place(root: nn.Module, state: State, compiled: Compiled) -> None:
     watch(mesh)
     draw_whole()
     take_whole_means()
+    correct_ops()
+    add_hints()
+    mix_scalars()
     look_at_steps()
     _make_shared_groups(state, sorted(set(compiled.shared.values())))
     everywhere = (INVARIANT,) * mesh.ndim

@@ -30,19 +30,23 @@ from autoparallel.runtime.shared import Ranks
 from autoparallel.schedule.tiers import ON_DEVICE
 
 _training = attrgetter("training")
+#: What outputs are: of the plan's layout, or whole. A third way is whole in eval mode, and of models without a scalar
+#: loss, whose users compute it from whole outputs (`integrations`).
+OUTPUTS = LAYOUT, WHOLE = "layout", "whole"
+WHOLE_WITHOUT_LOSS = "whole without loss"
 
 
 @dataclass(eq=False)
 class State:
-    """State of a parallel module beside its parameters. ``calls``: calls that have drawn random numbers; ``gathers``:
-    whether outputs are returned whole (within ``generate``); ``caches``: of that call; ``whole_outputs``: whether in
-    eval mode, and of models without a scalar loss, whose users compute it from whole outputs (`integrations`)."""
+    """State of a parallel module beside its parameters. ``outputs``: one of `OUTPUTS`; ``calls``: calls that have drawn
+    random numbers; ``gathers``: whether outputs are returned whole (within ``generate``); ``caches``: of that call."""
 
     model: nn.Module
     position: groups.MeshPosition
     hybrid: Hybrid
     compile_call: Compile
     inputs: Inputs
+    outputs: str
     max_forms: int
     limits: Limits
 
@@ -66,7 +70,7 @@ class State:
         self.offload = ON_DEVICE  # of the first form's plan
         self.host_gradients: HostGradients | None = None
         self.files: MappedFiles | None = None  # of parameters and gradients on disk
-        self.gathers = self.whole_outputs = False
+        self.gathers = False
         self.caches: Caches | None = None
         self.seed = initialise.shared_seed(torch.initial_seed())
         self.device = torch.device(self.mesh.device_type)
@@ -84,6 +88,11 @@ class State:
         raise InputError("a parallel module cannot be pickled: its programs and process groups are of this process\n"
                          "  Save its state: parallel.save(folder, optimizer), parallel.save_pretrained(folder) or "
                          "torch.distributed.checkpoint; pickle the model that it was made of.")
+
+    def gives_whole(self, training: bool, has_loss: bool) -> bool:
+        """Whether the outputs of a call are whole tensors. ``has_loss``: one of them is a scalar loss."""
+        beside_loss = training and has_loss
+        return self.gathers or self.outputs == WHOLE or (self.outputs == WHOLE_WITHOUT_LOSS and not beside_loss)
 
     def close(self) -> None:
         """Let go of the programs and of the process groups of this module's own."""

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
@@ -11,7 +12,6 @@ import torch
 import torch.distributed as dist
 import torch.utils._pytree as pytree
 from torch import nn
-from torch.autograd.graph import saved_tensors_hooks
 from torch.distributed.tensor import DTensor
 
 from autoparallel.capture import call_text, canonical_call
@@ -92,7 +92,7 @@ def _compiled(module: nn.Module, state: State, key: Any, leaves: Sequence[Any], 
         _LOG.warning("%s is compiled for a call of another form (form %d): %s%s", type(state.model).__name__,
                      state.forms.compiled + 1, call, why)
     try:
-        with saved_tensors_hooks(_as_it_is, _as_it_is):  # the user's are of what runs, not of what is traced
+        with _without_hooks():  # the user's are of what runs, not of what is traced
             compiled = state.compile_call(state.model, args, kwargs, state.layouts,
                                           plain and not state.hybrid.is_plain, numbers)
     except CaptureError as error:
@@ -110,8 +110,19 @@ def _compiled(module: nn.Module, state: State, key: Any, leaves: Sequence[Any], 
     return compiled
 
 
-def _as_it_is(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor
+@contextmanager
+def _without_hooks() -> Iterator[None]:
+    """Without hooks of saved tensors, as `torch.utils.checkpoint` has them around what it calls: under any, torch.func
+    takes no gradients."""
+    hooks = list[tuple[Any, Any]]()
+    while (top := torch._C._autograd._top_saved_tensors_default_hooks(True)) is not None:
+        hooks.append(top)
+        torch._C._autograd._pop_saved_tensors_default_hooks()
+    try:
+        yield
+    finally:
+        for pack, unpack in reversed(hooks):
+            torch._C._autograd._push_saved_tensors_default_hooks(pack, unpack)
 
 
 def _names(state: State, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[str]:

@@ -15,9 +15,9 @@ from functools import cache, partial
 from typing import Any
 
 import torch
-from torch.distributed.tensor import DTensor, Partial, Replicate
+from torch.distributed.tensor import Partial
 
-from autoparallel.runtime.dtensors import Handler, as_before, hold_whole, is_watched, set_handler
+from autoparallel.runtime.dtensors import Handler, as_before, hold_whole, is_watched, replicated, set_handler
 
 aten = torch.ops.aten
 _NONE, _MEAN = 0, 1  # torch's numbers of ways to reduce
@@ -76,9 +76,9 @@ def _picked(run: Callable[[dict[str, Any]], Any], given: dict[str, Any]) -> Any:
     if weight is None:
         weights = counted.to(losses.dtype)
     else:
-        weights = _replicated(weight)[_replicated(target * counted)] * _replicated(counted)
-    total = _replicated(weights.sum())
-    return _replicated(losses.sum()) / total, total
+        weights = replicated(weight)[replicated(target * counted)] * replicated(counted)
+    total = replicated(weights.sum())
+    return replicated(losses.sum()) / total, total
 
 
 def _picked_gradient(run: Callable[[dict[str, Any]], Any], given: dict[str, Any]) -> Any:
@@ -91,7 +91,7 @@ def _add(before: list[Handler | None], op: Any, args: tuple[Any, ...], kwargs: d
     value = args[0]
     if is_watched(value) and any(p.is_partial() and (value.dtype == torch.bool or type(p) is not Partial)
                                  for p in value.placements):
-        args = (_replicated(value), *args[1:])
+        args = (replicated(value), *args[1:])
     return as_before(before, op, args, kwargs)
 
 
@@ -101,12 +101,6 @@ def _fill(before: list[Handler | None], op: Any, args: tuple[Any, ...], kwargs: 
     if is_watched(value) and any(p.is_partial() for p in value.placements):
         hold_whole(value)
     return as_before(before, op, args, kwargs)
-
-
-def _replicated(value: Any) -> Any:
-    if not isinstance(value, DTensor):
-        return value
-    return value.redistribute(placements=[Replicate()] * value.device_mesh.ndim)
 
 
 __all__ = ["take_whole_means"]

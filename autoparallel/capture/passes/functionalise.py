@@ -39,8 +39,7 @@ def functionalise(graph: Graph, buffer_names: dict[str, str]) -> dict[str, Node]
     mutations = {}
     for node in memory.written_placeholders():
         if node.name not in buffer_names:
-            raise CaptureError(f"the model writes in place to its input {node.name!r}\n"
-                               "  Write to a copy (x.clone()) or to a buffer.")
+            _refuse_written(node, memory.writer[node])
         mutations[node.name] = memory.value[node]
     for node in reversed(writing):
         graph.erase_node(node)
@@ -53,7 +52,8 @@ class _Memory:
     ``base[v]`` is what the view v looks at (of an in-place op's result: the tensor written to). ``value[t]`` is t's
     present value, if it is not t itself. ``version`` counts the writes to a root's memory, ``seen[v]`` is the version
     that v's value belongs to. ``lost``: written to through a view that cannot be undone, or behind autograd's back, so
-    that gradients are not those of what was computed. ``trainable``: what gradients flow through.
+    that gradients are not those of what was computed. ``trainable``: what gradients flow through. ``writer``: the first
+    op that writes to a root.
     """
 
     def __init__(self, graph: Graph) -> None:
@@ -63,6 +63,7 @@ class _Memory:
         self.version: dict[Node, int] = {}
         self.seen: dict[Node, int] = {}
         self.lost: dict[Node, Node] = {}
+        self.writer: dict[Node, Node] = {}
         self.trainable: set[Node] = set()
 
     def visit(self, node: Node) -> None:
@@ -131,6 +132,7 @@ class _Memory:
         olds = [None if node in self.lost else self.read(node) for node in chain]
         root, known = chain[-1], True
         self.version[root] = self.version.get(root, 0) + 1
+        self.writer.setdefault(root, write)
         if write.meta.get("no_grad") and not self.trainable.isdisjoint(chain):
             self.lost.update(dict.fromkeys(chain, write))
             return
@@ -151,6 +153,16 @@ class _Memory:
     def _set(self, node: Node, value: Node) -> None:
         self.value[node] = value
         self.seen[node] = self.version[self._root(node)]
+
+
+def _refuse_written(node: Node, writer: Node) -> None:
+    """Raises CaptureError for a parameter or an input that the program writes to."""
+    if (parameter := node.meta.get("parameter")) is not None:
+        raise CaptureError(f"the model writes in place to its parameter {parameter!r} in forward{source_line(writer)}\n"
+                           "  Write to the parallel module's after the step: `with torch.no_grad(): parallel."
+                           f"{parameter}.lerp_(...)`, or let the model keep it as a buffer (register_buffer).")
+    raise CaptureError(f"the model writes in place to its input {node.name!r}{source_line(writer)}\n"
+                       "  Write to a copy (x.clone()) or to a buffer.")
 
 
 def writes(node: Node) -> bool:

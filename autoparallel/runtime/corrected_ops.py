@@ -1,0 +1,143 @@
+"""Ops of which torch gives a wrong result or gradient for DTensors, run so that they are right.
+
+- ``<<`` and ``>>`` change nothing: their ops are named as those that write in place are (``__lshift__``).
+- ``cumsum``, ``cumprod`` and ``logcumsumexp`` along a dim counted from the end begin anew in each shard.
+- ``logsumexp`` forgets that it keeps dims, and takes another for the sharded one.
+- The determinant of a matrix that is gathered has the gradient of the transposed one, if the DTensor is not contiguous
+  (``torch.linalg.det(weight[:, :n])``) and what is gathered is: of a contiguous matrix, torch factors the transposed,
+  and backward asks the DTensor whether it was so.
+- Convolutions are of each shard alone, also of shards of pixels, and add the bias to each summand; gradients of their
+  weights count the whole batch once for each rank that has it.
+- ``renorm`` and ``renorm_`` have no rule for DTensors.
+- The gradient of ``adaptive_avg_pool2d`` of an image without a batch takes its rows for channels.
+- Weight norm along sharded rows is that of a shard.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import cache, partial
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard
+
+from autoparallel.runtime.dtensors import Handler, as_before, is_watched, replicated, set_handler
+
+aten = torch.ops.aten
+_SHIFTS = {aten.__lshift__.Scalar: aten.bitwise_left_shift.Tensor_Scalar,
+           aten.__lshift__.Tensor: aten.bitwise_left_shift.Tensor,
+           aten.__rshift__.Scalar: aten.bitwise_right_shift.Tensor_Scalar,
+           aten.__rshift__.Tensor: aten.bitwise_right_shift.Tensor}
+_SCANS = (aten.cumsum.default, aten.cumprod.default, aten.logcumsumexp.default)
+_DETERMINANTS = (aten._linalg_det.default, aten._linalg_slogdet.default)
+_CONVOLUTION, _CONVOLUTION_BACKWARD = aten.convolution.default, aten.convolution_backward.default
+_WEIGHT_NORM, _WEIGHT_NORM_BACKWARD = (aten._weight_norm_interface.default,
+                                       aten._weight_norm_interface_backward.default)
+_Placements = Sequence[Placement]
+
+
+@cache
+def correct_ops() -> None:
+    """Run these so, from now on, for DTensors on the meshes of parallel modules."""
+    for op, run in {**dict.fromkeys(_SHIFTS, _shift), **dict.fromkeys(_SCANS, _scan),
+                    **dict.fromkeys(_DETERMINANTS, _determinant), aten.logsumexp.default: _logsumexp,
+                    _CONVOLUTION: _convolution, _CONVOLUTION_BACKWARD: _convolution_backward,
+                    _WEIGHT_NORM: _weight_norm, _WEIGHT_NORM_BACKWARD: _weight_norm,
+                    aten._adaptive_avg_pool2d_backward.default: _pooling_backward,
+                    aten.renorm.default: _renorm, aten.renorm_.default: _renorm_in_place}.items():
+        before: list[Handler | None] = []
+        before.append(set_handler(op, partial(_run, before, run)))
+
+
+def _run(before: list[Handler | None], run: Any, op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """As torch does where not all tensors are DTensors on the mesh of a parallel module."""
+    if not all(is_watched(value) for value in args if isinstance(value, Tensor)):
+        return as_before(before, op, args, kwargs)
+    return run(partial(as_before, before, op), op, *args, **kwargs)
+
+
+def _shift(_: Any, op: Any, *args: Any) -> Any:
+    return _SHIFTS[op](*args)
+
+
+def _scan(as_torch: Any, _: Any, value: DTensor, dim: int, **kwargs: Any) -> Any:
+    return as_torch((value, dim % max(value.dim(), 1)), kwargs)
+
+
+def _logsumexp(as_torch: Any, _: Any, value: DTensor, dims: Sequence[int], keepdim: bool = False) -> Any:
+    made = as_torch((value, dims), {})
+    for dim in sorted(dim % max(value.dim(), 1) for dim in dims) if keepdim and value.dim() else ():
+        made = made.unsqueeze(dim)
+    return made
+
+
+def _determinant(as_torch: Any, _: Any, matrix: DTensor) -> Any:
+    contiguous, matrix = matrix.is_contiguous(), replicated(matrix)
+    local = matrix._local_tensor
+    if local.is_contiguous() != contiguous:
+        local = local.contiguous() if contiguous else local.mT.contiguous().mT
+        matrix = DTensor.from_local(local, matrix.device_mesh, matrix.placements, run_check=False)
+    return as_torch((matrix,), {})
+
+
+def _convolution(_: Any, op: Any, batch: DTensor, weight: DTensor, bias: DTensor | None, *options: Any) -> Any:
+    """Of this rank's samples, with the whole of the weight."""
+    rows, whole = _kept(batch, 0), _kept(batch, None)
+    made = op(_local(batch, rows), _local(weight, whole), _local(bias, whole), *options)
+    return _dtensor(made, batch, rows, (len(batch), *made.shape[1:]))
+
+
+def _convolution_backward(_: Any, op: Any, gradient: DTensor, batch: DTensor, weight: DTensor,
+                          bias_shape: Sequence[int] | None, *options: Any) -> Any:
+    """Gradients of the batch by rows, and of weight and bias as summands of the ranks."""
+    rows, whole = _kept(batch, 0), _kept(batch, None)
+    made = op(_local(gradient, rows), _local(batch, rows), _local(weight, whole), bias_shape, *options)
+    sums = [Partial() if p.is_shard() else p for p in rows]
+    laid = ((rows, batch.shape), (sums, weight.shape), (sums, bias_shape or ()))
+    return tuple(value if value is None else _dtensor(value, batch, placements, shape)
+                 for value, (placements, shape) in zip(made, laid, strict=True))
+
+
+def _pooling_backward(as_torch: Any, _: Any, gradient: DTensor, images: DTensor) -> Any:
+    batched = images.dim() == 4
+    return as_torch((gradient, images) if batched else (replicated(gradient), replicated(images)), {})
+
+
+def _weight_norm(_: Any, op: Any, *args: Any) -> Any:
+    """Of rows that are whole. Both results are like two arguments, in backward like those after the gradient."""
+    *tensors, dim = args if isinstance(args[-1], int) else (*args, 0)
+    likes = tensors[1:3] if op is _WEIGHT_NORM_BACKWARD else tensors
+    rows = _kept(likes[0], dim % likes[0].dim())
+    made = op(*(_local(value, rows) for value in tensors), dim)
+    return tuple(_dtensor(value, like, rows, like.shape) for value, like in zip(made, likes, strict=True))
+
+
+def _renorm(_: Any, __: Any, value: DTensor, order: float, dim: int, largest: float) -> Any:
+    """As torch's kernel: a slice along ``dim`` that is longer is divided by its norm."""
+    others = [d for d in range(value.dim()) if d != dim % value.dim()]
+    norms = replicated(torch.linalg.vector_norm(value, order, others, keepdim=True))
+    return value * torch.where(norms > largest, largest / (norms + 1e-7), torch.ones_like(norms))
+
+
+def _renorm_in_place(as_torch: Any, op: Any, value: DTensor, *options: Any) -> Any:
+    return value.copy_(_renorm(as_torch, op, value, *options))
+
+
+def _dtensor(local: Tensor, like: DTensor, placements: _Placements, shape: Sequence[int]) -> DTensor:
+    stride = torch.empty(shape, device="meta").stride()
+    return DTensor.from_local(local, like.device_mesh, placements, run_check=False, shape=torch.Size(shape),
+                              stride=stride)
+
+
+def _kept(like: DTensor, dim: int | None) -> _Placements:
+    """Sharded where ``like`` is, along ``dim``, and whole along other axes."""
+    return [p if dim is not None and p == Shard(dim) else Replicate() for p in like.placements]
+
+
+def _local(value: DTensor | None, placements: _Placements) -> Tensor | None:
+    return None if value is None else value.redistribute(placements=placements)._local_tensor.contiguous()
+
+
+__all__ = ["correct_ops"]

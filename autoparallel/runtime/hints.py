@@ -1,0 +1,55 @@
+"""What to write where torch refuses DTensors, told below the traceback of an error that ends the script."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Callable
+from functools import cache, partial
+from types import TracebackType
+
+#: What torch says, and what to write.
+_HINTS = (
+    ("got mixed torch.Tensor and DTensor",
+     "Parameters of a parallel module, and outputs that its plan shards, are DTensors, and a plain tensor does not mix "
+     "with them.\n  Write value.full_tensor() of the DTensor, on all ranks (gradients flow back), or of the plain "
+     "one distribute_tensor(plain, value.device_mesh, value.placements); for a loss or a metric of a parallel module's "
+     "outputs: autoparallel.compile(..., outputs=\"whole\")."),
+    ("does not have a sharding strategy registered",
+     "torch does not run this op on DTensors, as parameters of a parallel module are.\n  Apply it to "
+     "value.full_tensor(), on all ranks; gradients flow back."),
+    ("in-place operations that require placement changes are not supported",
+     "torch does not write this into the shards of a DTensor.\n  Write to the whole: `whole = value.full_tensor()`, on "
+     "all ranks, and then `with torch.no_grad(): value.copy_(distribute_tensor(whole, value.device_mesh, "
+     "value.placements))`."),
+)
+#: Of an assertion without words, which fails where torch dispatches an op.
+_WRITTEN_INTO = ("a DTensor is written into a plain tensor.\n  Write loss = loss + term in place of loss += term, or "
+                 "plain.copy_(value.full_tensor()), on all ranks.")
+_Hook = Callable[[type[BaseException], BaseException, TracebackType | None], object]
+
+
+@cache
+def add_hints() -> None:
+    """Tell these, from now on, before what the process does with an error now."""
+    sys.excepthook = partial(_told, sys.excepthook)
+
+
+def _told(hook: _Hook, kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+    if isinstance(error, (RuntimeError, NotImplementedError)):
+        for said, hint in _HINTS:
+            if said in str(error):
+                error.add_note(hint)
+    if isinstance(error, AssertionError) and not error.args and _raised_in(trace).endswith("tensor/_dispatch.py"):
+        error.add_note(_WRITTEN_INTO)
+    hook(kind, error, trace)
+
+
+def _raised_in(trace: TracebackType | None) -> str:
+    """The file in which an error was raised."""
+    while trace is not None and trace.tb_next is not None:
+        trace = trace.tb_next
+    return "" if trace is None else trace.tb_frame.f_code.co_filename.replace(os.sep, "/")
+
+
+__all__ = ["add_hints"]
