@@ -46,6 +46,11 @@ def communicates(node: FxNode) -> bool:
     return gathers_parameter(node) or (trainable and node.meta["step"].backward in COLLECTIVES)
 
 
+def moves_parameter(node: FxNode) -> bool:
+    """Whether the node does anything in forward on the path from a parameter to a reader."""
+    return node.op == "call_function" and is_read(node) and node.meta["step"].forward != "none"
+
+
 def repeats(node: FxNode) -> bool:
     """Whether ZeRO-3 repeats the node in backward: a step on the path of a parameter, also behind views of it."""
     is_step = node.op == "call_function" and "step" in node.meta

@@ -16,6 +16,7 @@ from torch import nn
 from torch.fx import Graph, GraphModule
 from torch.fx import Node as FxNode
 
+from autoparallel.kernels import gathered_once
 from autoparallel.kernels.collectives import item
 from autoparallel.kernels.recomputed import Recomputed
 from autoparallel.kernels.regather import begin_fetches, begin_gathers, end, gather, gather_parameter
@@ -88,5 +89,17 @@ def gather_again(program: GraphModule, gathers: Callable[[Any], bool]) -> GraphM
             node.target = end
         elif node.target is not item and gathers(node):
             node.target = gather_parameter if node.meta["reads"] else gather
+    program.recompile()
+    return program
+
+
+def gather_once(program: GraphModule, gathers: Callable[[Any], bool]) -> GraphModule:
+    """Let the first micro-batch run the steps for which ``gathers`` is true, and the prefetched gathers, for all others
+    (ZeRO-2). Changes and returns ``program``."""
+    for number, node in enumerate(program.graph.nodes):
+        if node.target is overlap_pass.begin_gathers:
+            node.target, node.kwargs = gathered_once.begin_gathers, {**node.kwargs, "number": number}
+        elif node.target is not item and gathers(node):
+            node.target, node.kwargs = gathered_once.gather, {**node.kwargs, "number": number}
     program.recompile()
     return program

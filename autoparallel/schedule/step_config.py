@@ -168,9 +168,31 @@ class Hybrid:
         return self.micro_batches == 1 and self.stages == 1
 
     @property
+    def reads_each(self) -> bool:
+        """Whether each of several micro-batches reads parameters itself, and reduces their gradients in its backward.
+        (With ZeRO-2 the first one gathers for all.) Else they are read before all micro-batches."""
+        return not self.is_plain and (self.zero_stage == 3 or (self.zero_stage == 2 and not self.puts_off_weights))
+
+    @property
+    def gathers_once(self) -> bool:
+        """Whether the first micro-batch that a rank runs gathers parameters for all others (ZeRO-2)."""
+        return self.reads_each and self.keeps_gathered
+
+    @property
+    def overlaps_each(self) -> bool:
+        """Whether communication of parameters overlaps with compute in every micro-batch. (Zero bubble computes the
+        gradients of weights last, so that nothing is left to overlap with.)"""
+        return self.is_plain or (self.zero_stage >= 2 and not self.puts_off_weights)
+
+    @property
+    def reads_alone(self) -> bool:
+        """Whether micro-batches read each parameter by itself and wait for it (ZeRO-3 with zero bubble)."""
+        return self.reads_each and not self.overlaps_each
+
+    @property
     def prefetches(self) -> bool:
-        """Whether ZeRO-3 prefetches gathered parameters: without a pipeline."""
-        return self.zero_stage == 3 and self.stages == 1
+        """Whether ZeRO-3 prefetches gathered parameters: not where backward runs in two parts (zero bubble)."""
+        return self.zero_stage == 3 and self.overlaps_each
 
     @property
     def gathers_blocks(self) -> bool:
