@@ -60,7 +60,8 @@ def test_no_part_of_a_step_is_lost(mesh_shape: tuple[int, ...], options: dict[st
 @pytest.mark.parametrize("options", [
     {"micro_batches": 4}, {"micro_batches": 4, "baseline": "fsdp", "schedule": "gpipe", "recompute": "full"},
     {"micro_batches": 4, "schedule": "interleaved", "pipeline_stages": 4}, {"micro_batches": 1, "schedule": "gpipe"},
-    {"micro_batches": 4, "baseline": "fsdp", "zero_stage": 2}, {"micro_batches": 4, "baseline": "fsdp", "zero_stage": 3},
+    {"micro_batches": 4, "baseline": "fsdp", "zero_stage": 2},
+    {"micro_batches": 4, "baseline": "fsdp", "zero_stage": 3},
     {"micro_batches": 4, "schedule": "zero_bubble", "pipeline_stages": 4},
 ])
 def test_pipelines_hide_communication_of_parameters(options: dict[str, Any]) -> None:

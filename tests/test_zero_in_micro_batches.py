@@ -1,5 +1,5 @@
-"""ZeRO-2 in micro-batches, and ZeRO-2 and 3 in pipelines: parameters and gradients go in buckets, beside compute, in one
-order on all ranks of a group; the numbers are those of one process."""
+"""ZeRO-2 in micro-batches, and ZeRO-2 and 3 in pipelines: parameters and gradients go in buckets, beside compute, in
+one order on all ranks of a group; the numbers are those of one process."""
 
 from __future__ import annotations
 
@@ -19,7 +19,8 @@ from tests.support.tiers import slow
 
 #: Of a stage that has one block or two with the embedding or the head; about a block of the four-layer Llama.
 BUCKET_BYTES = 150_000
-EACH_SCHEDULE = [{"schedule": name, "pipeline_stages": 4 if how.several_stages else 2} for name, how in SCHEDULES.items()]
+EACH_SCHEDULE = [{"schedule": name, "pipeline_stages": 4 if how.several_stages else 2}
+                 for name, how in SCHEDULES.items()]
 
 
 def sent_in_a_step(mesh_shape: tuple[int, ...], options: dict[str, Any]) -> tuple[dict[str, int], list[Sent], int]:

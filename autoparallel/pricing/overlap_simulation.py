@@ -49,7 +49,7 @@ def least_exposed(pricer: SpacePricer) -> Exposed:
     overlap, at least `LEAST_SHARE`."""
     hybrid = pricer.counts.hybrid
     share = max(LEAST_SHARE, pricer.prices.device.overlap_slowdown - 1.0)
-    if not _hides(pricer) or hybrid.stages > 1:  # the last micro-batch of a pipeline hides little
+    if not _hides(pricer) or (hybrid.stages > 1 and not hybrid.overlaps_each):  # the last micro-batch hides little
         return ALL_EXPOSED
     return Exposed(share if hybrid.overlaps_each else 1.0,
                    share if _overlaps_parameters(hybrid) else 1.0, share if hybrid.copies > 1 else 1.0)
@@ -80,8 +80,8 @@ def hidden(pricer: SpacePricer, strategies: Sequence[Strategy], stages: Sequence
 
 
 def hidden_s(pricer: SpacePricer, strategies: Sequence[Strategy]) -> float:
-    """Seconds saved by overlap on a rank without a pipeline."""
-    return hidden(pricer, strategies).total
+    """Seconds saved by overlap, of all stages together."""
+    return hidden(pricer, strategies, range(pricer.counts.hybrid.stages)).total
 
 
 def spans(pricer: SpacePricer, strategies: Sequence[Strategy]) -> list[Span]:

@@ -58,12 +58,13 @@ class RankReads:
     """The redistributions of a plan on a rank of one stage.
 
     ``equivalent``: all micro-batches do the same: each gathers (with ZeRO-2 only the first, for all) and reduces.
-    ``here``: by decision, whether the stage has it. ``sent``: redistribution steps of activations, by decision; ``paths``: the same by operand, without
-    ``shared_views``: those of views of parameters, by decision, if multi-copy micro-batches share them.
-    ``parameter_steps``: the steps of parameters, in the order of ``windows.events``, or if they are ``synchronous``
-    (ZeRO-3 with zero bubble) among those of ``sent``; ``last_step``: by use (target, position) of a parameter, the number
-    of the last step on the path to it. ``once``: by move, the number of its first steps, without communication, that
-    run once for all micro-batches, though gradients go through them after each; ``once_steps``: these steps by use.
+    ``here``: by decision, whether the stage has it. ``sent``: redistribution steps of activations, by decision;
+    ``paths``: the same by operand, without ``shared_views``: those of views of parameters, by decision, if multi-copy
+    micro-batches share them. ``parameter_steps``: the steps of parameters, in the order of ``windows.events``, or if
+    they are ``synchronous`` (ZeRO-3 with zero bubble) among those of ``sent``; ``last_step``: by use (target, position)
+    of a parameter, the number of the last step on the path to it. ``once``: by move, the number of its first steps,
+    without communication, that run once for all micro-batches, though gradients go through them after each;
+    ``once_steps``: these steps by use.
     """
 
     def __init__(self, pricer: SpacePricer, strategies: Sequence[Strategy], stage: int = 0) -> None:
