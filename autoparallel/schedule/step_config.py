@@ -37,9 +37,10 @@ class Hybrid:
     reduction:
 
         0, 1   gathered once per step; unsharded gradients accumulate and are reduced at the end of the step
-        2      gathered once per step; gradients are reduced after each micro-batch, and only a shard is kept
-        3      gathered for each use in each micro-batch, and again in backward; gradients are reduced after each
-               micro-batch
+        2      gathered once per step, in the first micro-batch; gradients are reduced in each one's backward, and only a
+               shard is kept
+        3      gathered for each use in each micro-batch, and again in backward; gradients are reduced in each one's
+               backward
 
     (Whether a parameter is sharded at all is decided by its layout.) ``recompute``: "none"; "selective", all ops of a
     block but products, attention and collectives; "full", whole blocks; "offload", no recompute, but a block's saved
