@@ -1,7 +1,8 @@
-"""ZeRO-2 in micro-batches: the first one gathers parameters for all, and each reduces their gradients in its backward.
+"""ZeRO-2 in micro-batches: parameters are gathered once for all of them, and each one's backward reduces gradients.
 
-Micro-batches run the same program. Under `keeping`, its `begin_gathers` and `gather` keep in forward what they have
-gathered, and take that from the second time on.
+Gathers of stored parameters are issued before the first micro-batch (`issue`): the later stages of a pipeline wait for
+it anyway. Micro-batches run the same program. Under `keeping`, its `begin_gathers` and `gather` keep in forward what
+they have gathered, and take that from the second time on.
 """
 
 from __future__ import annotations
@@ -9,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 
@@ -18,8 +19,18 @@ from autoparallel.kernels.async_communication import Begun, Gradients, Moved, Se
 from autoparallel.kernels.collectives import Sizes
 from autoparallel.layout import Placement
 
-#: What was gathered in a step, by the number of the gather in its program.
-Kept = dict[int, Values]
+
+@dataclass
+class Kept:
+    """The gathers of a step, by their number in the program: their results, and functions that await those issued."""
+
+    gathered: dict[int, Values] = field(default_factory=dict)
+    issued: dict[int, Callable[[], Values]] = field(default_factory=dict)
+
+    def clear(self) -> None:
+        self.gathered.clear()
+        self.issued.clear()
+
 
 _kept: ContextVar[Kept | None] = ContextVar("kept", default=None)
 
@@ -43,13 +54,13 @@ class _Once:
     number: int
 
     def forward(self, values: Values) -> Callable[[], Values]:
-        if (made := self.kept.get(self.number)) is not None:
+        if (made := self.kept.gathered.get(self.number)) is not None:
             return lambda: made
-        finish = self.sending.forward(values)
+        finish = self.kept.issued.pop(self.number, None) or self.sending.forward(values)
 
         def finished() -> Values:
-            self.kept[self.number] = finish()
-            return self.kept[self.number]
+            self.kept.gathered[self.number] = finish()
+            return self.kept.gathered[self.number]
 
         return finished
 
@@ -66,6 +77,12 @@ def _once(sending: Sending, number: int) -> Sending:
     return _Once(sending, kept, number)
 
 
+def issue(kept: Kept, number: int, axis: str, steps: Sequence[tuple[str, str, Sizes]], values: Values) -> None:
+    """Issue gather ``number``, which `begin_gathers` then takes."""
+    with torch.no_grad():
+        kept.issued[number] = async_communication.gathers(axis, steps, None).forward(values)
+
+
 def begin_gathers(axis: str, steps: Sequence[tuple[str, str, Sizes]], *values: torch.Tensor, number: int,
                   sum_dtype: torch.dtype | None = None) -> Begun:
     """`async_communication.begin_gathers`, once per step; ``number``: of the gather in its program."""
@@ -80,4 +97,4 @@ def gather(value: torch.Tensor, axis: str, source: str, target: str, source_size
     return async_communication.end_step(async_communication.begin(_once(moved, number), value))
 
 
-__all__ = ["Kept", "begin_gathers", "gather", "keeping"]
+__all__ = ["Kept", "begin_gathers", "gather", "issue", "keeping"]

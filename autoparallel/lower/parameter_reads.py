@@ -3,8 +3,8 @@
     reads         local parameters -> values that micro-batches read     (all-gathers; backward: gradient reductions)
     micro_batch   these values, inputs, received values -> results
 
-Gradients accumulate between the two, and are reduced once per step (ZeRO 0 and 1), or after each second part of backward
-(ZeRO-2 with zero bubble). Else steps that communicate stay in the micro-batch (ZeRO-2 and 3, `Hybrid.reads_each`).
+Gradients accumulate between the two, and are reduced once per step (ZeRO 0 and 1), or after each second part of
+backward (ZeRO-2 with zero bubble). Else steps that communicate stay in the micro-batch (`Hybrid.reads_each`).
 """
 
 from __future__ import annotations

@@ -10,7 +10,7 @@ from __future__ import annotations
 import itertools
 import re
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 from torch import nn
 from torch.fx import Graph, GraphModule
@@ -93,8 +93,25 @@ def gather_again(program: GraphModule, gathers: Callable[[Any], bool]) -> GraphM
     return program
 
 
+class StoredGather(NamedTuple):
+    """A gather of values that a program is given, by their numbers: its own number, axis and steps."""
+
+    number: int
+    axis: str
+    steps: Any
+    values: tuple[int, ...]
+
+
+def gathers_of_stored(program: GraphModule) -> list[StoredGather]:
+    """The gathers of `gather_once` that read what the program is given, in order."""
+    place = {node: number for number, node in enumerate(program.graph.find_nodes(op="placeholder"))}
+    found = [node for node in program.graph.nodes if node.target is gathered_once.begin_gathers]
+    return [StoredGather(node.kwargs["number"], node.args[0], node.args[1], tuple(map(place.__getitem__, values)))
+            for node in found if place.keys() >= set(values := node.all_input_nodes)]
+
+
 def gather_once(program: GraphModule, gathers: Callable[[Any], bool]) -> GraphModule:
-    """Let the first micro-batch run the steps for which ``gathers`` is true, and the prefetched gathers, for all others
+    """Let steps for which ``gathers`` is true, and the prefetched gathers, run once in forward for all micro-batches
     (ZeRO-2). Changes and returns ``program``."""
     for number, node in enumerate(program.graph.nodes):
         if node.target is overlap_pass.begin_gathers:

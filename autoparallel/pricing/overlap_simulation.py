@@ -304,8 +304,13 @@ class RankStep:
         return others
 
     def begin(self, step: StepTasks, pending: Pending) -> None:
-        """Before all micro-batches: read the parameters that these do not read themselves."""
+        """Before all micro-batches: read the parameters that these do not read themselves; launch the gathers of stored
+        parameters that run once for all."""
         self._read_once(step)
+        for action, pair in itertools.chain(*(events for _, events in sorted(self.windows.events.items()))):
+            stored = all(self.reads.reads[n].after is None for n in pair.steps)
+            if self.gathers_once and action == "launch" and stored and self.reads.reads[pair.steps[0]].kind == "gather":
+                self._launch(step, pair, pending)
         for place in self._read_before:
             self._read(step, place, pending)
 
@@ -422,13 +427,19 @@ class RankStep:
         for action, pair in self.windows.events.get(place, ()):
             steps = self._of(pair)
             forward, label = [timed.forward for timed in steps], _targets("gather", steps)
-            if action == "launch":  # one all_gather for the bucket
-                sends = any(timed.seconds for timed in forward)
-                pending[pair] = [step.issue(forward, label)] if sends else []
+            if action == "launch":
+                if pair not in pending:
+                    self._launch(step, pair, pending)
             elif action == "wait":
                 step.wait(pending.pop(pair))
             else:
                 step.run(forward[0], label)
+
+    def _launch(self, step: StepTasks, pair: Pair, pending: Pending) -> None:
+        """Launch a bucket's gather, or nothing, if forward sends nothing."""
+        forward = [timed.forward for timed in self._of(pair)]
+        sends = any(timed.seconds for timed in forward)
+        pending[pair] = [step.issue(forward, _targets("gather", self._of(pair)))] if sends else []
 
     def _reduce(self, step: StepTasks, place: int, pending: Pending) -> None:
         for action, pair in reversed(self.windows.events.get(place, ())):

@@ -37,10 +37,8 @@ class Hybrid:
     reduction:
 
         0, 1   gathered once per step; unsharded gradients accumulate and are reduced at the end of the step
-        2      gathered once per step, in the first micro-batch; gradients are reduced in each one's backward, and only a
-               shard is kept
-        3      gathered for each use in each micro-batch, and again in backward; gradients are reduced in each one's
-               backward
+        2      gathered once per step; gradients are reduced in each micro-batch's backward, and only a shard is kept
+        3      gathered for each use in each micro-batch, and again in backward, where gradients are reduced
 
     (Whether a parameter is sharded at all is decided by its layout.) ``recompute``: "none"; "selective", all ops of a
     block but products, attention and collectives; "full", whole blocks; "offload", no recompute, but a block's saved
@@ -171,12 +169,12 @@ class Hybrid:
     @property
     def reads_each(self) -> bool:
         """Whether each of several micro-batches reads parameters itself, and reduces their gradients in its backward.
-        (With ZeRO-2 the first one gathers for all.) Else they are read before all micro-batches."""
+        (With ZeRO-2 gathers run once for all.) Else they are read before all micro-batches."""
         return not self.is_plain and (self.zero_stage == 3 or (self.zero_stage == 2 and not self.puts_off_weights))
 
     @property
     def gathers_once(self) -> bool:
-        """Whether the first micro-batch that a rank runs gathers parameters for all others (ZeRO-2)."""
+        """Whether micro-batches read parameters themselves of which each is gathered once for all (ZeRO-2)."""
         return self.reads_each and self.keeps_gathered
 
     @property
