@@ -1,8 +1,8 @@
 """ZeRO-2 in micro-batches: parameters are gathered once for all of them, and each one's backward reduces gradients.
 
-Gathers of stored parameters are issued before the first micro-batch (`issue`): the later stages of a pipeline wait for
-it anyway. Micro-batches run the same program. Under `keeping`, its `begin_gathers` and `gather` keep in forward what
-they have gathered, and take that from the second time on.
+Gathers of stored parameters are issued before the first micro-batch (`issue_gathers`), for which the later stages of a
+pipeline wait anyway. Micro-batches run the same program. Under `keeping`, its `begin_gathers` and `gather` keep in
+forward what they have gathered, and take that from the second time on.
 """
 
 from __future__ import annotations
@@ -71,16 +71,20 @@ class _Once:
         return self.sending.backward_at_once(gradients)
 
 
-def _once(sending: Sending, number: int) -> Sending:
+def _kept_here() -> Kept:
     kept = _kept.get()
     assert kept is not None, "a program of micro-batches runs under `keeping`"
-    return _Once(sending, kept, number)
+    return kept
 
 
-def issue(kept: Kept, number: int, axis: str, steps: Sequence[tuple[str, str, Sizes]], values: Values) -> None:
+def _once(sending: Sending, number: int) -> Sending:
+    return _Once(sending, _kept_here(), number)
+
+
+def issue_gathers(axis: str, steps: Sequence[tuple[str, str, Sizes]], *values: torch.Tensor, number: int) -> None:
     """Issue gather ``number``, which `begin_gathers` then takes."""
     with torch.no_grad():
-        kept.issued[number] = async_communication.gathers(axis, steps, None).forward(values)
+        _kept_here().issued[number] = async_communication.gathers(axis, steps, None).forward(values)
 
 
 def begin_gathers(axis: str, steps: Sequence[tuple[str, str, Sizes]], *values: torch.Tensor, number: int,
@@ -97,4 +101,4 @@ def gather(value: torch.Tensor, axis: str, source: str, target: str, source_size
     return async_communication.end_step(async_communication.begin(_once(moved, number), value))
 
 
-__all__ = ["Kept", "begin_gathers", "gather", "issue", "keeping"]
+__all__ = ["Kept", "begin_gathers", "gather", "issue_gathers", "keeping"]

@@ -10,7 +10,7 @@ from __future__ import annotations
 import itertools
 import re
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 from torch import nn
 from torch.fx import Graph, GraphModule
@@ -93,23 +93,6 @@ def gather_again(program: GraphModule, gathers: Callable[[Any], bool]) -> GraphM
     return program
 
 
-class StoredGather(NamedTuple):
-    """A gather of values that a program is given, by their numbers: its own number, axis and steps."""
-
-    number: int
-    axis: str
-    steps: Any
-    values: tuple[int, ...]
-
-
-def gathers_of_stored(program: GraphModule) -> list[StoredGather]:
-    """The gathers of `gather_once` that read what the program is given, in order."""
-    place = {node: number for number, node in enumerate(program.graph.find_nodes(op="placeholder"))}
-    found = [node for node in program.graph.nodes if node.target is gathered_once.begin_gathers]
-    return [StoredGather(node.kwargs["number"], node.args[0], node.args[1], tuple(map(place.__getitem__, values)))
-            for node in found if place.keys() >= set(values := node.all_input_nodes)]
-
-
 def gather_once(program: GraphModule, gathers: Callable[[Any], bool]) -> GraphModule:
     """Let steps for which ``gathers`` is true, and the prefetched gathers, run once in forward for all micro-batches
     (ZeRO-2). Changes and returns ``program``."""
@@ -120,3 +103,16 @@ def gather_once(program: GraphModule, gathers: Callable[[Any], bool]) -> GraphMo
             node.target, node.kwargs = gathered_once.gather, {**node.kwargs, "number": number}
     program.recompile()
     return program
+
+
+def gathers_of_stored(program: GraphModule, stored: int) -> GraphModule:
+    """Issues, in order, those gathers of `gather_once` that read only the first ``stored`` of the values that the
+    program is given; its arguments are these."""
+    graph = Graph()
+    made = {node: graph.placeholder(node.name) for node in program.graph.find_nodes(op="placeholder")[:stored]}
+    for node in program.graph.nodes:
+        if node.target is gathered_once.begin_gathers and made.keys() >= set(node.all_input_nodes):
+            arguments = (*node.args[:2], *(made[value] for value in node.all_input_nodes))
+            graph.call_function(gathered_once.issue_gathers, arguments, {"number": node.kwargs["number"]})
+    graph.output(())
+    return GraphModule({}, graph, class_name="StoredGathers")

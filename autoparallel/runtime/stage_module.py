@@ -18,7 +18,7 @@ from autoparallel.backends.compiled import Lowering, compiled
 from autoparallel.backends.parts import parts_of
 from autoparallel.kernels import groups, rng
 from autoparallel.kernels.async_communication import issue_gradients
-from autoparallel.kernels.gathered_once import Kept, issue, keeping
+from autoparallel.kernels.gathered_once import Kept, keeping
 from autoparallel.kernels.groups import Axis
 from autoparallel.kernels.numbers import call_numbers, use_numbers
 from autoparallel.kernels.regather import regathering
@@ -136,7 +136,8 @@ class StageModule(nn.Module):
         self.reads = split.reads if hybrid.reads_each else overlap(split.reads, hybrid)
         self.reduced_together = [] if self.each_micro_batch else ended_together(self.reads)
         self.reduced_at_once = reduced_together(split.reads) if hybrid.reads_each else []
-        self.kept, self.gathers = Kept(), gathers_of_stored(split.micro_batch)
+        stored = split.reads.graph.output_node().args[0]
+        self.kept, self.gathers = Kept(), gathers_of_stored(split.micro_batch, len(stored))  # type: ignore[arg-type]
         self.micro_batch = split.micro_batch
         self.received = program.received
         outputs, _, _ = next(n for n in program.module.graph.nodes if n.op == "output").args[0]
@@ -163,9 +164,8 @@ class StageModule(nn.Module):
         self.inputs, self.seed, self.numbers = inputs, seed, call_numbers()
         self.leaves = nn.ParameterList(map(self._leaf, self.values))
         self.kept.clear()    # left by a step that failed
-        with groups.use(self.axes):
-            for number, axis, steps, read in self.gathers:
-                issue(self.kept, number, axis, steps, tuple(self.leaves[n] for n in read))
+        with groups.use(self.axes), keeping(self.kept):
+            self.gathers(*self.leaves)
         if self.each_micro_batch:
             for numbers in self.reduced_at_once:
                 _reduce_now([(self.leaves[n], self.values[n]) for n in numbers if self.values[n].requires_grad])
