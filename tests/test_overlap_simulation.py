@@ -16,9 +16,10 @@ from autoparallel.errors import SearchError
 from autoparallel.partition import split_batch
 from autoparallel.planning import one_mesh
 from autoparallel.pricing import ExecutionCounts, Prices, SpacePricer
-from autoparallel.pricing.overlap_simulation import COMPUTE, RankStep, StepTasks
-from autoparallel.pricing.rank_reads import Message, Timed
+from autoparallel.pricing.overlap_simulation import RankStep
+from autoparallel.pricing.rank_reads import COMPUTE, Message, Timed
 from autoparallel.pricing.step_cost import ALL_EXPOSED, Exposed
+from autoparallel.pricing.step_tasks import StepTasks
 from autoparallel.schedule.async_windows import starts
 from autoparallel.strategies.space import StrategySpace
 from cost_models import Cluster, Device, Link

@@ -7,8 +7,9 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from autoparallel.pricing.backward_reads import BackwardReads
-from autoparallel.pricing.overlap_simulation import Launch, Passed, Pending, RankStep, StepTasks, Wait
+from autoparallel.pricing.overlap_simulation import Pending, RankStep
 from autoparallel.pricing.problem import SpacePricer
+from autoparallel.pricing.step_tasks import Launch, Passed, StepTasks, Wait
 from autoparallel.schedule.schedules import Action
 from autoparallel.strategies.space import Strategy
 

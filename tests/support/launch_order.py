@@ -16,8 +16,9 @@ from autoparallel.partition import split_batch, stages_of
 from autoparallel.partition.stages import Stages, flow_of
 from autoparallel.plans import Hybrid
 from autoparallel.pricing import ExecutionCounts, Prices, SpacePricer
-from autoparallel.pricing.overlap_simulation import Launch, Passed, RankStep, Wait
+from autoparallel.pricing.overlap_simulation import RankStep
 from autoparallel.pricing.pipeline_steps import PipelineRankStep
+from autoparallel.pricing.step_tasks import Launch, Passed, Wait
 from autoparallel.schedule.schedules import usual
 from autoparallel.strategies.space import Strategy, StrategySpace
 from cost_models import Cluster
