@@ -147,7 +147,8 @@ def test_nothing_of_the_process_changes(ranks: Any) -> None:
 def test_more_of_llama(ranks: Any) -> None:
     check(ranks, "llama", FSDP, ((2, 2), {}), ((4,), {"baseline": "fsdp", "recompute": "full"}),
           ((4,), {"micro_batches": 2, "zero_stage": 1}), ((2, 2), {"by_block": True, "recompute": "full"}),
-          ((4,), {"by_block": True, "micro_batches": 2, "zero_stage": 3}))
+          ((4,), {"by_block": True, "micro_batches": 2, "zero_stage": 3}),
+          ((4,), {"by_block": True, "micro_batches": 4, "zero_stage": 2, "baseline": "fsdp"}))
 
 
 @pytest.mark.slow

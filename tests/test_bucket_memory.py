@@ -25,6 +25,33 @@ def test_memory_is_taken_again_when_nobody_holds_it() -> None:
     assert memory.joined([torch.ones(10, dtype=torch.float64)]).dtype == torch.float64
 
 
+def test_a_bucket_on_its_way_holds_its_memory() -> None:
+    """Another one of the same size has other memory, though no gradient is a view of the first yet."""
+    memory = BucketMemory()
+    first = memory.joined([torch.ones(2), torch.ones(3)])
+    second = memory.joined([torch.zeros(2), torch.zeros(3)])
+    assert first.tolist() == [1.0] * 5 and second.tolist() == [0.0] * 5
+
+
+def equal_layers() -> float:
+    """How far the gradients are from one process's (largest difference over largest gradient), in equal buckets."""
+    torch.manual_seed(0)
+    model: Any = torch.nn.Sequential(*(torch.nn.Linear(16, 16) for _ in range(6)))
+    x = torch.randn(8, 16)
+    model(x).square().sum().backward()
+    expected = {name: parameter.grad.clone() for name, parameter in model.named_parameters()}
+    model.zero_grad()
+    parallel: Any = autoparallel.compile(model, mesh_of(2), example_inputs=(x,), baseline="ddp",
+                                         bucket_bytes=4 * (16 * 16 + 16))
+    parallel(x).square().sum().backward()
+    return max(float((parameter.grad.full_tensor() - expected[name]).abs().max() / expected[name].abs().max())
+               for name, parameter in parallel.named_parameters())
+
+
+def test_equal_buckets_that_are_on_their_way_at_once(ranks: Any) -> None:
+    assert all(error < 1e-5 for error in ranks(2).run(equal_layers, timeout_s=100))
+
+
 def test_memory_of_other_sizes_is_let_go() -> None:
     memory = BucketMemory()
     for count in (3, 5, 7):

@@ -13,7 +13,7 @@ from autoparallel.errors import SearchError
 from autoparallel.partition import place_cuts, split_batch, stages_of
 from autoparallel.plans import Hybrid
 from autoparallel.pricing import ExecutionCounts, Prices, SpacePricer, predict
-from autoparallel.pricing.overlap_simulation import hidden_s
+from autoparallel.pricing.overlap_simulation import hidden
 from autoparallel.pricing.step_cost import Exposed
 from autoparallel.search import Edge, Node, Problem, evaluate
 from autoparallel.search.model.problem import Repeats
@@ -82,8 +82,8 @@ def test_equivalent_ops_share_one_price(case_name: str, hybrid: Hybrid) -> None:
              *tuple(use.values())[6:]) for use in used]
         for rank in range(hybrid.pipeline_ranks):
             own = hybrid.stages_of(rank)
-            alone_s = hidden_s(other, strategies, own)
-            assert hidden_s(pricer, strategies, own) == pytest.approx(alone_s, abs=1e-9 * judged.objective)
+            alone_s = hidden(other, strategies, own)
+            assert hidden(pricer, strategies, own) == pytest.approx(alone_s, abs=1e-9 * judged.objective)
         assert pricer.strategies_of(pricer.choice_of(strategies)) == strategies
 
 

@@ -132,6 +132,7 @@ PLANS: list[Any] = [
     slow("deepseek_v3", (4,), {"baseline": "ddp"}, 0.05),
     slow("bert", (4,), {"micro_batches": 2, "zero_stage": 1}, 0.05),
     ("bert", (4,), {"micro_batches": 2, "zero_stage": 3, "baseline": "fsdp"}, 0.05),
+    ("bert", (4,), {"micro_batches": 4, "zero_stage": 2, "baseline": "fsdp"}, 0.05),
     slow("bert", (4,), {"micro_batches": 2, "recompute": "selective"}, 0.05),
     ("llama", (2, 2), {"micro_batches": 4, "copies": 2, "baseline": "tensor_parallel"}, 0.05),
     slow("gpt2", (2, 2), {"pipeline_stages": 2, "micro_batches": 4, "schedule": "gpipe"}, 0.05),
@@ -148,6 +149,11 @@ PLANS: list[Any] = [
     # Ops that no backward reaches are let go with what they keep, though ZeRO-3 looks at what that is.
     ("llama", (2, 2), {"pipeline_stages": 2, "micro_batches": 4, "schedule": "zero_bubble", "zero_stage": 3,
                        "baseline": "fsdp"}, 0.05),
+    *((slow if schedule == "gpipe" else lambda *case: case)("llama", (2, 2), {
+        "pipeline_stages": 2, "micro_batches": 4, "schedule": schedule, "zero_stage": zero_stage, "baseline": "fsdp"},
+        0.05) for schedule in ("1f1b", "gpipe", "interleaved") for zero_stage in (2, 3)),
+    slow("llama", (2, 2), {"pipeline_stages": 2, "micro_batches": 4, "recompute": "full", "zero_stage": 3,
+                           "baseline": "fsdp"}, 0.05),
     slow("llama", (2, 2), {"pipeline_stages": 4, "micro_batches": 4, "schedule": "interleaved"}, 0.05),
     # What is sent is not kept until the step ends: with torch's own stages this one held half as much again.
     ("llama", (2, 2), {"pipeline_stages": 4, "micro_batches": 8, "schedule": "interleaved"}, 0.05),

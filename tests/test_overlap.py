@@ -20,7 +20,8 @@ from autoparallel.capture import capture
 from autoparallel.kernels import regather
 from autoparallel.partition import split_batch
 from autoparallel.pricing import ExecutionCounts, Prices, SpacePricer
-from autoparallel.pricing.overlap_simulation import Launch, RankStep, Wait
+from autoparallel.pricing.overlap_simulation import RankStep
+from autoparallel.pricing.step_tasks import Launch, Wait
 from autoparallel.strategies.space import StrategySpace
 from cost_models import Cluster
 from tests.support.models import CASES

@@ -16,9 +16,10 @@ from autoparallel.errors import SearchError
 from autoparallel.partition import split_batch
 from autoparallel.planning import one_mesh
 from autoparallel.pricing import ExecutionCounts, Prices, SpacePricer
-from autoparallel.pricing.overlap_simulation import COMPUTE, RankStep, StepTasks
-from autoparallel.pricing.rank_reads import Message, Timed
+from autoparallel.pricing.overlap_simulation import RankStep
+from autoparallel.pricing.rank_reads import COMPUTE, Message, Timed
 from autoparallel.pricing.step_cost import ALL_EXPOSED, Exposed
+from autoparallel.pricing.step_tasks import StepTasks
 from autoparallel.schedule.async_windows import starts
 from autoparallel.strategies.space import StrategySpace
 from cost_models import Cluster, Device, Link
@@ -30,6 +31,7 @@ from tests.support.captured import graph_of, plan_of
     ((4, 2), {"baseline": "tensor_parallel", "zero_stage": 3}),
     ((4, 2), {"baseline": "ddp", "micro_batches": 2, "recompute": "full"}),
     ((4, 2), {"baseline": "fsdp", "micro_batches": 4, "zero_stage": 3, "recompute": "full"}),
+    ((4, 2), {"baseline": "fsdp", "micro_batches": 4, "zero_stage": 2}),
     *(pytest.param(*plan, marks=pytest.mark.slow) for plan in [
         ((8,), {"baseline": "ddp"}), ((4, 2), {"baseline": "fsdp", "recompute": "full"}),
         ((8,), {"baseline": "fsdp", "recompute": "selective", "reduce_dtype": "bfloat16"}),
@@ -60,19 +62,21 @@ def test_no_part_of_a_step_is_lost(mesh_shape: tuple[int, ...], options: dict[st
     {"micro_batches": 4}, {"micro_batches": 4, "baseline": "fsdp", "schedule": "gpipe", "recompute": "full"},
     {"micro_batches": 4, "schedule": "interleaved", "pipeline_stages": 4}, {"micro_batches": 1, "schedule": "gpipe"},
     {"micro_batches": 4, "baseline": "fsdp", "zero_stage": 2},
+    {"micro_batches": 4, "baseline": "fsdp", "zero_stage": 3},
     {"micro_batches": 4, "schedule": "zero_bubble", "pipeline_stages": 4},
 ])
-def test_pipelines_hide_reductions_of_the_last_backward(options: dict[str, Any]) -> None:
-    """And no more: not without a micro-batch before it, nor where each one reduces, nor where gradients of weights are
-    put off; less than what is reduced once, and than a rank's compute of a micro-batch."""
+def test_pipelines_hide_communication_of_parameters(options: dict[str, Any]) -> None:
+    """Reductions of the last backward, or where each micro-batch reduces (ZeRO-2, which gathers once, and 3) those of
+    all: no more than there is, and than the compute that they run beside; nothing where gradients of weights are put
+    off."""
     options = {"pipeline_stages": 2, "baseline": "ddp", "bucket_bytes": 20_000, **options}
     cluster = Cluster.load("h100-sxm", num_devices=8, software="none")
     made = plan_of("gpt2", cluster, batch=32, mesh_shape=(2, 4), **options)
-    parts, reduces_early = made.prediction, options["micro_batches"] > 1 and "zero_stage" not in options
-    assert (parts.hidden_s > 0) == (reduces_early and not made.hybrid.puts_off_weights)
+    parts, each = made.prediction, made.hybrid.zero_stage >= 2
+    assert (parts.hidden_s > 0) == (not made.hybrid.puts_off_weights)
     assert parts.step_s == parts.added_s - parts.hidden_s
-    reduced = sum(use.seconds for use in parts.collectives if use.direction == "backward")
-    assert parts.hidden_s <= min(reduced, (parts.forward_s + parts.backward_s) / options["micro_batches"])
+    sent = sum(use.seconds for use in parts.collectives if each or use.direction == "backward")
+    assert parts.hidden_s <= min(sent, (parts.forward_s + parts.backward_s) / (1 if each else options["micro_batches"]))
 
 
 def test_only_uses_of_parameters_cost_otherwise_with_overlap() -> None:

@@ -239,11 +239,12 @@ def test_small_gradients_share_a_bucket() -> None:
 
 @pytest.mark.parametrize(("hybrid", "together"), [
     (Hybrid(zero_stage=3), True), (Hybrid(2, zero_stage=3), True), (Hybrid(2, zero_stage=1), True),
-    (Hybrid(2, zero_stage=2), False), (Hybrid(4, 2, 2, zero_stage=3), False)])
+    (Hybrid(2, zero_stage=2), True), (Hybrid(4, 2, 2, zero_stage=3), True),
+    (Hybrid(4, 2, 2, "zero_bubble", zero_stage=2), True), (Hybrid(4, 2, 2, "zero_bubble", zero_stage=3), False)])
 @pytest.mark.parametrize("width", [256, 4096])
 def test_parameters_of_a_block_are_gathered_and_reduced_together_with_a_copy_of_small_ones(
         width: int, hybrid: Hybrid, together: bool) -> None:
-    """Each by itself where the program does so: with ZeRO-2 in micro-batches, with ZeRO-3 in pipelines."""
+    """Each by itself where the program does so: with ZeRO-3 and zero bubble."""
     layers = [torch.nn.Linear(width, width, bias=False) for _ in range(4)]
     model = torch.nn.Sequential(torch.nn.Sequential(*layers[:2]), torch.nn.Sequential(*layers[2:]))
     cluster = Cluster.load("h100-sxm", num_devices=8, software="none")

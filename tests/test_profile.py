@@ -149,6 +149,7 @@ def _profiled(folder: str, name: str, backend: str, options: dict[str, Any]) -> 
 JOBS = {
     "zero3": ("eager", {"zero_stage": 3, "micro_batches": 2, "recompute": "full"}),
     "fsdp": ("eager", {"baseline": "fsdp"}),
+    "zero2": ("eager", {"baseline": "fsdp", "zero_stage": 2, "micro_batches": 2}),
     "pipeline": ("eager", {"pipeline_stages": 2, "micro_batches": 4, "schedule": "1f1b"}),
     "inductor": ("inductor", {"baseline": "fsdp"}),
 }

@@ -12,23 +12,23 @@ from collections.abc import Callable, Iterable
 from torch.fx import Graph
 from torch.fx import Node as FxNode
 
-from autoparallel.kernels import async_communication, regather
+from autoparallel.kernels import async_communication, gathered_once, regather
 from autoparallel.kernels.collectives import item
 from autoparallel.lower.parameter_reads import is_read
 
 _ENDS = (async_communication.end, regather.end)
 _PARAMETERS = (async_communication.begin_gathers, async_communication.begin_reductions, *_ENDS,
-               regather.begin_gathers, regather.gather)
+               regather.begin_gathers, regather.gather, gathered_once.begin_gathers, gathered_once.gather)
 
 
 #: Blocks of one part: a call of compiled code takes the host about 0.1 ms, and a compiler's time grows with its graph.
 TOGETHER = 2
 
 
-def parts_of(graph: Graph) -> Callable[[FxNode], object]:
+def parts_of(graph: Graph, by_block: bool = True) -> Callable[[FxNode], object]:
     """Returns a function: node -> the part of the program that it is compiled with: that of its block, "" outside
-    blocks; None if it is left out of compiled graphs, as communication of parameters is."""
-    parts = together(filter(None, (node.meta.get("block") for node in graph.nodes)))
+    blocks (or if not ``by_block``); None if it is left out of compiled graphs, as communication of parameters is."""
+    parts = together(filter(None, (node.meta.get("block") for node in graph.nodes))) if by_block else {}
 
     def part_of(node: FxNode) -> object:
         received = node.target is item and isinstance(node.args[0], FxNode) and node.args[0].target in _ENDS

@@ -129,7 +129,7 @@ class Gathers:
 
 @dataclass(frozen=True)
 class Moved:
-    """One redistribution step of an activation, from placement ``source`` to ``target``; arguments as
+    """One redistribution step of one tensor, from placement ``source`` to ``target``; arguments as
     `collectives.redistribute`."""
 
     axis: Axis
@@ -137,6 +137,7 @@ class Moved:
     target: Placement
     source_sizes: Sizes
     target_sizes: Sizes
+    sum_dtype: torch.dtype | None = None
 
     def forward(self, values: Values) -> Callable[[], Values]:
         action = ACTIONS[self.source.kind, self.target.kind][0]
@@ -148,15 +149,18 @@ class Moved:
         (gradient,) = gradients
         if gradient is None:
             return lambda: gradients
-        source, target = dual(self.target), dual(self.source)
-        action = ACTIONS[source.kind, target.kind][0]
-        finish = begin_action(action, gradient, self.axis, source, self.target_sizes, target, self.source_sizes)
-        return lambda: (finish(),)
+        source, target, dtype = dual(self.target), dual(self.source), gradient.dtype
+        action, summed = ACTIONS[source.kind, target.kind][0], gradient.to(self.sum_dtype or dtype)
+        finish = begin_action(action, summed, self.axis, source, self.target_sizes, target, self.source_sizes)
+        return lambda: (finish().to(dtype),)
 
     def backward_at_once(self, gradients: Gradients) -> Gradients:
         (gradient,) = gradients
-        return (None if gradient is None else act(gradient, self.axis, dual(self.target), dual(self.source),
-                                                  self.target_sizes, self.source_sizes),)
+        if gradient is None:
+            return gradients
+        summed = act(gradient.to(self.sum_dtype or gradient.dtype), self.axis, dual(self.target), dual(self.source),
+                     self.target_sizes, self.source_sizes)
+        return (summed.to(gradient.dtype),)
 
 
 @dataclass
@@ -226,29 +230,34 @@ class Begun:
     again: Any = None
 
 
-def _begin(sending: Sending, *values: torch.Tensor) -> Begun:
+def begin(sending: Sending, *values: torch.Tensor) -> Begun:
+    """Issue any communication of these values; `end` awaits it."""
     pending = _Pending(sending)
     return Begun(pending, _Begin.apply(pending, *values))
 
 
 def begin_reductions(axis: str, *values: torch.Tensor, sum_dtype: torch.dtype | None = None) -> Begun:
     """I -> R for several parameters; their gradients are reduced in one all-reduce, in ``sum_dtype`` if given."""
-    return _begin(Reductions(groups.current(axis), sum_dtype), *values)
+    return begin(Reductions(groups.current(axis), sum_dtype), *values)
+
+
+def gathers(axis: str, steps: Sequence[tuple[str, str, Sizes]], sum_dtype: torch.dtype | None) -> Gathers:
+    """The communication of `begin_gathers`."""
+    sources, targets, sizes = zip(*steps, strict=True)
+    (target,) = {Placement.parse(target) for target in targets}
+    return Gathers(groups.current(axis), tuple(map(Placement.parse, sources)), target, sizes, sum_dtype)
 
 
 def begin_gathers(axis: str, steps: Sequence[tuple[str, str, Sizes]], *values: torch.Tensor,
                   sum_dtype: torch.dtype | None = None) -> Begun:
     """S -> R or I of parameters, gathered in one all-gather. ``steps``: by parameter, source, target and source sizes,
     as `collectives.all_gather` takes them; the targets are equal. Gradients are summed in ``sum_dtype`` if given."""
-    sources, targets, sizes = zip(*steps, strict=True)
-    (target,) = {Placement.parse(target) for target in targets}
-    return _begin(Gathers(groups.current(axis), tuple(map(Placement.parse, sources)), target, sizes, sum_dtype),
-                  *values)
+    return begin(gathers(axis, steps, sum_dtype), *values)
 
 
 def begin_fetches(device: str, *values: torch.Tensor) -> Begun:
     """Copies of parameters on the host to ``device``; their gradients go to the host."""
-    return _begin(Fetches(torch.device(device)), *values)
+    return begin(Fetches(torch.device(device)), *values)
 
 
 def end(begun: Begun) -> Values:
@@ -259,7 +268,7 @@ def end(begun: Begun) -> Values:
 def begin_step(x: torch.Tensor, axis: str, source: str, target: str, source_sizes: Sizes = (), target_sizes: Sizes = ()
                ) -> Begun:
     """Begin a redistribution step of an activation; arguments as `collectives.redistribute`."""
-    return _begin(Moved(groups.current(axis), Placement.parse(source), Placement.parse(target), source_sizes,
+    return begin(Moved(groups.current(axis), Placement.parse(source), Placement.parse(target), source_sizes,
                         target_sizes), x)
 
 

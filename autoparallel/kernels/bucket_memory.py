@@ -22,7 +22,8 @@ class BucketMemory:
         flat = [part.reshape(-1) for part in parts]
         if flat[0].device.type != "cpu" or is_traced():
             return torch.cat(flat)
-        return torch.cat(flat, out=self._taken(sum(part.numel() for part in flat), flat[0]))
+        # a tensor of its own, which holds the memory while the bucket is on its way
+        return torch.cat(flat, out=self._taken(sum(part.numel() for part in flat), flat[0])).view(-1)
 
     def _taken(self, count: int, like: torch.Tensor) -> torch.Tensor:
         """An uninitialised tensor [count] of the dtype of ``like``; a kept one if no gradient of it is left."""

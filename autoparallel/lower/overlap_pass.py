@@ -46,8 +46,7 @@ def overlap(module: GraphModule, hybrid: Hybrid, block_of: BlockOf | None = None
     contiguous.
     """
     steps, reads = reads_of(module, block_of or (lambda node: None))
-    windows, writer = AsyncWindows(reads, hybrid.bucket_bytes, hybrid.keeps_gathered), _Writer(module, steps, reads)
-    events = windows.events
+    writer, events = _Writer(module, steps, reads), AsyncWindows.of(reads, hybrid).events
     writer.run(events.get(TOP, ()))
     seen = set[int]()
     for node in module.graph.nodes:

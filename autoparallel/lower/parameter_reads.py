@@ -3,7 +3,8 @@
     reads         local parameters -> values that micro-batches read     (all-gathers; backward: gradient reductions)
     micro_batch   these values, inputs, received values -> results
 
-Gradients accumulate between the two, and are reduced once per step (ZeRO 0 and 1) or after each micro-batch.
+Gradients accumulate between the two, and are reduced once per step (ZeRO 0 and 1), or after each second part of
+backward (ZeRO-2 with zero bubble). Else steps that communicate stay in the micro-batch (`Hybrid.reads_each`).
 """
 
 from __future__ import annotations
@@ -44,6 +45,11 @@ def communicates(node: FxNode) -> bool:
     each micro-batch."""
     trainable = is_read(node) and node.meta["global_meta"].requires_grad
     return gathers_parameter(node) or (trainable and node.meta["step"].backward in COLLECTIVES)
+
+
+def moves_parameter(node: FxNode) -> bool:
+    """Whether the node does anything in forward on the path from a parameter to a reader."""
+    return node.op == "call_function" and is_read(node) and node.meta["step"].forward != "none"
 
 
 def repeats(node: FxNode) -> bool:

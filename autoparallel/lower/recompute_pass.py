@@ -16,6 +16,7 @@ from torch import nn
 from torch.fx import Graph, GraphModule
 from torch.fx import Node as FxNode
 
+from autoparallel.kernels import gathered_once
 from autoparallel.kernels.collectives import item
 from autoparallel.kernels.recomputed import Recomputed
 from autoparallel.kernels.regather import begin_fetches, begin_gathers, end, gather, gather_parameter
@@ -90,3 +91,28 @@ def gather_again(program: GraphModule, gathers: Callable[[Any], bool]) -> GraphM
             node.target = gather_parameter if node.meta["reads"] else gather
     program.recompile()
     return program
+
+
+def gather_once(program: GraphModule, gathers: Callable[[Any], bool]) -> GraphModule:
+    """Let steps for which ``gathers`` is true, and the prefetched gathers, run once in forward for all micro-batches
+    (ZeRO-2). Changes and returns ``program``."""
+    for number, node in enumerate(program.graph.nodes):
+        if node.target is overlap_pass.begin_gathers:
+            node.target, node.kwargs = gathered_once.begin_gathers, {**node.kwargs, "number": number}
+        elif node.target is not item and gathers(node):
+            node.target, node.kwargs = gathered_once.gather, {**node.kwargs, "number": number}
+    program.recompile()
+    return program
+
+
+def gathers_of_stored(program: GraphModule, stored: int) -> GraphModule:
+    """Issues, in order, those gathers of `gather_once` that read only the first ``stored`` of the values that the
+    program is given; its arguments are these."""
+    graph = Graph()
+    made = {node: graph.placeholder(node.name) for node in program.graph.find_nodes(op="placeholder")[:stored]}
+    for node in program.graph.nodes:
+        if node.target is gathered_once.begin_gathers and made.keys() >= set(node.all_input_nodes):
+            arguments = (*node.args[:2], *(made[value] for value in node.all_input_nodes))
+            graph.call_function(gathered_once.issue_gathers, arguments, {"number": node.kwargs["number"]})
+    graph.output(())
+    return GraphModule({}, graph, class_name="StoredGathers")

@@ -137,14 +137,13 @@ class StepBounds:
 
     def _least_exposed(self, kind: Kind, prices: Prices) -> Exposed:
         """The shares of communication that count even where all of it overlaps with compute: by what it slows compute.
-        Of n streams that overlap at a time, an n-th counts; a pipeline with ZeRO-3 hides nothing."""
+        Of n streams that overlap at a time, an n-th counts."""
         profile = self.cluster.profile
         share = (prices.device.overlap_slowdown - 1) / len(kind.mesh_shape)
         hidden = 1.0 if profile is None else profile.hide_data
         left = 1 - hidden * (1 - share)
-        of_parameters = 1.0 if kind.per_use and kind.pipeline_ranks > 1 else left
         of_activations = 1.0 if profile is None else 1 - profile.hide_tensor
-        return Exposed(of_parameters, of_parameters, left * of_activations if kind.copies > 1 else of_activations)
+        return Exposed(left, left, left * of_activations if kind.copies > 1 else of_activations)
 
 
 def _least_s(problem: Problem) -> float:

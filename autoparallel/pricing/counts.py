@@ -149,9 +149,8 @@ class ExecutionCounts:
         if not (self.of_parameter[use.source] and self._trainable(use.meta)):
             return ALONE
         dtype = self.hybrid.sum_dtype or use.meta.dtype
-        once = self.hybrid.is_plain or self.hybrid.zero_stage < 2
-        return Summing(self.hybrid.bucket_bytes if once else 0.0, dtype.itemsize / use.meta.dtype.itemsize,
-                       once or self.hybrid.prefetches)
+        scale, together = dtype.itemsize / use.meta.dtype.itemsize, not self.hybrid.reads_alone
+        return Summing(self.hybrid.bucket_bytes if together else 0.0, scale, together)
 
     def _trainable(self, meta: TensorMeta) -> bool:
         return meta.requires_grad and bool(self.saved.kept)

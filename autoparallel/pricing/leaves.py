@@ -1,5 +1,6 @@
-"""Steps of parameters that run once for all micro-batches, though gradients are reduced after each (ZeRO-2 and 3): the
-values that they make are leaves, whose gradients are reduced as they arrive (`runtime.stage_module`)."""
+"""Steps of parameters, without communication, that run once for all micro-batches, where these reduce gradients
+themselves (ZeRO-2 and 3): the values that they make are leaves, whose gradients go through the steps as they arrive
+(`runtime.stage_module`)."""
 
 from __future__ import annotations
 
@@ -10,7 +11,7 @@ from autoparallel.pricing.rank_reads import RankReads, TimedStep
 
 class Leaves:
     """``steps``: all steps that run once, in program order; ``reduced``: by decision, paths of steps whose backward
-    reduces the gradients that the decision completes, in order; ``backward``: all of these, path by path, in the order
+    takes the gradients that the decision completes, in order; ``backward``: all of these, path by path, in the order
     of the first leaf that each makes."""
 
     def __init__(self, reads: RankReads) -> None:

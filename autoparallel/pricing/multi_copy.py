@@ -42,7 +42,7 @@ class MultiCopyRound:
     def __init__(self, reads: RankReads, decisions: int, copies: int) -> None:
         self.copies, self.segments, self.shared_views = copies, _segments(reads, decisions), reads.shared_views
 
-    def forward(self, step: Tasks, until: Sequence[float], count: int, marked: Collection[int], before: At) -> None:
+    def forward(self, step: Tasks, until: Sequence[float], count: float, marked: Collection[int], before: At) -> None:
         """Forward of one of ``count`` rounds. ``until``: cumulative seconds of all rounds before each decision;
         ``before`` is called for the ``marked`` decisions, which copies share."""
         share, pending = count * self.copies, [list[int]() for _ in range(self.copies)]
@@ -60,7 +60,7 @@ class MultiCopyRound:
             _run(step, [one.forward.per(share) for one in segment.local], segment.stop)
             pending[copy] = _begin(step, [one.forward.per(share) for one in segment.begun], segment.stop, "activations")
 
-    def backward(self, step: Tasks, until: Sequence[float], count: int, marked: Collection[int],
+    def backward(self, step: Tasks, until: Sequence[float], count: float, marked: Collection[int],
                  calls: tuple[At, At, At]) -> None:
         """Backward of one of ``count`` rounds, in reverse order. ``calls``: as `RankStep._backward` takes
         ``before``, ``after`` and ``arrived``; the first copy to come needs a parameter, the last one completes its

@@ -2,9 +2,9 @@
 
 The additive cost assumes no overlap. The emitted program (`lower.overlap_pass`) launches gathers of parameters ahead of
 their readers, and gradient reductions as soon as gradients exist; they run in order on the stream of the links that
-they cross, while compute continues. This holds for a step of one micro-batch, and for each micro-batch with ZeRO-3,
-whose backward prefetches as well. Otherwise, with several micro-batches and in pipelines, only the backward of the last
-micro-batch overlaps with gradient reductions, if gradients are reduced once per step. With multi-copy
+they cross, while compute continues. This holds for a step of one micro-batch, and for each micro-batch with ZeRO-2,
+whose first one gathers for all, and ZeRO-3, whose backward prefetches as well; in pipelines too. Otherwise only the
+backward of the last micro-batch overlaps with gradient reductions, which run once per step. With multi-copy
 communication of activations overlaps with compute as well (`pricing.multi_copy`).
 """
 
@@ -13,12 +13,12 @@ from __future__ import annotations
 import itertools
 from collections import defaultdict
 from collections.abc import Callable, Collection, Mapping, Sequence
+from copy import copy
 from functools import cached_property
 from typing import NamedTuple
 
 import numpy as np
 
-from autoparallel import clock
 from autoparallel.plans import Hybrid
 from autoparallel.plans.record import Span
 from autoparallel.pricing.backward_reads import BackwardReads
@@ -27,18 +27,17 @@ from autoparallel.pricing.multi_copy import MultiCopyRound
 from autoparallel.pricing.problem import SpacePricer
 from autoparallel.pricing.rank_reads import (
     COMPUTE,
-    Message,
     RankReads,
     Timed,
     TimedStep,
-    micro_batches_are_equivalent,
 )
 from autoparallel.pricing.split_backward import SplitBackward, StepsOf
 from autoparallel.pricing.step_cost import ALL_EXPOSED, Exposed
+from autoparallel.pricing.step_tasks import Label, Launch, Passed, StepTasks, Wait
 from autoparallel.schedule.async_windows import TOP, Pair
 from autoparallel.schedule.backward_gathers import Finish
 from autoparallel.strategies.space import Strategy, StrategySpace
-from cost_models.timeline import Task, equal_slowdown, simulate
+from cost_models.timeline import equal_slowdown, simulate
 
 #: Smallest share of overlapped seconds that counts, so that no communication is free.
 LEAST_SHARE = 0.01
@@ -49,23 +48,39 @@ def least_exposed(pricer: SpacePricer) -> Exposed:
     overlap, at least `LEAST_SHARE`."""
     hybrid = pricer.counts.hybrid
     share = max(LEAST_SHARE, pricer.prices.device.overlap_slowdown - 1.0)
-    if not _hides(pricer) or hybrid.stages > 1:  # the last micro-batch of a pipeline hides little
+    if not _hides(pricer) or (hybrid.stages > 1 and not hybrid.overlaps_each):  # the last micro-batch hides little
         return ALL_EXPOSED
-    return Exposed(share if micro_batches_are_equivalent(hybrid) else 1.0,
+    return Exposed(share if hybrid.overlaps_each else 1.0,
                    share if _overlaps_parameters(hybrid) else 1.0, share if hybrid.copies > 1 else 1.0)
 
 
-def hidden_s(pricer: SpacePricer, strategies: Sequence[Strategy], stages: Sequence[int] = (0,)) -> float:
-    """Seconds saved by overlap on one rank of these stages."""
+class Hidden(NamedTuple):
+    """Seconds of a step saved by overlap: where all micro-batches save as much, and the rest."""
+
+    each: float = 0.0
+    once: float = 0.0
+
+    @property
+    def total(self) -> float:
+        return self.each + self.once
+
+
+def hidden(pricer: SpacePricer, strategies: Sequence[Strategy], stages: Sequence[int] = (0,)) -> Hidden:
+    """The seconds saved by overlap on one rank of these stages."""
     if not _hides(pricer):
-        return 0.0
+        return Hidden()
     slowdown = pricer.prices.device.overlap_slowdown
 
-    def of(stage: int) -> float:
+    def of(stage: int) -> Hidden:
         return pricer.costs.memo.once(("hidden", tuple(strategies), stage),
-                                      lambda: RankStep(pricer, strategies, stage).hidden_s(slowdown))
+                                      lambda: RankStep(pricer, strategies, stage).hidden(slowdown))
 
-    return sum(map(of, stages))
+    return Hidden(*map(sum, zip(*map(of, stages), strict=True)))
+
+
+def hidden_s(pricer: SpacePricer, strategies: Sequence[Strategy]) -> float:
+    """Seconds saved by overlap, of all stages together."""
+    return hidden(pricer, strategies, range(pricer.counts.hybrid.stages)).total
 
 
 def spans(pricer: SpacePricer, strategies: Sequence[Strategy]) -> list[Span]:
@@ -100,98 +115,9 @@ def _hides(pricer: SpacePricer) -> bool:
 
 
 def _overlaps_parameters(hybrid: Hybrid) -> bool:
-    """Whether communication of parameters overlaps with compute: in every micro-batch, or if parameters are gathered
-    and gradients reduced once per step. (Zero bubble computes weight gradients last, so nothing is left to overlap
-    with.)"""
-    return micro_batches_are_equivalent(hybrid) or (hybrid.zero_stage < 2 and not hybrid.puts_off_weights)
-
-
-#: What a task does, and the first and the last decision for which.
-Label = tuple[str, int, int]
-UNNAMED: Label = ("", TOP, TOP)
-
-
-class Launch(NamedTuple):
-    """The launch of a collective by task ``task``."""
-
-    task: int
-    message: Message
-
-
-class Wait(NamedTuple):
-    """The wait for a collective that task ``task`` launched."""
-
-    task: int
-
-
-class Passed(NamedTuple):
-    """A message to another pipeline rank, where it is ``sent``; or from one, where it is awaited."""
-
-    sent: bool
-    peer: int
-    num_bytes: float
-
-
-class StepTasks:
-    """The tasks of one rank in issue order; the program awaits some of them. ``labels``: of each task; ``events``: the
-    launches and waits of collectives (in pipelines also messages), in the order in which the rank's program makes
-    them."""
-
-    def __init__(self) -> None:
-        self.tasks: list[Task] = []
-        self.labels: list[Label] = []
-        self.events: list[Launch | Wait | Passed] = []
-        self._compute_s = 0.0
-        self._label: Label | None = None
-        self._after: tuple[int, ...] = ()
-
-    def issue(self, steps: Sequence[Timed], label: Label = UNNAMED) -> int:
-        """Launch the communication of these steps as one asynchronous task on their stream; returns its number."""
-        self.flush()
-        self._add(Task(sum(timed.seconds for timed in steps), steps[0].stream, self._after), label)
-        if messages := [timed.message for timed in steps if timed.message is not None and timed.seconds]:
-            whole = messages[0]._replace(num_bytes=sum(message.num_bytes for message in messages))
-            self.events.append(Launch(len(self.tasks) - 1, whole))
-        return len(self.tasks) - 1
-
-    def _add(self, task: Task, label: Label) -> None:
-        self.tasks.append(task)
-        self.labels.append(label)
-
-    def wait(self, tasks: Sequence[int]) -> None:
-        """Later work waits for these tasks."""
-        self.flush()
-        self.events += (Wait(task) for task in tasks if self.tasks[task].stream != COMPUTE)
-        self._after = (*self._after, *tasks)
-
-    def compute(self, seconds: float, label: Label = UNNAMED) -> None:
-        """Compute on the rank's own stream."""
-        if seconds:
-            if self._label is not None and self._label[0] != label[0]:
-                self.flush()
-            self._compute_s += seconds
-            self._label = label if self._label is None else (self._label[0], self._label[1], label[2])
-
-    def run(self, timed: Timed, label: Label = UNNAMED) -> None:
-        """Launch one direction of a redistribution step and await it at once."""
-        if timed.message is None:
-            self.compute(timed.seconds, label)
-        elif timed.seconds:
-            self.wait([self.issue([timed], label)])
-
-    def flush(self) -> None:
-        """Turn the compute accumulated so far into a task."""
-        if self._compute_s:
-            assert self._label is not None
-            self._add(Task(self._compute_s, COMPUTE, self._after), self._label)
-            self._compute_s, self._label, self._after = 0.0, None, (len(self.tasks) - 1,)
-
-    def hidden_s(self, slowdown: float) -> float:
-        """Seconds by which the simulated step is shorter than the sum of its tasks."""
-        streams = sorted({task.stream for task in self.tasks} | {COMPUTE})
-        alone = sum(task.duration_s for task in self.tasks)
-        clock.did("tasks simulated", len(self.tasks))
-        return max(0.0, alone - simulate(self.tasks, equal_slowdown(streams, slowdown)).total_s)
+    """Whether communication of parameters overlaps with compute: in every micro-batch, or gradients that are reduced
+    once per step with the last one's backward."""
+    return hybrid.overlaps_each or (hybrid.zero_stage < 2 and not hybrid.puts_off_weights)
 
 
 def _nothing(index: int) -> None:
@@ -209,8 +135,9 @@ def _targets(what: str, steps: Sequence[TimedStep]) -> Label:
 
 
 class RankStep:
-    """The simulated step of a plan on a rank of one stage, in ``count`` rounds of `Hybrid.copies` micro-batches each.
-    Equal rounds are simulated as one of their total length."""
+    """The simulated step of a plan on a rank of one stage, in ``rounds`` of `Hybrid.copies` micro-batches each.
+    Equal rounds are simulated as one of their total length: a simulated round takes 1 / ``count`` of the step, and of
+    the sums of gradients the share ``adds``."""
 
     def __init__(self, pricer: SpacePricer, strategies: Sequence[Strategy], stage: int = 0) -> None:
         self.pricer, self.space, self.counts = pricer, pricer.space, pricer.counts
@@ -220,19 +147,30 @@ class RankStep:
         self.windows, self.numbers = self.reads.windows, self.reads.numbers
         self.copies = self.counts.hybrid.copies
         self.rounds = self.counts.micro_batches_on(stage) // self.copies
-        self.count = 1 if self.reads.equivalent else self.rounds
+        self.gathers_once = self.counts.hybrid.gathers_once
+        self.count: float = 1 if self.reads.equivalent and not self.gathers_once else self.rounds
+        self.adds = 1 / (max(1, self.count - 1) if self.copies == 1 else self.count)
         self.multi_copy = (MultiCopyRound(self.reads, len(self.space), self.copies)
                            if self.copies > 1 else None)
 
     def communication(self) -> list[Launch | Wait | Passed]:
         """The launches and waits of a whole step, in the order in which the rank makes them."""
         events = self.step(each=True).events
-        return events * (self.rounds if self.reads.equivalent else 1)
+        return events * (self.rounds if self.reads.equivalent and not self.gathers_once else 1)
 
-    def hidden_s(self, slowdown: float) -> float:
+    def hidden(self, slowdown: float) -> Hidden:
         """Seconds by which the simulated step is shorter than the sum of its tasks."""
-        early = 0.0 if self.reads.equivalent else (self.count - 1) * self._hidden_early_s(slowdown)
-        return self.step().hidden_s(slowdown) + early
+        total = self.step().hidden_s(slowdown)
+        if not self.reads.equivalent:
+            return Hidden(once=total + (self.count - 1) * self._hidden_early_s(slowdown))
+        if not self.gathers_once:
+            return Hidden(total)
+        later = StepTasks()
+        self.forward(later, Pending(), first=False)
+        self.backward(later, Pending(), last=False)
+        later.flush()
+        each = min(total, self.rounds * later.hidden_s(slowdown))
+        return Hidden(each, total - each)
 
     def _hidden_early_s(self, slowdown: float) -> float:
         """Seconds hidden in each round before the last, where reductions and gathers of parameters hide nothing."""
@@ -249,29 +187,47 @@ class RankStep:
         one by one, rather than as one task of their total length."""
         step, pending = StepTasks(), Pending()
         self.begin(step, pending)
-        for _ in range(self.count - 1 if each else 0):
-            self.forward(step, pending)
+        for number in range(self.rounds - 1 if each and self.count > 1 else 0):
+            self.forward(step, pending, first=number == 0)
             self.backward(step, pending, last=False)
-        if self.count > 1 and not each:
-            hidden = self._hidden_early_s(self.pricer.prices.device.overlap_slowdown)
-            step.compute((self.count - 1) * (self._round_s() - hidden)
-                         + (self._adding - 1) * sum(self._sums_s.values()), ("micro-batches before the last", TOP, TOP))
-        self.forward(step, pending)
-        self.backward(step, pending, last=True)
+        last = self if each or self.count == 1 else self._last_of_several(step, pending)
+        last.forward(step, pending, first=self.count == 1)
+        last.backward(step, pending, last=True)
         self.finish(step, pending)
         step.compute(self._updates_s(), ("optimizer", TOP, TOP))
         step.flush()
         return step
 
+    def _last_of_several(self, step: StepTasks, pending: Pending) -> RankStep:
+        """Simulate what comes before the last of several simulated rounds, and return that: with ZeRO-2 the first round
+        is simulated, and all others are one; else the last one is."""
+        if not self.gathers_once:
+            hidden = self._hidden_early_s(self.pricer.prices.device.overlap_slowdown)
+            step.compute((self.count - 1) * (self._round_s() - hidden) + (1 - self.adds) * sum(self._sums_s.values()),
+                         ("micro-batches before the last", TOP, TOP))
+            return self
+        first, others = copy(self), copy(self)
+        others.count = self.rounds / (self.rounds - 1)
+        first.adds = 0.0 if self.copies == 1 else 1 / self.rounds
+        others.adds = 1 - first.adds
+        first.forward(step, pending)
+        first.backward(step, pending, last=False)
+        return others
+
     def begin(self, step: StepTasks, pending: Pending) -> None:
-        """Before all micro-batches: read the parameters that these do not read themselves."""
+        """Before all micro-batches: read the parameters that these do not read themselves; launch the gathers of stored
+        parameters that run once for all."""
         self._read_once(step)
+        for action, pair in itertools.chain(*(events for _, events in sorted(self.windows.events.items()))):
+            stored = all(self.reads.reads[n].after is None for n in pair.steps)
+            if self.gathers_once and action == "launch" and stored and self.reads.reads[pair.steps[0]].kind == "gather":
+                self._launch(step, pair, pending)
         for place in self._read_before:
             self._read(step, place, pending)
 
-    def forward(self, step: StepTasks, pending: Pending) -> None:
-        """Forward of a round."""
-        if self.reads.equivalent:
+    def forward(self, step: StepTasks, pending: Pending, first: bool = True) -> None:
+        """Forward of a round. With ZeRO-2 the ``first`` one reads parameters for all."""
+        if self.reads.equivalent and (first or not self.gathers_once):
             self._read(step, TOP, pending)
             self._forward(step, self.windows.events.keys() - {TOP}, lambda index: self._read(step, index, pending))
         else:
@@ -310,14 +266,16 @@ class RankStep:
         """The second part, which reduces the gradients of weights; of the first stage all of backward."""
         if again is None:
             self.backward(step, pending, last=False)
-            return
-        for index in (index for one in self.split.put_off for index in one.decisions):
-            again.read(index)
-            for timed in reversed(self.split.second.get(index, ())):
+        else:
+            for index in (index for one in self.split.put_off for index in one.decisions):
+                again.read(index)
+                for timed in reversed(self.split.second.get(index, ())):
+                    step.run(timed.backward.per(self.count), _targets("reduce", [timed]))
+            again.settle()
+            for timed in self.leaves.backward:
                 step.run(timed.backward.per(self.count), _targets("reduce", [timed]))
-        again.settle()
-        for timed in self.leaves.backward:
-            step.run(timed.backward.per(self.count), _targets("reduce", [timed]))
+        if self._reduces_each:
+            self._reduce_all(step, pending)
 
     @cached_property
     def split(self) -> SplitBackward:
@@ -325,8 +283,18 @@ class RankStep:
 
     def finish(self, step: StepTasks, pending: Pending) -> None:
         """After all micro-batches: reduce the gradients that these have not."""
+        if not self._reduces_each:
+            self._reduce_all(step, pending)
+
+    def _reduce_all(self, step: StepTasks, pending: Pending) -> None:
+        """Reduce the gradients of parameters that are read before all micro-batches."""
         for place in reversed(self._read_before):
             self._reduce(step, place, pending)
+
+    @property
+    def _reduces_each(self) -> bool:
+        """Whether gradients are reduced in each micro-batch."""
+        return self.counts.hybrid.zero_stage >= 2
 
     @cached_property
     def _read_before(self) -> Sequence[int]:
@@ -355,40 +323,41 @@ class RankStep:
         reads."""
         for timed in (timed for path in self.leaves.reduced.get(index, ()) for timed in reversed(path)):
             step.run(timed.backward.per(self.count), _targets("reduce", [timed]))
-        step.compute(self._sums_s.get(index, 0.0), ("backward", index, index))
+        step.compute(self.adds * self._sums_s.get(index, 0.0), ("backward", index, index))
 
     @cached_property
     def _sums_s(self) -> Mapping[int, float]:
-        """By decision, seconds of accumulating the gradients of its parameters, per round that does so."""
+        """By decision, seconds of accumulating the gradients of its parameters."""
         found = defaultdict[int, float](float)
         for use in (move.use for move in self.reads.moves if self.counts.sums(move.use)):
             seconds = self.pricer.costs.sums_s(use)[self.numbers[use.source], self.numbers[use.target]]
-            found[use.target] += float(seconds) / self._adding
+            found[use.target] += float(seconds)
         return found
-
-    @property
-    def _adding(self) -> int:
-        """The rounds that add gradients to others: all but the first, or all if each has several micro-batches."""
-        return max(1, self.count - 1) if self.copies == 1 else self.count
 
     def _read(self, step: StepTasks, place: int, pending: Pending) -> None:
         for action, pair in self.windows.events.get(place, ()):
             steps = self._of(pair)
             forward, label = [timed.forward for timed in steps], _targets("gather", steps)
-            if action == "launch":  # one all_gather for the bucket
-                sends = any(timed.seconds for timed in forward)
-                pending[pair] = [step.issue(forward, label)] if sends else []
+            if action == "launch":
+                if pair not in pending:
+                    self._launch(step, pair, pending)
             elif action == "wait":
                 step.wait(pending.pop(pair))
             else:
                 step.run(forward[0], label)
 
+    def _launch(self, step: StepTasks, pair: Pair, pending: Pending) -> None:
+        """Launch a bucket's gather, or nothing, if forward sends nothing."""
+        forward = [timed.forward for timed in self._of(pair)]
+        sends = any(timed.seconds for timed in forward)
+        pending[pair] = [step.issue(forward, _targets("gather", self._of(pair)))] if sends else []
+
     def _reduce(self, step: StepTasks, place: int, pending: Pending) -> None:
         for action, pair in reversed(self.windows.events.get(place, ())):
             if action == "launch":
-                step.wait(pending[pair])
+                step.wait(pending.pop(pair))
             elif action == "run":
-                step.run(self._of(pair)[0].backward, _targets("reduce", self._of(pair)))
+                step.run(self._reduction(self._of(pair)[0]), _targets("reduce", self._of(pair)))
             elif pair not in pending:
                 self._issue(step, pair, pending)
 
@@ -424,7 +393,11 @@ class RankStep:
 
     def _issue(self, step: StepTasks, pair: Pair, pending: Pending) -> None:
         steps = self._of(pair)  # one all_reduce for the bucket
-        pending[pair] = [step.issue([timed.backward for timed in steps], _targets("reduce", steps))]
+        pending[pair] = [step.issue(list(map(self._reduction, steps)), _targets("reduce", steps))]
+
+    def _reduction(self, timed: TimedStep) -> Timed:
+        """The reduction of gradients, in a round if each does it."""
+        return timed.backward.per(self.count) if self._reduces_each else timed.backward
 
     def _forward(self, step: StepTasks, marked: Collection[int] = (), before: Callable[[int], None] = _nothing) -> None:
         """One forward pass; calls ``before`` at the marked decisions."""
@@ -467,8 +440,7 @@ class RankStep:
         """Seconds of one round without overlap and without gradient accumulation."""
         sent = sum(timed.forward.seconds + timed.again.seconds + timed.backward.seconds
                    for steps in self.reads.sent.values() for timed in steps)
-        reduced = sum(timed.backward.seconds for timed in self.leaves.steps)
-        return (self._forward_s[-1] + sum(self._again_s) + self._backward_s[-1] + sent + reduced) / self.count
+        return (self._forward_s[-1] + sum(self._again_s) + self._backward_s[-1] + sent) / self.count
 
     def _of(self, pair: Pair) -> list[TimedStep]:
         return [self.reads.parameter_steps[number] for number in pair.steps]

@@ -7,8 +7,9 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from autoparallel.pricing.backward_reads import BackwardReads
-from autoparallel.pricing.overlap_simulation import Launch, Passed, Pending, RankStep, StepTasks, Wait
+from autoparallel.pricing.overlap_simulation import Pending, RankStep
 from autoparallel.pricing.problem import SpacePricer
+from autoparallel.pricing.step_tasks import Launch, Passed, StepTasks, Wait
 from autoparallel.schedule.schedules import Action
 from autoparallel.strategies.space import Strategy
 
@@ -31,7 +32,8 @@ class PipelineRankStep:
 
     def communication(self) -> list[Launch | Wait | Passed]:
         """Launches and waits of collectives, sends, and waits for what is received, in the order of the rank."""
-        step, left = StepTasks(), dict.fromkeys(self.stages, len(self.hybrid.micro_batches_of(self.rank)))
+        count = len(self.hybrid.micro_batches_of(self.rank))
+        step, to_run, left = StepTasks(), set(self.stages), dict.fromkeys(self.stages, count)
         put_off = dict[tuple[int, int], BackwardReads | None]()
         for own, pending in self.stages.values():
             own.begin(step, pending)
@@ -40,7 +42,8 @@ class PipelineRankStep:
             own, pending = self.stages[stage]
             step.events += self._passed(action, sent=False)
             if kind == "F":
-                own.forward(step, pending)
+                own.forward(step, pending, first=stage in to_run)
+                to_run.discard(stage)
             elif kind == "W":
                 own.backward_of_weights(step, pending, put_off.pop((stage, micro_batch)))
             elif self.hybrid.puts_off_weights:

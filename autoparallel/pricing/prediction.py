@@ -15,7 +15,8 @@ from autoparallel.layout import COLLECTIVES, SUMS
 from autoparallel.plans import CollectiveUse, Hybrid, Prediction
 from autoparallel.plans.record import StageSeconds
 from autoparallel.pricing.counts import ExecutionCounts
-from autoparallel.pricing.overlap_simulation import hidden_s
+from autoparallel.pricing.overlap_simulation import Hidden
+from autoparallel.pricing.overlap_simulation import hidden as simulated_hidden
 from autoparallel.pricing.problem import SpacePricer
 from autoparallel.pricing.step_cost import Move, prices_of
 from autoparallel.pricing.unit_costs import Inside, Prices
@@ -128,12 +129,12 @@ def predict(pricer: SpacePricer, problem: Problem, strategies: Sequence[Strategy
         step = _pipelined_s(pricer, stages, sends, strategies, in_order=True)
         ahead = sum(stages[stage].beside_s(profile, hybrid.micro_batches_on(stage))
                     for rank in range(ranks) for stage in hybrid.stages_of(rank)) / ranks
-        overlap = sum(_hidden_s(pricer, strategies, hybrid.stages_of(rank)) for rank in range(ranks)) / ranks
+        overlap = sum(_hidden(pricer, strategies, hybrid.stages_of(rank)).total for rank in range(ranks)) / ranks
         bubbles = max(0.0, step + ahead + overlap - mean.total / ranks)
         hidden = mean.total / ranks + bubbles - step
     else:
         ahead, bubbles = mean.beside_s(profile, hybrid.micro_batches), 0.0
-        hidden = _hidden_s(pricer, strategies) + ahead
+        hidden = _hidden(pricer, strategies).total + ahead
     waited = max(0.0, -hidden)    # ranks that wait for one another's hosts
     bar = max((error_bar(one.profile, None, list(_kinds(pricer, found)), pricer.prices.cluster.num_devices)
                for one in pricer.prices.kinds), key=lambda found: found.p90)
@@ -184,11 +185,14 @@ def fixed_s(cluster: Cluster, hybrid: Hybrid, training: bool = True) -> float:
         hybrid.micro_batches + filling)
 
 
-def _hidden_s(pricer: SpacePricer, strategies: Sequence[Strategy], stages: Sequence[int] = (0,)) -> float:
+def _hidden(pricer: SpacePricer, strategies: Sequence[Strategy] | None, stages: Sequence[int] = (0,)) -> Hidden:
     """Seconds of parameters' communication that overlaps with compute: as this project's programs do it, less where
-    the software does it less."""
-    profile = pricer.prices.cluster.profile
-    return hidden_s(pricer, strategies, stages) * (1.0 if profile is None else profile.hide_data)
+    the software does it less. (Of no strategies: none.)"""
+    if strategies is None:
+        return Hidden()
+    profile, found = pricer.prices.cluster.profile, simulated_hidden(pricer, strategies, stages)
+    share = 1.0 if profile is None else profile.hide_data
+    return Hidden(share * found.each, share * found.once)
 
 
 def step_s(pricer: SpacePricer, strategies: Sequence[Strategy], sends: Sends) -> float:
@@ -207,9 +211,10 @@ def estimate(pricer: SpacePricer, strategies: Sequence[Strategy]) -> float:
     hybrid, stage = pricer.counts.hybrid, _Parts()
     _add_decisions(pricer, strategies, [stage], {})
     _add_uses(pricer, strategies, [stage], {})
-    once = (stage.once - _hidden_s(pricer, strategies)) * max(hybrid.groups) / hybrid.pipeline_ranks
+    hidden = _hidden(pricer, strategies)
+    once = (stage.once - hidden.once) * max(hybrid.groups) / hybrid.pipeline_ranks
     fixed = fixed_s(pricer.prices.cluster, hybrid, pricer.prices.training)
-    saved = stage.beside_s(pricer.prices.cluster.profile, hybrid.micro_batches)
+    saved = stage.beside_s(pricer.prices.cluster.profile, hybrid.micro_batches) + hidden.each
     return evened(pricer.prices, hybrid) * equal_stages_s(hybrid, stage.total - stage.once - saved) + once + fixed
 
 
@@ -271,17 +276,19 @@ def _pipelined_s(pricer: SpacePricer, stages: Sequence[_Parts], sends: Sends,
     groups, passed = hybrid.groups, _passed_s(pricer, sends)
     profile = cluster.profile if strategies is not None else None
     counts = [hybrid.micro_batches_on(number) for number in range(len(stages))]
-    micro_batch_s = [(s.total - s.once - s.beside_s(profile, count)) / count + before + after
-                     for s, count, before, after in zip(stages, counts, [0.0, *passed], [*passed, 0.0], strict=True)]
+    each_s = [_hidden(pricer, strategies, (number,)).each for number in range(len(stages))]
+    micro_batch_s = [(s.total - s.once - s.beside_s(profile, count) - less) / count + before + after
+                     for s, count, less, before, after in
+                     zip(stages, counts, each_s, [0.0, *passed], [*passed, 0.0], strict=True)]
     of_group = [sum(micro_batch_s[g :: len(groups)]) for g in range(len(groups))]
     of_rank = [range(g, len(stages), len(groups)) for g in range(len(groups))]
-    hidden = [_hidden_s(pricer, strategies, rank) if strategies is not None else 0.0 for rank in of_rank]
+    hidden = [_hidden(pricer, strategies, rank).once for rank in of_rank]
     once = max(sum(stages[n].once for n in rank) - less for rank, less in zip(of_rank, hidden, strict=True))
     closed = float(pipeline_s(of_group, hybrid.micro_batches, _virtual(hybrid), groups))
     if not in_order or len(stages) == len(groups):
         return closed + once
     clock.did("tasks simulated", 2 * len(stages) * hybrid.micro_batches)
-    each = [_micro_batch(s, profile, count) for s, count in zip(stages, counts, strict=True)]
+    each = [_micro_batch(s, profile, count, less) for s, count, less in zip(stages, counts, each_s, strict=True)]
     times = [StageTimes(one.forward_s, one.backward_s, send_s) for one, send_s in
              zip(each, [*passed, 0.0], strict=True)]
     return max(closed, simulated_s(hybrid, times)) + once
@@ -297,8 +304,9 @@ class _MicroBatch(NamedTuple):
     backward_communication_s: float
 
 
-def _micro_batch(s: _Parts, profile: Profile | None, count: int) -> _MicroBatch:
-    """One of ``count``; what hosts launch ahead makes its compute shorter."""
+def _micro_batch(s: _Parts, profile: Profile | None, count: int, hidden_s: float) -> _MicroBatch:
+    """One of ``count``; what hosts launch ahead makes its compute shorter, and what overlaps with compute
+    (``hidden_s``, of all) its communication."""
     once_backward = max(0.0, s.once - s.once_forward - s.optimizer)
     forward_s = max(0.0, s.forward_communication - s.once_forward) / count
     backward_s = max(0.0, s.backward_communication - once_backward) / count
@@ -306,6 +314,8 @@ def _micro_batch(s: _Parts, profile: Profile | None, count: int) -> _MicroBatch:
     left_s = (s.total - s.once - s.beside_s(profile, count)) / count - forward_s - backward_s
     share = max(0.0, left_s) / compute_s if compute_s else 0.0
     again_s = share * s.again / count
+    exposed = max(0.0, 1 - hidden_s / count / (forward_s + backward_s)) if forward_s + backward_s else 1.0
+    forward_s, backward_s = exposed * forward_s, exposed * backward_s
     return _MicroBatch(share * s.forward / count - again_s + forward_s,
                        share * s.backward / count + again_s + backward_s, again_s, forward_s, backward_s)
 
@@ -344,7 +354,8 @@ def stage_seconds(pricer: SpacePricer, problem: Problem, strategies: Sequence[St
     found, left = [], _left_of_once(pricer, stages, strategies)
     for number, (s, send_s) in enumerate(zip(stages, [*_passed_s(pricer, sends), 0.0], strict=True)):
         saved = max(0.0, s.live_bytes - s.always_bytes) / max(1, pricer.counts.in_flight[number])
-        each, once_s = _micro_batch(s, profile, hybrid.micro_batches_on(number)), left[number] * s.once
+        hidden_s, once_s = _hidden(pricer, strategies, (number,)).each, left[number] * s.once
+        each = _micro_batch(s, profile, hybrid.micro_batches_on(number), hidden_s)
         found.append(StageSeconds(each.forward_s, each.backward_s, once_s, send_s, s.always_bytes, saved,
                                   each.forward_communication_s, each.backward_communication_s, each.recompute_s,
                                   max(0.0, once_s - s.optimizer)))
@@ -359,7 +370,7 @@ def _left_of_once(pricer: SpacePricer, stages: Sequence[_Parts], strategies: Seq
         own = range(rank, len(stages), ranks)
         once = sum(stages[number].once for number in own)
         for number in own:
-            found[number] = max(0.0, 1 - _hidden_s(pricer, strategies, own) / once) if once else 1.0
+            found[number] = max(0.0, 1 - _hidden(pricer, strategies, own).once / once) if once else 1.0
     return found
 
 

@@ -11,7 +11,6 @@ from typing import Any, NamedTuple
 from autoparallel.capture import TensorMeta
 from autoparallel.layout import COLLECTIVES, SUMS, Layout, Step
 from autoparallel.layout.shapes import largest_local_shape
-from autoparallel.plans import Hybrid
 from autoparallel.pricing.counts import parts_reading
 from autoparallel.pricing.problem import SpacePricer
 from autoparallel.pricing.redistribution_costs import PricedStep
@@ -21,11 +20,6 @@ from autoparallel.strategies.space import Strategy, TensorUse
 
 #: The stream of ops; collectives run on the streams of the links that they cross.
 COMPUTE = "compute"
-
-
-def micro_batches_are_equivalent(hybrid: Hybrid) -> bool:
-    """Whether all micro-batches do the same: there is one, or each gathers and reduces (ZeRO-3)."""
-    return hybrid.is_plain or hybrid.prefetches
 
 
 class Message(NamedTuple):
@@ -44,7 +38,7 @@ class Timed(NamedTuple):
     stream: str
     message: Message | None
 
-    def per(self, count: int) -> Timed:
+    def per(self, count: float) -> Timed:
         """The share of one of ``count`` equal micro-batches."""
         return self._replace(seconds=self.seconds / count)
 
@@ -63,20 +57,20 @@ class TimedStep(NamedTuple):
 class RankReads:
     """The redistributions of a plan on a rank of one stage.
 
-    ``equivalent``: all micro-batches do the same, and each gathers and reduces. ``here``: by decision, whether the
-    stage has it. ``sent``: redistribution steps of activations, by decision; ``paths``: the same by operand, without
-    ``shared_views``: those of views of parameters, by decision, if multi-copy micro-batches share them.
-    ``parameter_steps``: the steps of parameters, in the order of ``windows.events``, or if they are ``synchronous``
-    (ZeRO-3 in a pipeline) among those of ``sent``; ``last_step``: by use (target, position) of a parameter, the number
-    of the last step on the path to it. ``once``: by move, the number of its first steps that run once for all
-    micro-batches, though gradients are reduced after each; ``once_steps``: these steps by use.
+    ``equivalent``: all micro-batches do the same: each gathers (with ZeRO-2 only the first, for all) and reduces.
+    ``here``: by decision, whether the stage has it. ``sent``: redistribution steps of activations, by decision;
+    ``paths``: the same by operand, without ``shared_views``: those of views of parameters, by decision, if multi-copy
+    micro-batches share them. ``parameter_steps``: the steps of parameters, in the order of ``windows.events``, or if
+    they are ``synchronous`` (ZeRO-3 with zero bubble) among those of ``sent``; ``last_step``: by use (target, position)
+    of a parameter, the number of the last step on the path to it. ``once``: by move, the number of its first steps,
+    without communication, that run once for all micro-batches, though gradients go through them after each;
+    ``once_steps``: these steps by use.
     """
 
     def __init__(self, pricer: SpacePricer, strategies: Sequence[Strategy], stage: int = 0) -> None:
         self.pricer, self.space, self.counts = pricer, pricer.space, pricer.counts
         hybrid = self.counts.hybrid
-        self.stage, self.equivalent = stage, hybrid.is_plain or hybrid.zero_stage == 3
-        self.reduces_each = not hybrid.is_plain and hybrid.zero_stage >= 2
+        self.stage, self.equivalent = stage, hybrid.is_plain or hybrid.reads_each
         self.here = [stage in holders and index not in self.counts.unused
                      for index, holders in enumerate(self.counts.stages_of)]
         self.numbers = pricer.costs.kinds.numbers(strategies)
@@ -85,8 +79,8 @@ class RankReads:
         self.moves = [move for move in pricer.costs.moves(strategies) if self.here[move.use.target]]
         self.once = self._once()
         self.reads, self.last_step = self._reads(self.once)
-        self.synchronous = hybrid.zero_stage == 3 and not hybrid.prefetches
-        self.windows = AsyncWindows([] if self.synchronous else self.reads, hybrid.bucket_bytes, hybrid.keeps_gathered)
+        self.synchronous = hybrid.reads_alone
+        self.windows = AsyncWindows.of([] if self.synchronous else self.reads, hybrid)
         sent = defaultdict[int, list[TimedStep]](list)
         self.once_steps = dict[tuple[int, int], list[TimedStep]]()
         self.paths = defaultdict[int, list[list[TimedStep]]](list)
@@ -110,12 +104,12 @@ class RankReads:
         self.sent = {target: steps for target, steps in sent.items() if steps}
 
     def _once(self) -> list[int]:
-        """`once`: with ZeRO-2 all steps of parameters, with ZeRO-3 those before the first that
-        communicates (as `lower.parameter_reads.split_reads`)."""
-        found, shared_reads, hybrid = [0] * len(self.moves), set[int](), self.counts.hybrid
-        for number, (use, path, _) in enumerate(self.moves if self.reduces_each else ()):
+        """`once`: where micro-batches read parameters, the steps before the first that communicates (as
+        `lower.parameter_reads.split_reads`)."""
+        found, shared_reads = [0] * len(self.moves), set[int]()
+        for number, (use, path, _) in enumerate(self.moves if self.counts.hybrid.reads_each else ()):
             if self.space.decisions[use.source].kind == "parameter" or use.source in shared_reads:
-                stays = (_communicates(use, priced.step) and hybrid.zero_stage == 3 for priced in path)
+                stays = (_communicates(use, priced.step) for priced in path)
                 found[number] = next(itertools.compress(itertools.count(), stays), len(path))
                 if found[number] == len(path) and self.space.decisions[use.target].kind == "shared_read":
                     shared_reads.add(use.target)
@@ -124,7 +118,7 @@ class RankReads:
     @property
     def once_of_leaves(self) -> Sequence[int]:
         """By move, the number of its first steps that run before the micro-batches, which read what these make."""
-        if self.counts.hybrid.zero_stage >= 2:
+        if self.counts.hybrid.reads_each:
             return self.once
         return [len(move.path) if self.counts.of_parameter[move.use.source] else 0 for move in self.moves]
 

@@ -18,6 +18,7 @@ from autoparallel.backends.compiled import Lowering, compiled
 from autoparallel.backends.parts import parts_of
 from autoparallel.kernels import groups, rng
 from autoparallel.kernels.async_communication import issue_gradients
+from autoparallel.kernels.gathered_once import Kept, keeping
 from autoparallel.kernels.groups import Axis
 from autoparallel.kernels.numbers import call_numbers, use_numbers
 from autoparallel.kernels.regather import regathering
@@ -28,11 +29,12 @@ from autoparallel.lower.parameter_reads import (
     SplitProgram,
     communicates,
     gathers_parameter,
+    moves_parameter,
     reduced_together,
     repeats,
     split_reads,
 )
-from autoparallel.lower.recompute_pass import gather_again, with_recompute
+from autoparallel.lower.recompute_pass import gather_again, gather_once, gathers_of_stored, with_recompute
 from autoparallel.lower.whole_norms import whole_norms
 from autoparallel.plans import Hybrid
 from autoparallel.runtime.offload.gradients import HostGradients
@@ -42,11 +44,11 @@ from autoparallel.runtime.scaler import scaled
 def split_step(program: Program, hybrid: Hybrid, backend: str = EAGER) -> SplitProgram:
     """The program split into parameter reads and the part per micro-batch, the latter with prefetch, ZeRO-3 gathers and
     recompute as ``hybrid`` says (which a backend that compiles does by itself)."""
-    split = split_reads(program, communicates if hybrid.zero_stage == 3 else lambda node: False)
+    split = split_reads(program, communicates if hybrid.reads_each else lambda node: False)
     if backend != EAGER:
-        return replace(split, micro_batch=compiled_by(backend, split.micro_batch, hybrid, hybrid.prefetches))
+        return replace(split, micro_batch=compiled_by(backend, split.micro_batch, hybrid, hybrid.overlaps_each))
     micro_batch = split.micro_batch
-    if hybrid.prefetches:
+    if hybrid.overlaps_each:
         micro_batch = overlap(micro_batch, hybrid, gathered_blocks(hybrid))
     micro_batch = whole_norms(micro_batch)
     if hybrid.copies > 1:
@@ -70,18 +72,26 @@ def compiled_by(backend: str, program: GraphModule, hybrid: Hybrid, overlaps: bo
     communication is overlapped with compute."""
     regathers = hybrid.zero_stage == 3
     how = Lowering(backend == INDUCTOR, regathers, hybrid.recompute, _recomputed(hybrid), hybrid.bucket_bytes)
-    if not in_blocks(program):
+    in_parts = in_blocks(program)
+    if not in_parts and not hybrid.gathers_once:
         return compiled(program, how)
     if overlaps:
-        program = overlap(program, hybrid, lambda node: node.meta.get("block"))
-    program = gather_again(program, gathers_parameter) if regathers else program
-    return compiled(program, replace(how, regathers=False), parts_of(program.graph))
+        program = overlap(program, hybrid, lambda node: node.meta.get("block") if in_parts else "all")
+    program = _gathered_as(hybrid, program, gathers_parameter)
+    return compiled(program, replace(how, regathers=False), parts_of(program.graph, in_parts))
+
+
+def _gathered_as(hybrid: Hybrid, module: GraphModule, again: Callable[[FxNode], bool]) -> GraphModule:
+    """The program with gathers repeated in backward, those for which ``again`` is true too (ZeRO-3), or kept for the
+    next micro-batches (ZeRO-2), as ``hybrid`` says."""
+    if hybrid.zero_stage == 3:
+        return gather_again(module, again)
+    return gather_once(module, moves_parameter) if hybrid.gathers_once else module
 
 
 def _kept_less(module: GraphModule, hybrid: Hybrid) -> GraphModule:
-    """The program with ZeRO-3 gathers repeated and blocks recomputed in backward, as ``hybrid`` says."""
-    if hybrid.zero_stage == 3:
-        module = gather_again(module, repeats)
+    """The program with gathers repeated or kept, and blocks recomputed in backward, as ``hybrid`` says."""
+    module = _gathered_as(hybrid, module, repeats)
     if hybrid.recompute == "none":
         return module
     return with_recompute(module, hybrid.recompute, _recomputed(hybrid), hybrid.puts_off_weights)
@@ -123,8 +133,11 @@ class StageModule(nn.Module):
         self.regathers = hybrid.zero_stage == 3 and (backend == EAGER or in_blocks(program.module))
         split = split_step(program, hybrid, backend)
         self.bucket_bytes = hybrid.bucket_bytes
-        self.reads = split.reads if self.each_micro_batch else overlap(split.reads, hybrid)
-        self.reduced_together, self.reduced_at_once = ended_together(self.reads), reduced_together(split.reads)
+        self.reads = split.reads if hybrid.reads_each else overlap(split.reads, hybrid)
+        self.reduced_together = [] if self.each_micro_batch else ended_together(self.reads)
+        self.reduced_at_once = reduced_together(split.reads) if hybrid.reads_each else []
+        stored = split.reads.graph.output_node().args[0]
+        self.kept, self.gathers = Kept(), gathers_of_stored(split.micro_batch, len(stored))  # type: ignore[arg-type]
         self.micro_batch = split.micro_batch
         self.received = program.received
         outputs, _, _ = next(n for n in program.module.graph.nodes if n.op == "output").args[0]
@@ -150,6 +163,9 @@ class StageModule(nn.Module):
             self.values = self.reads(*parameters)
         self.inputs, self.seed, self.numbers = inputs, seed, call_numbers()
         self.leaves = nn.ParameterList(map(self._leaf, self.values))
+        self.kept.clear()    # left by a step that failed
+        with groups.use(self.axes), keeping(self.kept):
+            self.gathers(*self.leaves)
         if self.each_micro_batch:
             for numbers in self.reduced_at_once:
                 _reduce_now([(self.leaves[n], self.values[n]) for n in numbers if self.values[n].requires_grad])
@@ -167,7 +183,8 @@ class StageModule(nn.Module):
         numbers = range(micro_batch, micro_batch + self.copies)
         inputs = [x for number in numbers for x in self.inputs[number]]
         with groups.use(self.axes), rng.use_seed(*(rng.mix(self.seed, number) for number in numbers)), \
-                use_numbers(self.numbers), regathering(self.bucket_bytes) if self.regathers else nullcontext():
+                use_numbers(self.numbers), keeping(self.kept), \
+                regathering(self.bucket_bytes) if self.regathers else nullcontext():
             results = self.micro_batch(*self.leaves, *inputs, *(_Received.apply(x) for x in received))
         copies = [results] if self.copies == 1 else results
         _, self.updates, sent = copies[-1]
@@ -196,8 +213,7 @@ class StageModule(nn.Module):
         """Reduce the gradients that a backward in parts left in the leaves, of ZeRO-2 and 3. (Its second part sets them
         without hooks.)"""
         if self.each_micro_batch:
-            for numbers in self.reduced_at_once:
-                _reduce_leaves([(self.leaves[n], self.values[n]) for n in numbers])
+            _reduce_leaves(list(zip(self.leaves, self.values, strict=True)))
 
     def _reduced(self, number: int, leaf: torch.Tensor) -> None:
         """The gradient of parameter ``number`` is reduced: add it to what is on the host."""
@@ -227,6 +243,7 @@ class StageModule(nn.Module):
             self._take_from_host()
         _pass_on(self.parameters_read)
         self.values, self.inputs, self.leaves, self.parameters_read = (), {}, nn.ParameterList(), []
+        self.kept.clear()
 
 
 def _pass_on(pairs: Iterable[tuple[torch.Tensor, torch.Tensor]]) -> None:

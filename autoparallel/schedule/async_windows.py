@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import cached_property
 from typing import Literal, NamedTuple
 
-from autoparallel.schedule.step_config import BUCKET_BYTES
+from autoparallel.schedule.step_config import BUCKET_BYTES, Hybrid
 
 #: Size of the bucket whose gradients backward makes first, as in DistributedDataParallel, so that reductions start
 #: early; and size from which on a bucket of gathers ends with its block. At most `Hybrid.bucket_bytes`.
@@ -81,15 +81,18 @@ def places(decisions: Iterable[tuple[int, object]]) -> dict[int, int]:
 
 class AsyncWindows:
     """The async windows of a program's parameter reads, given in program order, in buckets of at most
-    ``bucket_bytes``; ``stays``: whether gathered parameters are kept until backward (`starts`).
+    ``bucket_bytes``; ``stays``: whether gathered parameters are kept until backward (`starts`). ``adds``: gradients are
+    added to those of other micro-batches, and a bucket of them takes memory of its own until it is awaited: where
+    backward launches the next one.
 
     ``gathered``: one window per bucket of gathers for one block with the same axis, dtype and backward; a path may have
     several gathers in sequence. ``reduced``: one window per bucket of gradient reductions with the same axis, dtype and
     position on their paths; only reductions with which a path begins. All other steps are synchronous.
     """
 
-    def __init__(self, reads: Sequence[Read], bucket_bytes: float = BUCKET_BYTES, stays: bool = False) -> None:
-        self.reads, self.bucket_bytes, self.stays = reads, bucket_bytes, stays
+    def __init__(self, reads: Sequence[Read], bucket_bytes: float = BUCKET_BYTES, stays: bool = False,
+                 adds: bool = False) -> None:
+        self.reads, self.bucket_bytes, self.stays, self.adds = reads, bucket_bytes, stays, adds
         self._users = defaultdict[int, list[int]](list)
         for number, read in enumerate(reads):
             if read.after is not None:
@@ -103,6 +106,13 @@ class AsyncWindows:
                 self._depth[number] = 0 if read.after is None else self._depth[read.after] + 1
         self.gathered = self._gathered()
         self.reduced = self._reduced()
+
+    @classmethod
+    def of(cls, reads: Sequence[Read], hybrid: Hybrid) -> AsyncWindows:
+        """The windows of a step configuration: of the program that reads parameters (`Hybrid.reads_each`: of a
+        micro-batch)."""
+        adds = hybrid.reads_each
+        return cls(reads, hybrid.bucket_bytes, hybrid.keeps_gathered and not adds, adds)
 
     def _gathered(self) -> list[Pair]:
         """A bucket of gathers is awaited at its first consumer, or where the next gather of the same parameters
@@ -157,8 +167,8 @@ class AsyncWindows:
     def _reduced(self) -> list[Pair]:
         """One window per bucket, in forward order (backward launches at ``end`` and waits at ``begin``). It ends at the
         first read of the bucket, or where a later step of one of its paths begins: there all its gradients exist. The
-        first reduction of a path begins at the top; a later one where the bucket before it is read, so that backward
-        launches that bucket before it waits for this one."""
+        first reduction of a path begins at the top, unless its gradients are added to others; it and a later one where
+        the bucket before it is read, so that backward launches that bucket before it waits for this one."""
 
         def kind(number: int) -> tuple[int, str, str, int]:
             read = self.reads[number]
@@ -171,7 +181,7 @@ class AsyncWindows:
             ends = {bucket: min(self._needed(n, begins) for n in bucket) for bucket in buckets}
             read_at = read_at if follow else list(ends.values())
             for bucket, end in ends.items():
-                before = [place for place in read_at if place < end and self._depth[bucket[0]]]
+                before = [place for place in read_at if place < end and (self.adds or self._depth[bucket[0]])]
                 found.append(Pair(bucket, max(before, default=TOP), end))
                 begins.update(dict.fromkeys(bucket, found[-1].begin))
         return found

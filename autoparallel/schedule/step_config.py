@@ -37,9 +37,8 @@ class Hybrid:
     reduction:
 
         0, 1   gathered once per step; unsharded gradients accumulate and are reduced at the end of the step
-        2      gathered once per step; gradients are reduced after each micro-batch, and only a shard is kept
-        3      gathered for each use in each micro-batch, and again in backward; gradients are reduced after each
-               micro-batch
+        2      gathered once per step; gradients are reduced in each micro-batch's backward, and only a shard is kept
+        3      gathered for each use in each micro-batch, and again in backward, where gradients are reduced
 
     (Whether a parameter is sharded at all is decided by its layout.) ``recompute``: "none"; "selective", all ops of a
     block but products, attention and collectives; "full", whole blocks; "offload", no recompute, but a block's saved
@@ -168,9 +167,31 @@ class Hybrid:
         return self.micro_batches == 1 and self.stages == 1
 
     @property
+    def reads_each(self) -> bool:
+        """Whether each of several micro-batches reads parameters itself, and reduces their gradients in its backward.
+        (With ZeRO-2 gathers run once for all.) Else they are read before all micro-batches."""
+        return not self.is_plain and (self.zero_stage == 3 or (self.zero_stage == 2 and not self.puts_off_weights))
+
+    @property
+    def gathers_once(self) -> bool:
+        """Whether micro-batches read parameters themselves of which each is gathered once for all (ZeRO-2)."""
+        return self.reads_each and self.keeps_gathered
+
+    @property
+    def overlaps_each(self) -> bool:
+        """Whether communication of parameters overlaps with compute in every micro-batch. (Zero bubble computes the
+        gradients of weights last, so that nothing is left to overlap with.)"""
+        return self.is_plain or (self.zero_stage >= 2 and not self.puts_off_weights)
+
+    @property
+    def reads_alone(self) -> bool:
+        """Whether micro-batches read each parameter by itself and wait for it (ZeRO-3 with zero bubble)."""
+        return self.reads_each and not self.overlaps_each
+
+    @property
     def prefetches(self) -> bool:
-        """Whether ZeRO-3 prefetches gathered parameters: without a pipeline."""
-        return self.zero_stage == 3 and self.stages == 1
+        """Whether ZeRO-3 prefetches gathered parameters: not where backward runs in two parts (zero bubble)."""
+        return self.zero_stage == 3 and self.overlaps_each
 
     @property
     def gathers_blocks(self) -> bool:

@@ -56,12 +56,13 @@ class Recorder:
 
 
 def _within_an_op() -> bool:
-    """Not where a block is recomputed for the backward of an op, which reads what it saved."""
+    """Not where a block is recomputed, or parameters are gathered again, for the backward of an op, which reads what it
+    saved."""
     frame = sys._getframe(1)
     while frame.f_back is not None:
         frame = frame.f_back
         code = frame.f_code
-        if code.co_filename.endswith("/kernels/recomputed.py"):
+        if code.co_filename.endswith(("/kernels/recomputed.py", "/kernels/regather.py")):
             return False
         if code.co_name == "exchanged_rows" or code.co_filename.endswith(tuple(f"/kernels/{n}" for n in _VARIANTS)):
             return True
