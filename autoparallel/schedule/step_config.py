@@ -85,71 +85,17 @@ class Hybrid:
             raise PlanError("zero_stage=3 gathers parameters again for backward, and recompute='offload' would move "
                             "them to the host: take zero_stage=2 or recompute='full'")
         if self.offload.moves_parameters:
-            self._check_fetches()
+            _check_fetches(self)
         if self.replicas:
-            self._check_replicas()
+            _check_replicas(self)
         elif self.stages % self.pipeline_ranks:
             raise PlanError(f"{self.stages} pipeline stages on {self.pipeline_ranks} ranks: each rank must have the "
                             f"same number; take a multiple of {self.pipeline_ranks}")
         if self.stages > 1 and self.pipeline_ranks == 1:
             raise PlanError(f"{self.stages} pipeline stages need a pipeline axis of at least two ranks")
-        self._check_schedule()
+        _check_schedule(self)
         if self.copies > 1:
-            self._check_copies()
-
-    def _check_schedule(self) -> None:
-        how, per_rank = self.pipelining, self.stages // self.pipeline_ranks
-        if per_rank > 1 and not self.replicas and not how.several_stages:
-            raise PlanError(f"schedule {self.schedule!r} runs one stage per rank, and {self.stages} stages on "
-                            f"{self.pipeline_ranks} ranks are {per_rank}: take "
-                            f"{names_of(lambda other: other.several_stages)}")
-        if how.fills and self.stages > 1 and not self.replicas and self.micro_batches < self.stages:
-            raise PlanError(f"schedule {self.schedule!r} needs at least as many micro-batches as its {self.stages} "
-                            f"stages, not {self.micro_batches}: take more, or "
-                            f"{names_of(lambda other: other.all_forwards)}")
-        if self.puts_off_weights and self.recompute == "selective":
-            raise PlanError(f"schedule {self.schedule!r} runs backward in two parts, and recompute='selective' can run "
-                            "once only: take recompute='full' or another schedule")
-        rounds = max(1, self.micro_batches // self.pipeline_ranks)
-        if how.in_rounds and self.micro_batches % rounds:
-            raise PlanError(f"schedule {self.schedule!r} needs micro-batches in rounds of {self.pipeline_ranks}, and "
-                            f"{self.micro_batches} are not: take a multiple of {self.pipeline_ranks}")
-
-    def _check_fetches(self) -> None:
-        for wrong, given in (
-                (self.zero_stage != 3, f"zero_stage={self.zero_stage}: take zero_stage=3, which frees what was read"),
-                (self.stages > 1, f"{self.stages} pipeline stages: leave the pipeline out"),
-                (self.copies > 1, f"copies={self.copies}: leave copies out")):
-            if wrong:
-                raise PlanError(f"offload={self.offload.place!r} fetches each parameter for each use, and does not go "
-                                f"with {given}")
-
-    def _check_copies(self) -> None:
-        if self.micro_batches % self.copies:
-            raise PlanError(f"{self.micro_batches} micro-batches do not run {self.copies} at a time: take a multiple "
-                            f"of copies={self.copies} as micro_batches")
-        if self.stages > 1:
-            raise PlanError(f"copies={self.copies} with {self.stages} pipeline stages: several micro-batches run at a "
-                            "time without a pipeline only; leave out one of the two")
-        if self.recompute != "none":
-            raise PlanError(f"copies={self.copies} with recompute={self.recompute!r}: recomputed blocks run as one "
-                            "piece, so micro-batches cannot alternate inside; leave out one of the two")
-
-    def _check_replicas(self) -> None:
-        of = f"replicas {list(self.replicas)}"
-        if self.stages == 1:
-            raise PlanError(f"{of} of one stage: a pipeline has two or more; without one, the mesh's axes do the same")
-        if len(self.replicas) != self.stages or min(self.replicas) < 1:
-            raise PlanError(f"{of} for {self.stages} pipeline stages: give each stage a number of ranks, 1 or more")
-        if sum(self.replicas) != self.pipeline_ranks:
-            raise PlanError(f"{of} are {sum(self.replicas)} ranks together, and the pipeline axis has "
-                            f"{self.pipeline_ranks}: they must be the same")
-        if self.pipelining.several_stages:
-            raise PlanError(f"schedule {self.schedule!r} runs each stage on one rank: with {of} take "
-                            f"{names_of(lambda other: not other.several_stages)}")
-        if self.micro_batches % (whole := math.lcm(*self.replicas)):
-            raise PlanError(f"{of} need micro-batches in multiples of {whole}, so that each rank of a stage runs as "
-                            f"many, and {self.micro_batches} are not")
+            _check_copies(self)
 
     @property
     def pipelining(self) -> Schedule:
@@ -252,3 +198,61 @@ class Hybrid:
     def micro_batches_on(self, stage: int) -> int:
         """The number of micro-batches per rank of a stage."""
         return self.micro_batches // self.groups[stage % len(self.groups)]
+
+
+def _check_schedule(hybrid: Hybrid) -> None:
+    how, per_rank = hybrid.pipelining, hybrid.stages // hybrid.pipeline_ranks
+    if per_rank > 1 and not hybrid.replicas and not how.several_stages:
+        raise PlanError(f"schedule {hybrid.schedule!r} runs one stage per rank, and {hybrid.stages} stages on "
+                        f"{hybrid.pipeline_ranks} ranks are {per_rank}: take "
+                        f"{names_of(lambda other: other.several_stages)}")
+    if how.fills and hybrid.stages > 1 and not hybrid.replicas and hybrid.micro_batches < hybrid.stages:
+        raise PlanError(f"schedule {hybrid.schedule!r} needs at least as many micro-batches as its {hybrid.stages} "
+                        f"stages, not {hybrid.micro_batches}: take more, or "
+                        f"{names_of(lambda other: other.all_forwards)}")
+    if hybrid.puts_off_weights and hybrid.recompute == "selective":
+        raise PlanError(f"schedule {hybrid.schedule!r} runs backward in two parts, and recompute='selective' can run "
+                        "once only: take recompute='full' or another schedule")
+    rounds = max(1, hybrid.micro_batches // hybrid.pipeline_ranks)
+    if how.in_rounds and hybrid.micro_batches % rounds:
+        raise PlanError(f"schedule {hybrid.schedule!r} needs micro-batches in rounds of {hybrid.pipeline_ranks}, and "
+                        f"{hybrid.micro_batches} are not: take a multiple of {hybrid.pipeline_ranks}")
+
+
+def _check_fetches(hybrid: Hybrid) -> None:
+    for wrong, given in (
+            (hybrid.zero_stage != 3, f"zero_stage={hybrid.zero_stage}: take zero_stage=3, which frees what was read"),
+            (hybrid.stages > 1, f"{hybrid.stages} pipeline stages: leave the pipeline out"),
+            (hybrid.copies > 1, f"copies={hybrid.copies}: leave copies out")):
+        if wrong:
+            raise PlanError(f"offload={hybrid.offload.place!r} fetches each parameter for each use, and does not go "
+                            f"with {given}")
+
+
+def _check_copies(hybrid: Hybrid) -> None:
+    if hybrid.micro_batches % hybrid.copies:
+        raise PlanError(f"{hybrid.micro_batches} micro-batches do not run {hybrid.copies} at a time: take a multiple "
+                        f"of copies={hybrid.copies} as micro_batches")
+    if hybrid.stages > 1:
+        raise PlanError(f"copies={hybrid.copies} with {hybrid.stages} pipeline stages: several micro-batches run at a "
+                        "time without a pipeline only; leave out one of the two")
+    if hybrid.recompute != "none":
+        raise PlanError(f"copies={hybrid.copies} with recompute={hybrid.recompute!r}: recomputed blocks run as one "
+                        "piece, so micro-batches cannot alternate inside; leave out one of the two")
+
+
+def _check_replicas(hybrid: Hybrid) -> None:
+    of = f"replicas {list(hybrid.replicas)}"
+    if hybrid.stages == 1:
+        raise PlanError(f"{of} of one stage: a pipeline has two or more; without one, the mesh's axes do the same")
+    if len(hybrid.replicas) != hybrid.stages or min(hybrid.replicas) < 1:
+        raise PlanError(f"{of} for {hybrid.stages} pipeline stages: give each stage a number of ranks, 1 or more")
+    if sum(hybrid.replicas) != hybrid.pipeline_ranks:
+        raise PlanError(f"{of} are {sum(hybrid.replicas)} ranks together, and the pipeline axis has "
+                        f"{hybrid.pipeline_ranks}: they must be the same")
+    if hybrid.pipelining.several_stages:
+        raise PlanError(f"schedule {hybrid.schedule!r} runs each stage on one rank: with {of} take "
+                        f"{names_of(lambda other: not other.several_stages)}")
+    if hybrid.micro_batches % (whole := math.lcm(*hybrid.replicas)):
+        raise PlanError(f"{of} need micro-batches in multiples of {whole}, so that each rank of a stage runs as "
+                        f"many, and {hybrid.micro_batches} are not")
