@@ -302,7 +302,7 @@ def print_advice(advice: Advice, console: ReportConsole) -> None:
         p = best.plan.prediction
         console.print(f"on {advice.cluster.num_devices} devices of {advice.cluster.name}: {best.by_hand}", style="bold")
         console.print(f"a step takes {seconds_str(p.step_s)}, and {bytes_str(p.peak_bytes)} of "
-                      f"{bytes_str(advice.limit_bytes)} per device; half of such predictions are within {p.p50:.0%}")
+                      f"{bytes_str(advice.limit_bytes)} per device; typical error of such predictions {p.p50:.0%}")
     if (searched := advice.searched) is not None:
         console.print(f"a searched plan takes {seconds_str(searched.prediction.step_s)} "
                       f"({roles_of(searched)}); autoparallel plan --joint finds it")

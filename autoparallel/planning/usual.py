@@ -30,8 +30,8 @@ MOST_LETTERS = 150
 LATER = 1.5
 #: Seconds in which a recipe that is begun finds the fewest recomputed blocks, at least.
 BEGUN_S = 4.0
-#: Steps that differ by no more than this share are of almost the same plans.
-ALIKE = 1e-3
+#: Relative difference up to which two step times count as equal.
+EQUAL_STEPS = 1e-3
 
 
 def recipes(devices: int, host_devices: int, experts: bool = False) -> Iterator[str]:
@@ -188,10 +188,10 @@ def _figures(plan: Plan) -> tuple[object, ...]:
 
 
 def _is_alike(plan: Plan, other: Plan) -> bool:
-    """Whether two plans have one configuration, and steps that differ by no more than `ALIKE`."""
+    """Whether two plans have the same configuration and, up to `EQUAL_STEPS`, the same step time."""
     steps = plan.prediction.step_s, other.prediction.step_s
     kinds = [(one.mesh_shape, replace(one.hybrid, cuts=(), recompute_blocks=None)) for one in (plan, other)]
-    return kinds[0] == kinds[1] and max(steps) <= (1 + ALIKE) * min(steps)
+    return kinds[0] == kinds[1] and max(steps) <= (1 + EQUAL_STEPS) * min(steps)
 
 
 def _state(graph: OpGraph, cluster: Cluster, options: Options) -> TrainingState:

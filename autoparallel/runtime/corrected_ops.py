@@ -1,6 +1,7 @@
 """Ops of which torch gives a wrong result or gradient for DTensors, run so that they are right.
 
-- ``<<`` and ``>>`` change nothing: their ops are named as those that write in place are (``__lshift__``).
+- ``<<`` and ``>>`` return their input: DTensor takes every op whose name ends in ``_`` for an in-place op, and these
+  are ``__lshift__`` and ``__rshift__``.
 - ``cumsum``, ``cumprod`` and ``logcumsumexp`` along a dim counted from the end begin anew in each shard.
 - ``logsumexp`` forgets that it keeps dims, and takes another for the sharded one.
 - The determinant of a matrix that is gathered has the gradient of the transposed one, if the DTensor is not contiguous

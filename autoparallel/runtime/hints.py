@@ -36,7 +36,7 @@ def add_hints() -> None:
 
 
 def _told(hook: _Hook, kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
-    if isinstance(error, (RuntimeError, NotImplementedError)):
+    if isinstance(error, RuntimeError):
         for said, hint in _HINTS:
             if said in str(error):
                 error.add_note(hint)

@@ -114,7 +114,7 @@ OtherRow = tuple[str, str, str, str, str]
 
 
 def other_rows(report: Report) -> list[tuple[Alternative, OtherRow]]:
-    """The other plans that are known, those that fit first, fastest first, each beside the report's."""
+    """The alternatives and their table rows: first those within the memory limit, each group by step time."""
     others = report.record.alternatives if report.record is not None else ()
     limit = report.memory.limit_bytes or report.memory.device_bytes or math.inf
     return [(one, _other_row(report, one))

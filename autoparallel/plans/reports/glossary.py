@@ -1,5 +1,7 @@
 """The field's words, for readers who are new to them."""
 
+from autoparallel.plans.reports.report import LAUNCHED
+
 GLOSSARY = {
     "data parallel": "Each rank has its own rows of the batch and all layers; gradients are summed over the ranks.",
     "tensor parallel": "Each rank has some columns, rows or heads of every weight; activations are exchanged in each "
@@ -18,8 +20,8 @@ GLOSSARY = {
     "recompute": "Backward runs a block's forward again instead of keeping its results.",
     "exposed communication": "Seconds in which ranks exchange data and compute nothing.",
     "hidden communication": "Seconds saved because ranks exchange data while they compute.",
-    "less launches ahead of the device": "Compute counts each kernel with its launch; hosts launch kernels while "
-                                         "earlier ones run, which takes no time.",
+    LAUNCHED: "Compute counts each kernel with its launch; hosts launch kernels while earlier ones run, which takes no "
+              "time.",
     "memory limit": "What a plan's tensors may take on a device: the limit that was given, or the device's memory less "
                     "the process's own, communicators, the allocator's fragments, and room for predictions that are "
                     "too low (memory_confidence: 95 % of runs fit).",
