@@ -303,6 +303,19 @@ def test_plans_of_one_configuration_are_told_apart_by_what_they_cut() -> None:
     assert list(text.alternatives_table(report_of(table)).columns[0].cells) == [told]
 
 
+def test_faster_plans_are_not_called_about_as_fast() -> None:
+    """Of a plan whose options fix what the usual plans choose."""
+    plan = by_hand("dp=4,zero=1")
+    slow = replace(plan, prediction=replace(plan.prediction, fixed_s=plan.prediction.step_s, p50=0.05))
+    other = replace(alternative_of(slow, plan, "dp=4,zero=3"), family="FSDP")
+    half = replace(slow, record=replace(plan.record, alternatives=(other,)))
+    (screen,) = (one.entries for one in report_of(half).first_screen if one.label == "faster")
+    assert screen[0].startswith("by settings that the options fix") and "% faster" in screen[1]
+    assert "About as fast" not in half.summary() and "Faster, by settings" in half.summary()
+    (slower,) = text.alternatives_table(report_of(half)).columns[2].cells
+    assert "within the error" not in slower
+
+
 def test_other_plans_are_listed_by_their_steps() -> None:
     plan = by_hand("dp=4,zero=1")
     one = alternative_of(plan, by_hand("dp=4,zero=3"))

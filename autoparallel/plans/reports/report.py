@@ -55,8 +55,9 @@ class Speed:
     joules_per_unit: float | None = None
 
     def not_told_apart(self, steps_s: Iterable[float]) -> list[float]:
-        """Those of other plans' steps that are slower by no more than half of predictions are off, fastest first."""
-        return sorted(step_s for step_s in steps_s if step_s <= (1 + self.p50) * self.step_s)
+        """Those of other plans' steps that differ from this plan's by no more than the typical error, fastest first."""
+        return sorted(step_s for step_s in steps_s
+                      if max(step_s, self.step_s) <= (1 + self.p50) * min(step_s, self.step_s))
 
 
 @dataclass(frozen=True)

@@ -12,13 +12,17 @@ from autoparallel.plans.reports.units import bytes_str, percent_str, seconds_str
 
 #: The family of a plan that says none.
 OTHER = "another"
+#: What is said before faster plans.
+FASTER = "by settings that the options fix or that this search does not vary"
 
 
 @dataclass(frozen=True)
 class WhyNot:
     """Other plans: those that are slower or not possible, ``apart``, and those that the error of predictions does not
-    tell from this one, ``near`` (``near_to``: by which error); ``untried``: sentences on what was not looked at."""
+    tell from this one, ``near`` (``near_to``: by which error); ``faster``: plans that are faster, by settings that this
+    plan's options fix or its search does not vary; ``untried``: sentences on what was not looked at."""
 
+    faster: tuple[str, ...]
     apart: tuple[str, ...]
     near: tuple[str, ...]
     near_to: str
@@ -27,13 +31,15 @@ class WhyNot:
     @property
     def line(self) -> str:
         """All in one line; empty if nothing is known of other plans."""
-        said = [f"Why no other: {'; '.join(self.apart)}."] if self.apart else []
+        said = [f"Faster, {FASTER}: {'; '.join(self.faster)}."] if self.faster else []
+        said += [f"Why no other: {'; '.join(self.apart)}."] if self.apart else []
         said += [f"About as fast, {self.near_to}: {'; '.join(self.near)}."] if self.near else []
         return " ".join([*said, *self.untried])
 
     @property
     def answers(self) -> Iterator[Answer]:
         """The same for the first screen, where there is something to say."""
+        yield Answer("faster", (f"{FASTER}:", *self.faster) if self.faster else ())
         yield Answer("why no other", self.apart)
         yield Answer("about as fast", (f"{self.near_to}:", *self.near) if self.near else ())
         yield Answer("not tried", self.untried)
@@ -49,20 +55,22 @@ def why_no_other(report: Report) -> WhyNot:
     found = [one for one in others if not one.by_hand][:1]
     named += [(one, f"another that the search found: {_titled(one)}") for one in found
               if all(one is not other for _, other in best)]
-    near, apart = list[str](), list[str]()
+    faster, near, apart = list[str](), list[str](), list[str]()
     for one, what in named:
         if not _fits(report.memory, one.peak_bytes):
             without = " without recompute" if one.by_hand and one.recompute == "none" else ""
             apart.append(f"{what}, needs {bytes_str(one.peak_bytes)} a device{without}")
+        elif report.speed.not_told_apart([one.step_s]):
+            near.append(_slower(report.speed, one, what))
         else:
-            (near if report.speed.not_told_apart([one.step_s]) else apart).append(_slower(report.speed, one, what))
+            (faster if one.step_s < report.speed.step_s else apart).append(_slower(report.speed, one, what))
     apart += _impossible(report, {own, *(family for family, _ in best)})
     rest = [one.step_s for one in others if one not in [other for other, _ in named]
             and _fits(report.memory, one.peak_bytes)]
     more = len(report.speed.not_told_apart(rest))
     near += [f"{more} more of the other plans below"] if more else []
     near_to = f"within the typical error of predictions ({percent_str(report.speed.p50)})"
-    return WhyNot(tuple(apart), tuple(near), near_to, tuple(_untried(report)))
+    return WhyNot(tuple(faster), tuple(apart), tuple(near), near_to, tuple(_untried(report)))
 
 
 def _of_family(report: Report, family: str, one: Alternative) -> str:
