@@ -12,9 +12,8 @@ from autoparallel.planning import hand_layouts
 from autoparallel.planning.by_hand import ByHand
 from autoparallel.planning.options import Options
 from autoparallel.planning.plan_by_hand import plan_by_hand
-from autoparallel.planning.usual import pricing_of, usual_plans
+from autoparallel.planning.usual import pricing_of
 from autoparallel.plans import Plan
-from autoparallel.plans.record import LATE
 from autoparallel.plans.roles import roles_of
 from autoparallel.search import solve
 from autoparallel.search.model.problem import Problem, Solution
@@ -101,15 +100,3 @@ def test_a_plan_is_of_the_kind_that_its_text_says(text: str) -> None:
             "zero=1": "ZeRO-1", "dp=4": "DDP"}
     kind = "FSDP with tensor parallel" if text == HANDS[-1] else next(kind for key, kind in said.items() if key in text)
     assert roles_of(plan).family == ByHand.of(text).on(4).family == kind
-
-
-def test_what_is_left_for_lack_of_time_is_known_in_seconds() -> None:
-    """The joint search leaves them."""
-    split = Splits(graph(LAYERS))
-    with clock.counted(60.0):
-        first = usual_plans(split, CLUSTER, Options(), 0.05)
-        began = clock.spent_s()
-        rest = usual_plans(split, CLUSTER, Options(), first.late_s, first.priced)
-        took_s = clock.spent_s() - began
-    assert first.late and first.late_s > 0 and not rest.late and rest.late_s == 0.0
-    assert took_s < 1.5 * first.late_s and all(one.why != LATE for one in rest.left_out)

@@ -324,17 +324,6 @@ def test_other_plans_are_listed_by_their_steps() -> None:
     assert list(text.alternatives_table(report_of(listed)).columns[1].cells) == ["1 s", "2 s", "3 s"]
 
 
-def test_usual_plans_that_are_known_are_not_priced_again() -> None:
-    """A joint search prices few before it, and the others with the time that it leaves."""
-    split, cluster = Splits(graph()), Cluster.load("h100-sxm", num_devices=4)
-    every = usual_plans(split, cluster, Options())
-    some = dict(list(every.priced.items())[:2])
-    none_left = usual_plans(split, cluster, Options(), 0.0, some)
-    assert dict(none_left.priced) == some and none_left.late and not every.late
-    rest = usual_plans(split, cluster, Options(), math.inf, some)
-    assert rest.priced.keys() == every.priced.keys() and all(rest.priced[text] is some[text] for text in some)
-
-
 def test_the_best_plan_of_a_family_is_tuned() -> None:
     """Larger micro-batches and less recompute, while the step gets shorter, fits, and is what the options allow."""
     split, cluster = Splits(graph()), Cluster.load("h100-sxm", num_devices=4)

@@ -62,6 +62,10 @@ class CandidateBounds:
         """Bytes that no device of the candidate may exceed."""
         return self._most if candidate.hybrid.pipeline_ranks > 1 else self.limit
 
+    def fullness(self, candidate: Candidate) -> float:
+        """The bound of its memory as a share of what no device may exceed."""
+        return self.least_bytes(candidate) / self.limit_of(candidate)
+
     def may_fit(self, candidate: Candidate) -> bool:
         """Whether the bound of its memory does not rule the candidate out."""
         return self.least_bytes(candidate) <= self.limit_of(candidate)
@@ -110,14 +114,13 @@ class CandidateBounds:
 
     def oddity(self, candidate: Candidate) -> float:
         """How unusual a candidate is, in factors of two: an inner axis that is not a host, fewer samples per
-        micro-batch than shards of them, and (weight 4) a memory bound above half the limit. It only sets the initial
-        order."""
-        shape, host = candidate.mesh_shape, self.cluster.devices_per_host
+        micro-batch than shards of them, parameters that are gathered for each of several micro-batches. It only sets
+        the initial order."""
+        h, shape, host = candidate.hybrid, candidate.mesh_shape, self.cluster.devices_per_host
         inner = shape[-1] if len(shape) > 1 or shape[0] <= host else 1
-        samples, shards = self.batch / candidate.hybrid.micro_batches, math.prod(shape) / inner
-        factors = (2 * self.least_bytes(candidate) / self.limit, shards / samples)
-        full, few = (math.log2(max(1.0, factor)) for factor in factors)
-        return abs(math.log2(inner / min(host, math.prod(shape)))) + few + 4 * full
+        few = math.log2(max(1.0, math.prod(shape) / inner * h.micro_batches / self.batch))
+        again = math.log2(h.micro_batches) if h.zero_stage == 3 else 0.0
+        return abs(math.log2(inner / min(host, math.prod(shape)))) + few + again
 
     def _kept(self, hybrid: Hybrid) -> Mapping[tuple[str, bool], float]:
         """Bytes of the whole program that live between forward and backward, by ("state" or "micro_batch", whether

@@ -11,32 +11,92 @@ from autoparallel import clock
 from autoparallel.planning.candidates import Candidate
 from autoparallel.schedule.step_config import RECOMPUTE
 
-#: Largest change of log(estimate / bound) per step between candidates; the ratio of candidates that do not fit.
-SPREAD, UNFIT = 0.25, 4.0
+#: The logarithm of estimate / bound before any estimate, for each factor of two that is unusual; how sure that is, of
+#: the level, of a step along a coordinate, and of what is not linear, over so many steps; and how far equal candidates
+#: may differ (standard deviations), estimates and plans by hand.
+UNUSUAL, LEVEL, SLOPE, CURVE, REACH, NOISE, BY_HAND = 0.12, 1.0, 0.15, 0.4, 4.0, 0.05, 0.15
+#: So many standard deviations below the mean is a candidate expected.
+HOPE = 0.5
+#: So many times the seconds are expected where a candidate did not fit, which decays over `REACH` steps; before any
+#: estimate, times the probability that it does not: half of those whose bound of memory is so full do not, and how
+#: steeply that rises (of 531 combinations of DeepSeek-V3 at 0.3 to 0.4 every second, at 0.6 all).
+UNFIT, HALF_FULL, STEEP = 4.0, 0.38, 6.0
 #: Steps between ZeRO-3 and other stages, whose ratios say little about each other.
 FAR = 3.0
 
 
-class EstimateOrder:
-    """The order of estimates: by expected seconds, bound times expected ratio of estimate to bound.
+class Ratios:
+    """Ratios of estimate to bound that candidates are expected to have, from those that are known: log(ratio) as a
+    Gaussian process over their ``coordinates`` (Rasmussen and Williams 2006, algorithm 2.1), with the mean ``prior``,
+    and a covariance that is linear in each coordinate, with one that decays with the sum of the differences."""
 
-    The ratio (communication, uneven division) is similar for similar candidates. Each factor of two in ranks, axes or
-    micro-batches, and each other difference, is one step; log(ratio) changes by at most `SPREAD` per step. Before any
-    estimate, unusual candidates (`CandidateBounds.oddity`) are expected to be expensive. ``tighten`` makes the bounds
-    (``floor``) of a candidate, and of others on the same mesh, higher if they are not yet, and says whether it did.
+    def __init__(self, coordinates: np.ndarray, prior: np.ndarray) -> None:
+        self.coordinates, self.prior = coordinates, prior
+        self._points: list[np.ndarray] = []
+        self._residuals: list[float] = []
+        self._noises: list[float] = []
+        self._columns: list[np.ndarray] = []
+        self._middle = coordinates.mean(axis=0) if len(coordinates) else 0.0
+
+    def learn(self, point: np.ndarray, prior: float, log_ratio: float, noise: float) -> None:
+        """Learn the ratio at a point, where the prior is so much; ``noise``: its standard deviation."""
+        self._noises.append(noise)
+        self._points.append(point)
+        self._residuals.append(log_ratio - prior)
+        self._columns.append(self._covariance(self.coordinates, point))
+
+    def _covariance(self, points: np.ndarray, other: np.ndarray) -> np.ndarray:
+        linear = ((points - self._middle) * (other - self._middle)).sum(axis=-1)
+        decaying = np.exp(-np.abs(points - other).sum(axis=-1) / REACH)
+        return np.asarray(LEVEL**2 + SLOPE**2 * linear + CURVE**2 * decaying)
+
+    def expected(self) -> np.ndarray:
+        """By candidate, the logarithm of the ratio, `HOPE` standard deviations below its mean."""
+        own = LEVEL**2 + CURVE**2 + SLOPE**2 * ((self.coordinates - self._middle)**2).sum(axis=-1)
+        if not self._points:
+            return self.prior
+        points = np.array(self._points)
+        known = np.array([self._covariance(points, point) for point in points]) + np.diag(self._noises)**2
+        columns = np.array(self._columns).T
+        weights = np.linalg.solve(known, np.column_stack([np.array(self._residuals), columns.T]))
+        mean, less = columns @ weights[:, 0], (columns * weights[:, 1:].T).sum(axis=1)
+        return np.asarray(self.prior + mean - HOPE * np.sqrt(np.maximum(own - less, 0.0)))
+
+
+class EstimateOrder:
+    """The order of estimates: by expected seconds, bound (``floor``) times expected ratio of estimate to bound.
+
+    The ratio (communication, uneven division) is similar for similar candidates (`Ratios`). Each factor of two in
+    ranks, axes or micro-batches, and each other difference, is one step. Before any estimate, unusual candidates
+    (``oddity``: `CandidateBounds.oddity`) are expected to be expensive, and full ones (``fullness``) not to fit.
+    ``tighten`` makes the bounds of a candidate, and of others on the same mesh, higher if they are not yet, and says
+    whether it did.
     """
 
     def __init__(self, candidates: Sequence[Candidate], floor: Callable[[Candidate], float],
-                 oddity: Callable[[Candidate], float], least_bytes: Callable[[Candidate], float],
+                 oddity: Callable[[Candidate], float], fullness: Callable[[Candidate], float],
                  tighten: Callable[[Candidate], bool] = lambda candidate: False) -> None:
-        self.candidates, self.floor, self.least_bytes, self.tighten = list(candidates), floor, least_bytes, tighten
-        self.bytes = np.array([least_bytes(c) for c in self.candidates])
+        self.candidates, self.floor, self.tighten = list(candidates), floor, tighten
+        self.oddity, self.fullness_of = oddity, fullness
+        self.fullness = np.array([fullness(c) for c in self.candidates])
         self.floors = np.array([floor(c) for c in self.candidates])
         self.coordinates = np.array([_coordinates(c) for c in self.candidates])
-        self.excess = SPREAD * np.array([oddity(c) for c in self.candidates])
+        self.ratios = Ratios(self.coordinates, np.array([self._prior(c) for c in self.candidates]))
+        self.unfit = math.log(UNFIT) / (1 + (HALF_FULL / np.maximum(self.fullness, 1e-6)) ** STEEP)
         meshes = dict[object, int]()
         self.meshes = np.array([meshes.setdefault(mesh_of(c), len(meshes)) for c in self.candidates])
         self.open = np.ones(len(self.candidates), bool)
+        self._excess: np.ndarray | None = None
+
+    def _prior(self, candidate: Candidate) -> float:
+        return UNUSUAL * self.oddity(candidate)
+
+    @property
+    def excess(self) -> np.ndarray:
+        """By candidate, the expected logarithm of the ratio of estimate to bound, with what memory may add."""
+        if self._excess is None:
+            self._excess = self.ratios.expected() + self.unfit
+        return self._excess
 
     def next(self, best_s: float, patience: float, deadline: float = math.inf) -> Candidate | None:
         """The open candidate with the least expected seconds, whose bound is as high as it can be made; None if all
@@ -53,15 +113,19 @@ class EstimateOrder:
                 self.floors[other] = self.floor(self.candidates[other])
         return None
 
-    def learn(self, candidate: Candidate) -> None:
-        """Update expected ratios by an estimate. One that does not fit counts as `UNFIT`, for candidates that need as
-        much memory or more."""
+    def learn(self, candidate: Candidate, noise: float = NOISE) -> None:
+        """Update expected ratios by an estimate (``noise``: standard deviation of its logarithm). Where it does not
+        fit, `UNFIT` times as much is expected of candidates that need as much memory or more."""
         if not len(self.candidates):
             return
-        steps = np.abs(self.coordinates - np.array(_coordinates(candidate))).sum(axis=1)
-        excess = math.log(min(candidate.estimate_s / self.floor(candidate), UNFIT)) - SPREAD * steps
-        equivalent = (candidate.estimate_s < math.inf) | (self.bytes >= self.least_bytes(candidate))
-        self.excess = np.where(equivalent, np.maximum(self.excess, excess), self.excess)
+        self._excess, point = None, np.array(_coordinates(candidate))
+        if candidate.estimate_s < math.inf:
+            ratio = candidate.estimate_s / self.floor(candidate)
+            self.ratios.learn(point, self._prior(candidate), math.log(ratio), noise)
+            return
+        steps = np.abs(self.coordinates - point).sum(axis=1)
+        more = self.fullness >= self.fullness_of(candidate)
+        self.unfit = np.maximum(self.unfit, more * math.log(UNFIT) * np.exp(-steps / REACH))
 
 
 def mesh_of(candidate: Candidate) -> tuple[int, tuple[int, ...]]:

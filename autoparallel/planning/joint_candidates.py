@@ -14,7 +14,7 @@ from autoparallel.capture import OpGraph
 from autoparallel.partition.microbatch import Splits, batch_size
 from autoparallel.planning.candidate_bounds import CandidateBounds
 from autoparallel.planning.candidates import Candidate, CandidateSpace, Combination, Fixed
-from autoparallel.planning.estimate_order import EstimateOrder, mesh_of
+from autoparallel.planning.estimate_order import BY_HAND, EstimateOrder, mesh_of
 from autoparallel.planning.reduced_model import ReducedModel, reduced_model
 from autoparallel.planning.step_bounds import StepBounds
 from autoparallel.pricing import ExecutionCounts, Prices, SpacePricer, equal_stages_s
@@ -27,15 +27,13 @@ from autoparallel.strategies.space import StrategySpace
 from cost_models import Cluster
 
 #: Time limit and gap of one estimate's search.
-SOLVE_S, SOLVE_GAP = 3.0, 0.02
+SOLVE_S, SOLVE_GAP = 1.5, 0.02
 #: Share of the remaining time for the candidates of the first round.
 SHARE_OF_FIRST = 0.7
 #: Share of a round's time that is kept for bounds of the candidates that were not estimated.
 SHARE_OF_BOUNDS = 0.15
 #: Above this multiple of the best estimate a lower bound suffices.
 WORTH = 1.35
-#: Estimates before bounds of decision graphs are made, which take as long as an estimate in large models.
-UNBOUNDED = 12
 
 
 @dataclass(frozen=True)
@@ -63,15 +61,16 @@ class JointSearch:
     """Estimates the candidates for one program on one cluster.
 
     ``known``: the candidates estimated so far, by combination; ``known_s``: seconds of the best plan of the whole model
-    that is known, beyond which no candidate is of use; ``tell`` is called with their number after each.
+    that is known, beyond which no candidate is of use; ``by_hand``: combinations of plans by hand, with their steps;
+    ``tell`` is called with the number of estimates after each.
     ``space`` enumerates candidates, ``bounds`` has their lower bounds, ``split`` the micro-batches of the reduced-depth
     model.
     """
 
     def __init__(self, graph: OpGraph, cluster: Cluster, fixed: Fixed, optimizer: str, limit_bytes: float,
                  tell: Callable[[int], None] = lambda count: None, known_s: float = math.inf,
-                 wider_limits: tuple[float, float] | None = None) -> None:
-        self.tell, self.known_s = tell, known_s
+                 wider_limits: tuple[float, float] | None = None, by_hand: Sequence[Candidate] = ()) -> None:
+        self.tell, self.known_s, self.by_hand = tell, known_s, by_hand
         self.known: dict[Combination, Candidate] = {}
         self.cluster, self.optimizer, self.limit = cluster, optimizer, limit_bytes
         self.reduced_model: ReducedModel = reduced_model(graph)
@@ -147,12 +146,13 @@ class JointSearch:
             self._estimate_all([c for c in first if c.hybrid.pipeline_ranks == ranks], deadline, math.inf, most=1)
         for patience in (1.0, math.inf):  # first those expected to be better, then those that may be
             now = clock.now()
-            self._estimate_all(first, now + SHARE_OF_FIRST * (deadline - now), patience)
+            bounded = patience > 1.0    # their bounds may take as long as estimates
+            self._estimate_all(first, now + SHARE_OF_FIRST * (deadline - now), patience, bounded)
             expanded: set[object] = set()
             while (best := self._best_outside(expanded)) is not None:
                 expanded.add(best.key)
                 second = {c.key: c for c in self.space.around(best)}
-                self._estimate_all(list(second.values()), deadline, patience)
+                self._estimate_all(list(second.values()), deadline, patience, bounded)
                 tried.update(second)
         best_s = self.best_s
         tried |= self.known
@@ -184,17 +184,20 @@ class JointSearch:
         fit = [c for c in self.known.values() if c.estimate_s < math.inf]
         return next((c for c in sorted(fit, key=lambda c: c.estimate_s)[:3] if c.key not in seen), None)
 
-    def _estimate_all(self, candidates: Sequence[Candidate], deadline: float, patience: float, most: float = math.inf
-                      ) -> None:
+    def _estimate_all(self, candidates: Sequence[Candidate], deadline: float, patience: float, bounded: bool = False,
+                      most: float = math.inf) -> None:
         """Estimate at most ``most`` of those that may fit and whose bound is below the best estimate, the most
-        promising first, while their expected seconds are below ``patience`` times the best."""
+        promising first, while their expected seconds are below ``patience`` times the best. ``bounded``: bound each
+        one's decision graph before, which may rule it out."""
         best = self.best_s
         new = [c for c in candidates if c.key not in self.known and self.bounds.may_fit(c)]
 
         def tighten(candidate: Candidate) -> bool:
-            return len(self.known) >= UNBOUNDED and self.step_bounds.tighten(candidate, best)
+            return bounded and self.step_bounds.tighten(candidate, best)
 
-        order = EstimateOrder(new, self.step_bounds.estimate_s, self.bounds.oddity, self.bounds.least_bytes, tighten)
+        order = EstimateOrder(new, self.step_bounds.estimate_s, self.bounds.oddity, self.bounds.fullness, tighten)
+        for by_hand in self.by_hand:
+            order.learn(by_hand, BY_HAND)
         for estimated in self.known.values():
             order.learn(estimated)
         while most > 0 and (candidate := order.next(best, patience, deadline)) is not None:

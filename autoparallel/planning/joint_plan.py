@@ -30,10 +30,11 @@ FEWER_S = 5.0
 
 
 def plan_jointly(split: Splits, cluster: Cluster, mesh_shape: Sequence[int] | None, options: Options,
-                 starts: Sequence[Plan] = ()) -> Plan:
+                 starts: Sequence[Plan] = (), by_hand: Sequence[Plan] = ()) -> Plan:
     """The fastest plan found over pipelines, meshes, micro-batches, ZeRO stages and recompute; what ``options`` and
     ``mesh_shape`` fix stays. With time left, the best plan is tried with fewer recomputed blocks, unless recompute is
-    fixed. ``split``: the program by number of micro-batches; ``starts``: plans of it to begin with, as the usual ones.
+    fixed. ``split``: the program by number of micro-batches; ``starts``: plans of it to begin with, as the usual ones;
+    ``by_hand``: others, whose steps tell which combinations are promising.
 
     Raises InfeasibleError if no plan fits into memory."""
     graph = split.graph
@@ -79,7 +80,8 @@ def plan_jointly(split: Splits, cluster: Cluster, mesh_shape: Sequence[int] | No
 
     found = search_jointly(graph, cluster, fixed, options.optimizer, options.limit_bytes(cluster),
                            options.time_limit_s, in_full, recompute_less if open_ else None,
-                           [_again(plan) for plan in starts], options.progress, options.wider_limits(cluster))
+                           [_again(plan) for plan in starts], options.progress, options.wider_limits(cluster),
+                           [_again(plan) for plan in by_hand])
     best = found.plan
     if open_ and best.hybrid.recompute != "none":
         ends = min(deadline, clock.now() + FEWER_S)

@@ -69,6 +69,7 @@ def search_jointly(
     graph: OpGraph, cluster: Cluster, fixed: Fixed, optimizer: str, limit_bytes: float, time_limit_s: float,
     in_full: InFull, recompute_less: RecomputeLess | None = None, starts: Sequence[Candidate] = (),
     progress: Progress | None = None, wider_limits: tuple[float, float] | None = None,
+    by_hand: Sequence[Candidate] = (),
 ) -> JointResult:
     """The best plan over all combinations that ``fixed`` leaves open.
 
@@ -78,7 +79,8 @@ def search_jointly(
     (``recompute_less``; None: all or nothing). The remaining time goes to a full search from the best ones.
     ``progress`` is told of each estimate and plan, with the best step so far and the bound on that of all
     combinations. ``wider_limits``: bytes of the mean device and of the largest, of which pipelines make use, where
-    ``limit_bytes`` is that of the smallest. Raises InfeasibleError if nothing fits, or nothing was planned in time.
+    ``limit_bytes`` is that of the smallest. ``by_hand``: combinations of plans by hand, with their steps. Raises
+    InfeasibleError if nothing fits, or nothing was planned in time.
     """
     started, bound_s = clock.now(), -math.inf
 
@@ -88,7 +90,7 @@ def search_jointly(
 
     search = JointSearch(graph, cluster, fixed, optimizer, limit_bytes,
                          lambda count: tell(f"{count} combination{'s' * (count != 1)} estimated"),
-                         min((c.estimate_s for c in starts), default=math.inf), wider_limits)
+                         min((c.estimate_s for c in starts), default=math.inf), wider_limits, by_hand)
     trials = _TrialPlans(in_full, search.estimate, tell, search.step_bounds.step_s)
     trials.left += starts
     trials.sure |= {c.key for c in starts}
@@ -152,7 +154,7 @@ class _TrialPlans:
 
     Expected seconds are the estimate times the ratio of trial plan to estimate seen with the same kind of pipeline
     (stages are never quite equal, the less so the more there are). For a kind not tried yet it is the smallest ratio
-    seen with other pipelines, at first `PIPELINE_EXCESS`; for candidates estimated with less memory it is 1. A
+    seen with other pipelines, at most `PIPELINE_EXCESS`; for candidates estimated with less memory it is 1. A
     candidate that fits as a reduced-depth model but not in full (a stage has more than its share) is estimated again
     with less memory.
     """
@@ -230,7 +232,8 @@ class _TrialPlans:
         if trial_s < math.inf or candidate.key in self.sure:
             return trial_s if trial_s < math.inf else candidate.estimate_s
         pipelined = [ratio for (stages, *_), ratio in self.ratios.items() if stages > 1]
-        typical = min(pipelined, default=excess) if candidate.hybrid.stages > 1 else 1.0
+        typical = min(excess, *pipelined) if pipelined else excess
+        typical = typical if candidate.hybrid.stages > 1 else 1.0
         ratio = self.ratios.get(self._kind(candidate), typical) if candidate.room == 1.0 else 1.0
         return candidate.estimate_s * ratio * self.failed.get(candidate.hybrid, 1.0)
 
@@ -255,16 +258,21 @@ class _TrialPlans:
                 self.trial_s[candidate] = step_s
 
     def run(self, deadline: float) -> None:
-        """Make trial plans until no candidate is expected to beat the best; if none fits, a few even after the
-        deadline."""
+        """Make trial plans until no candidate is expected to beat the best; the most promising, and if none fits, a few
+        even after the deadline."""
+        made = 0
         while self.left and self.planned < MOST_TRIALS:
-            if clock.now() >= deadline and (self.best is not None or self.planned >= MOST_FAILED):
+            late = clock.now() >= deadline
+            if late and self.best is None and self.planned >= MOST_FAILED:
                 break
             promising = [c for c in self.left if self.best is None
                          or (self.expected_s(c, 1.0) < self.best_s and self.floor(c) < self.best_s)]
             if not promising:
                 break
             candidate = min(promising, key=self.expected_s)
+            if late and self.best is not None and (made or self.expected_s(candidate) >= self.best_s):
+                break
+            made += 1
             self.left.remove(candidate)
             step_s = self.take(candidate, TRIAL_S, "local") if candidate.first is not None else math.inf
             self.trial_s[candidate] = step_s
@@ -277,10 +285,11 @@ class _TrialPlans:
 
     @property
     def recomputing(self) -> list[Candidate]:
-        """Those whose plans would be the best if they recomputed nothing, fastest first."""
+        """Those whose plans would be the best if they recomputed nothing, fastest first; without those that recompute
+        as few blocks as they can."""
         def is_hopeful(plan: Plan) -> bool:
-            p = plan.prediction
-            return plan.hybrid.recompute != "none" and p.step_s - p.recompute_s < self.best_s
+            h, p = plan.hybrid, plan.prediction
+            return h.recompute != "none" and h.recompute_blocks is None and p.step_s - p.recompute_s < self.best_s
 
         some = [candidate for candidate, plan in self.plans.items() if is_hopeful(plan)]
         return sorted(some, key=lambda candidate: self.plans[candidate].prediction.step_s)

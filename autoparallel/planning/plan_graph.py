@@ -33,12 +33,9 @@ from autoparallel.search import Progress
 from cost_models import Cluster
 
 _LOG = logging.getLogger("autoparallel")
-#: The shares of a joint search's time limit in which usual plans by hand are priced, and a plain step is planned; the
-#: most seconds that either takes.
-USUAL_SHARE, PLAIN_SHARE, MOST_BEFORE_S = 0.25, 0.125, 4.0
-#: Shares of the time limit that are kept after a joint search: at most, for the usual plans not priced before it, and
-#: for tuning the best of each family.
-AFTER_SHARE, TUNING_SHARE = 0.25, 0.15
+#: The shares of a joint search's time limit in which usual plans by hand are priced, the best of each family is tuned,
+#: and a plain step is planned; the most seconds of the last.
+USUAL_SHARE, TUNING_SHARE, PLAIN_SHARE, MOST_PLAIN_S = 0.3, 0.15, 0.125, 4.0
 #: Most usual plans that the joint search begins with.
 MOST_STARTS = 2
 
@@ -120,46 +117,32 @@ def _plan_jointly(split: Splits, cluster: Cluster, mesh_shape: Sequence[int] | N
     the options allow these.
 
     The joint search plans few combinations in full, and may have had too little time. The usual plans are priced in
-    `USUAL_SHARE` of the time limit, as many as it is enough for; then a plain step is planned in `PLAIN_SHARE` of it,
-    if one of them fits; both in at most `MOST_BEFORE_S`. The joint search begins with the fastest usual plans that
-    fit; the other usual plans are priced after it, in what they will take, at most `AFTER_SHARE` of the time limit, or
-    what it leaves, and the best of each family is tuned in `TUNING_SHARE`."""
+    `USUAL_SHARE` of the time limit, as many as it is enough for, and the best of each family is tuned in
+    `TUNING_SHARE`; then a plain step is planned, if one of them fits. The joint search has the rest, and begins with
+    the fastest usual plans that fit."""
     started = clock.now()
-    ends = started + options.time_limit_s
-    usual = UsualPlans({}, (), options.limit_bytes(cluster))
+    usual, ends = UsualPlans({}, (), options.limit_bytes(cluster)), started + options.time_limit_s
     if mesh_shape is None and not options.pins:
-        usual = usual_plans(split, cluster, options, min(MOST_BEFORE_S, options.time_limit_s * USUAL_SHARE))
+        usual = usual_plans(split, cluster, options, options.time_limit_s * USUAL_SHARE)
+        usual = tuned(usual, split, cluster, options, clock.now() + options.time_limit_s * TUNING_SHARE)
     others = [usual.fastest[1]] if usual.fastest is not None else []
     if usual.plain_fits and options.is_open:
         others += _plain(split, cluster, options)
     best = min(others, key=lambda plan: plan.prediction.step_s, default=None)
     tell = _below(options.progress, math.inf if best is None else best.prediction.step_s)
-    spare_s = min(usual.late_s, AFTER_SHARE * options.time_limit_s) + \
-        TUNING_SHARE * bool(usual.priced) * options.time_limit_s
-    within = replace(options, time_limit_s=max(0.0, ends - spare_s - clock.now()), progress=tell)
+    within = replace(options, time_limit_s=max(0.0, ends - clock.now()), progress=tell)
     try:
         seconds = {"usual plans and plain step": clock.now() - started}
-        found = plan_jointly(split, cluster, mesh_shape, within, [plan for _, plan in usual.fitting[:MOST_STARTS]])
+        found = plan_jointly(split, cluster, mesh_shape, within, [plan for _, plan in usual.fitting[:MOST_STARTS]],
+                             list(usual.priced.values()))
         found = replace(found, evidence=replace(found.evidence, seconds={**found.evidence.seconds, **seconds}))
     except (InfeasibleError, SearchError):
         if best is None:
             raise
         return _noting(usual, _as_found(best, usual.limit_bytes, None))
-    usual = _more_of(usual, split, cluster, options, ends)
-    others += [usual.fastest[1]] if usual.fastest is not None else []
-    best = min(others, key=lambda plan: plan.prediction.step_s, default=None)
     if best is None or found.prediction.step_s <= best.prediction.step_s:
         return _noting(usual, found)
     return _noting(usual, _as_found(best, usual.limit_bytes, found))
-
-
-def _more_of(usual: UsualPlans, split: Splits, cluster: Cluster, options: Options, ends: float) -> UsualPlans:
-    """The usual plans with those for which there was no time before the joint search, and with tuned ones."""
-    tuning_s = TUNING_SHARE * options.time_limit_s
-    left_s = min(ends - tuning_s - clock.now(), options.time_limit_s * USUAL_SHARE)
-    if usual.late and left_s > 0:
-        usual = usual_plans(split, cluster, options, left_s, usual.priced)
-    return tuned(usual, split, cluster, options, min(ends, clock.now() + tuning_s))
 
 
 def _below(progress: Progress | None, known_s: float) -> Progress | None:
@@ -174,7 +157,7 @@ def _below(progress: Progress | None, known_s: float) -> Progress | None:
 def _plain(split: Splits, cluster: Cluster, options: Options) -> list[Plan]:
     """The best plan of a plain step, if one is found, over the meshes for which the time is enough: first those whose
     last axis is nearest to the devices of a host."""
-    seconds = min(MOST_BEFORE_S, options.time_limit_s * PLAIN_SHARE)
+    seconds = min(MOST_PLAIN_S, options.time_limit_s * PLAIN_SHARE)
     host = cluster.devices_on_host
     shapes = sorted(mesh_shapes(cluster.num_devices), key=lambda shape: abs(math.log(shape[-1] / host)))
     each = replace(options, time_limit_s=seconds / 2, progress=None)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from types import MappingProxyType
 
 from autoparallel import clock
 from autoparallel.capture import OpGraph
@@ -26,8 +25,6 @@ from cost_models.memory import TrainingState
 EXPERTS = "routed_experts"
 #: Letters of an error that says why a plan is not possible, at most.
 MOST_LETTERS = 150
-#: Seconds to price a later recipe over those of an earlier one.
-LATER = 1.5
 #: Seconds in which a recipe that is begun finds the fewest recomputed blocks, at least.
 BEGUN_S = 4.0
 #: Relative difference up to which two step times count as equal.
@@ -75,24 +72,12 @@ def _divided(devices: int, host_devices: int, experts: bool) -> Iterator[str]:
 
 @dataclass(frozen=True)
 class UsualPlans:
-    """Usual plans by hand: those ``priced``, by their texts (also if they exceed ``limit_bytes`` on a device), in
-    ``each_s`` seconds each (of `clock`), and those ``left_out``."""
+    """Usual plans by hand: those ``priced`` by their texts (also if they exceed ``limit_bytes`` on a device), and those
+    ``left_out``."""
 
     priced: Mapping[str, Plan]
     left_out: Sequence[LeftOut]
     limit_bytes: float
-    each_s: float = 0.0
-
-    @property
-    def late(self) -> bool:
-        """Whether some were left out for lack of time."""
-        return any(one.why == LATE for one in self.left_out)
-
-    @property
-    def late_s(self) -> float:
-        """An estimate of the seconds to price those that were left out for lack of time. (Pipelines come last and take
-        longer.)"""
-        return LATER * self.each_s * sum(one.why == LATE for one in self.left_out)
 
     @property
     def fitting(self) -> Sequence[tuple[str, Plan]]:
@@ -126,15 +111,13 @@ class UsualPlans:
 
 
 def usual_plans(split: Splits, cluster: Cluster, options: Options, seconds: float = math.inf,
-                known: Mapping[str, Plan] = MappingProxyType({}), texts: Iterable[str] | None = None) -> UsualPlans:
+                texts: Iterable[str] | None = None) -> UsualPlans:
     """Price each of the `recipes` (or ``texts``) that ``options`` and the model allow; the others are left out, with
-    the reason. Once one plan fits in memory, no further recipe is begun after ``seconds``. ``known``: plans that are
-    priced already."""
-    started, limit, graph = clock.now(), options.limit_bytes(cluster), split.graph
-    ends = started + seconds
+    the reason. Once one plan fits in memory, no further recipe is begun after ``seconds``."""
+    limit, graph, ends = options.limit_bytes(cluster), split.graph, clock.now() + seconds
     found, left_out, hybrids = dict[str, Plan](), list[LeftOut](), set[tuple[Hybrid, object, str]]()
     experts = any(EXPERTS in node.op_name for node in graph.of_kind("op"))
-    state, fits = _state(graph, cluster, options), any(p.prediction.peak_bytes <= limit for p in known.values())
+    state, fits = _state(graph, cluster, options), False
     with collected_later():
         for text in texts if texts is not None else recipes(cluster.num_devices, cluster.devices_per_host, experts):
             hand = ByHand.of(text).on(cluster.num_devices)
@@ -148,9 +131,6 @@ def usual_plans(split: Splits, cluster: Cluster, options: Options, seconds: floa
                     continue
                 if not allowed(hybrid, options):
                     left_out.append(LeftOut(text, EXCLUDED, family=hand.family))
-                elif text in known:
-                    hybrids.add((hybrid, hand.mesh, hand.recompute))
-                    found[text] = known[text]
                 elif clock.now() < ends or (seconds > 0 and not fits):
                     hybrids.add((hybrid, hand.mesh, hand.recompute))
                     priced = pricing_of(options, hand, max(BEGUN_S, ends - clock.now()))
@@ -160,8 +140,7 @@ def usual_plans(split: Splits, cluster: Cluster, options: Options, seconds: floa
                     left_out.append(LeftOut(text, LATE, family=hand.family))
             except AutoparallelError as error:
                 left_out.append(LeftOut(text, _reason(graph, hand, error), family=hand.family))
-    new = len(found.keys() - known.keys())
-    return UsualPlans(found, left_out, limit, (clock.now() - started) / max(1, new))
+    return UsualPlans(found, left_out, limit)
 
 
 def _reason(graph: OpGraph, hand: ByHand, error: AutoparallelError) -> str:
