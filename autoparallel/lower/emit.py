@@ -30,6 +30,7 @@ from autoparallel.kernels.variants import VARIANTS
 from autoparallel.layout import Layout, Step, local_box, local_shape, shards
 from autoparallel.layout.shapes import largest_local_shape, shard_of
 from autoparallel.ops.arguments import aten, fitted
+from autoparallel.ops.linear_sections import linear_sections
 from autoparallel.ops.routed_experts import routed_experts
 from autoparallel.rules.rule import AxisStrategy
 from autoparallel.schedule.stage import Part, Value
@@ -85,8 +86,8 @@ def step_sizes(shape: tuple[int, ...], step: Step, mesh_shape: Sequence[int], co
             continue
         size = shape[placement.dim]
         for other in range(step.axis):
-            if layout[other].is_shard and layout[other].dim == placement.dim:
-                size = shard_of(size, mesh_shape[other], coordinate[other])[1]
+            if (outer := layout[other]).is_shard and outer.dim == placement.dim:
+                size = outer.parts * shard_of(size // outer.parts, mesh_shape[other], coordinate[other])[1]
         found.append(shards(size, mesh_shape[step.axis]))
     return found[0], found[1]
 
@@ -212,6 +213,8 @@ class _Emitter:
         ]
         if any(axis_strategy.variant for axis_strategy in axis_strategies):
             return self._variant(node, axis_strategies, args, kwargs)
+        if node.target is linear_sections:
+            args[3] = [size * shape[-1] // node.outputs[0].shape[-1] for size in args[3]]
         rule = self.space.strategy_sets[decision.index].rule
         if rule is not None and rule.random:
             return self.graph.call_function(
