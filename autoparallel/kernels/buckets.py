@@ -18,7 +18,6 @@ from autoparallel.kernels.collectives import (
     begin_reduce_scatter,
     begin_sums_of_shards,
     begin_whole_tensors,
-    dealt,
     gathered_up,
     padded,
 )

@@ -20,8 +20,8 @@ placements alone (the gradient of the source must come out of the gradient of th
     | R -> P      | mask            | mask            |                                   |
 
 ``mask`` keeps the value on the axis's first rank and zeroes it elsewhere. A dim sharded by several axes can only be
-gathered or cut further on the innermost of them. Interleaved shards S(d;k) take the steps of S(d), with a copy that puts
-the parts in order; S(d;k) -> S(d) is an all-to-all too.
+gathered or cut further on the innermost of them. Interleaved shards S(d;k) take the steps of S(d), with a copy that
+puts the parts in order; S(d;k) -> S(d) is an all-to-all too.
 """
 
 from __future__ import annotations
@@ -171,7 +171,7 @@ class LayoutSpace:
 
     @property
     def merged_steps(self) -> list[Steps]:
-        """`single_steps`, with those merged whose placements differ only in how they are not in order (dims above 0)."""
+        """`single_steps`, with those merged whose shards differ only in how they are not `Placement.in_order`."""
         return self._steps[1]
 
     @cached_property

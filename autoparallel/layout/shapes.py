@@ -2,8 +2,8 @@
 
 A dim of size s cut over n ranks gives shards of ceil(s/n), the last ones smaller (as ``torch.chunk`` and DTensor do). A
 cut that would leave some rank without elements is not allowed. Several axes on one dim cut piece by piece, the leftmost
-axis first. An interleaved cut takes the dim, as cut so far, for k equal parts and cuts each of them, evenly; what a rank
-then holds is not a box of the tensor but several.
+axis first. An interleaved cut takes the dim, as cut so far, for k equal parts and cuts each of them, evenly; what a
+rank then holds is not a box of the tensor but several.
 """
 
 from __future__ import annotations

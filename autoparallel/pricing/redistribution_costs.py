@@ -116,7 +116,8 @@ class RedistributionPrices:
                 blocks[path] += s.output_metas[0].num_bytes
         return sum(blocks.values()) / len(blocks) if blocks else BUCKET_BYTES
 
-    def _in_block_s(self, summing: Summing, axis: int, action: str, cut: Placement, num_bytes: np.ndarray) -> np.ndarray:
+    def _in_block_s(self, summing: Summing, axis: int, action: str, cut: Placement, num_bytes: np.ndarray
+                    ) -> np.ndarray:
         """How much less a parameter's gather or reduce-scatter takes as a share of its block's, with the copy out of or
         into the bucket (which `action_s` counts of shards that are not ``in_order``). Where the copy takes longer than
         what is saved: 0, so that no plan is priced below the bounds of its combination."""

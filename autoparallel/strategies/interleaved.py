@@ -1,6 +1,6 @@
 """Which tensors may be in interleaved shards: weights and biases of fused projections of equal sections.
 
-A fused projection with an interleaved shard of its weight makes a shard of each section, and nothing is sent for it. The
+A fused projection with an interleaved shard of its weight makes a shard of each section, and sends nothing for it. The
 weight may be transposed or cast on its way from the parameter; no other tensor has these layouts, so that programs
 without fused projections have the strategies that they would have without them.
 """

@@ -170,7 +170,8 @@ def _distinct(
 class Spaces:
     """`LayoutSpace` by tensor shape, memoised. ``interleaved``: placements of some shapes beside those of all."""
 
-    def __init__(self, mesh_shape: tuple[int, ...], interleaved: Mapping[tuple[int, ...], tuple[Placement, ...]]) -> None:
+    def __init__(self, mesh_shape: tuple[int, ...], interleaved: Mapping[tuple[int, ...], tuple[Placement, ...]]
+                 ) -> None:
         self.mesh_shape, self.interleaved = mesh_shape, interleaved
         self._made: dict[tuple[tuple[int, ...], bool], LayoutSpace] = {}
 
