@@ -14,12 +14,12 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.utils._pytree as pytree
 from torch import Tensor
-from torch.distributed.tensor import DTensor, Replicate
+from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor import zeros as mesh_zeros
+from torch.distributed.tensor.placement_types import Placement, _StridedShard
 from torch.overrides import TorchFunctionMode
 
 from autoparallel.errors import InputError
-from autoparallel.layout import INVARIANT, from_torch, shard, to_torch
 
 if TYPE_CHECKING:
     from transformers.optimization import Adafactor as _Transformers
@@ -102,9 +102,19 @@ def _mean_state(p: Tensor, dim: int, *, keepdim: bool = False, dtype: torch.dtyp
     shape = [*p.shape[:at], *([1] if keepdim else []), *p.shape[at + 1 :]]
     if not isinstance(p, DTensor):
         return torch.zeros(shape, dtype=dtype or p.dtype, device=p.device)
-    layout = [INVARIANT if q.dim == at else shard(q.dim - 1, q.parts) if q.dim > at and not keepdim else q
-              for q in from_torch(tuple(p.placements))]
-    return mesh_zeros(shape, dtype=dtype or p.dtype, device_mesh=p.device_mesh, placements=to_torch(tuple(layout)))
+    placements = [_of_mean(q, at, keepdim) for q in p.placements]
+    return mesh_zeros(shape, dtype=dtype or p.dtype, device_mesh=p.device_mesh, placements=placements)
+
+
+def _of_mean(placement: Placement, at: int, keepdim: bool) -> Placement:
+    """Where a mean over dim ``at`` lies on an axis on which a parameter lies so."""
+    if not isinstance(placement, Shard | _StridedShard) or placement.dim < at or (placement.dim > at and keepdim):
+        return placement
+    if placement.dim == at:
+        return Replicate()
+    if isinstance(placement, _StridedShard):
+        return _StridedShard(placement.dim - 1, split_factor=placement.split_factor)
+    return Shard(placement.dim - 1)
 
 
 def _with_gradients(optimizer: torch.optim.Optimizer) -> list[Any]:

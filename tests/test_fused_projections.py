@@ -131,11 +131,12 @@ def test_sections_are_recomputed(ranks: Any) -> None:
 
 
 def test_tensor_parallel_attention_moves_no_fused_projection() -> None:
-    """Where the batch cannot be cut, heads are, and the fused result is never gathered."""
+    """Where the batch cannot be cut, heads are, and the fused result is never gathered. No interleaved shard of unequal
+    sections has a part of each: rows of the weight are exchanged."""
     torch.manual_seed(0)
     with torch.device("meta"):
-        model, x = Attention("split", (32, 32, 32), dim=128), torch.randn(1, 8192, 24)
-        model.qkv, model.out = nn.Linear(4096, 3 * 4096), nn.Linear(4096, 4096)
+        model = Attention("split", (32, 16, 16), dim=128)
+        model.qkv, model.out = nn.Linear(4096, 2 * 4096), nn.Linear(4096, 4096)
         x = torch.randn(1, 8192, 4096)
     plan = autoparallel.plan(model, Cluster.load("h100-sxm", num_devices=8), example_inputs=(x,), mesh_shape=(8,))
     (name,) = (n for n in plan.strategies if n.startswith("linear_sections") and ":" not in n)
