@@ -7,7 +7,7 @@ without fused projections have the strategies that they would have without them.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 import torch
@@ -52,16 +52,20 @@ def _follow(graph: OpGraph, ref: Ref, placement: Placement, mesh_shape: Sequence
         _follow(graph, node.inputs[0], shard(dim, placement.parts), mesh_shape, found)
 
 
-def orderless_strategies(node: Node, rule: Rule, placements: Sequence[Placement]) -> Iterator[AxisStrategy]:
-    """The op's strategies on interleaved shards of its result, if it has any."""
+def with_interleaved(node: Node, rule: Rule, possible: Sequence[Sequence[Placement]]) -> list[AxisStrategy]:
+    """The op's strategies, also those on interleaved shards. ``possible``: the interleaved placements that each of its
+    inputs and results may have."""
+    found = [one for one in rule.axis_strategies()
+             if all(not p.is_interleaved or p in placements
+                    for p, placements in zip((*one.inputs, *one.outputs), possible, strict=True))]
     if node.target not in ORDERLESS:
-        return
-    for placement in placements:
+        return found
+    for placement in possible[-1]:
         factor = rule.outputs[0][placement.dim]
-        for one in rule.axis_strategies():
-            if factor is not None and one.factor == factor:
-                cut = shard(one.inputs[0].dim, placement.parts)
-                yield replace(one, name=f"{factor};{placement.parts}", inputs=(cut,), outputs=(placement,))
+        found += [replace(one, name=f"{factor};{placement.parts}", inputs=(shard(one.inputs[0].dim, placement.parts),),
+                          outputs=(placement,)) for one in found if factor is not None and one.factor == factor
+                  and not one.outputs[0].is_interleaved]
+    return found
 
 
-__all__ = ["interleaved_placements", "orderless_strategies"]
+__all__ = ["interleaved_placements", "with_interleaved"]

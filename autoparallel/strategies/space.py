@@ -11,7 +11,7 @@ The search prices these nodes and edges, the plan records the choices, lowering 
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import cached_property
 from typing import NamedTuple
@@ -27,7 +27,7 @@ from autoparallel.errors import MeshError
 from autoparallel.layout import INVARIANT, PARTIAL, REPLICATE, Layout, LayoutSpace, Placement, shard, without_gradient
 from autoparallel.rules.registry import find_rule
 from autoparallel.rules.rule import AxisStrategy, Rule
-from autoparallel.strategies.interleaved import interleaved_placements, orderless_strategies
+from autoparallel.strategies.interleaved import interleaved_placements, with_interleaved
 
 Strategy = tuple[int, ...]
 
@@ -350,10 +350,5 @@ class StrategySpace:
     def _op_set(self, node: Node) -> StrategySet:
         rule, known = find_rule(self.graph, node)
         inputs = [self.graph.meta(ref) for ref in node.inputs]
-        axis_strategies = [*rule.axis_strategies(), *self._interleaved(node, rule)]
+        axis_strategies = with_interleaved(node, rule, [self.spaces(m).interleaved for m in (*inputs, *node.outputs)])
         return StrategySet(axis_strategies, inputs, node.outputs, self.mesh_shape, self.spaces, rule, known)
-
-    def _interleaved(self, node: Node, rule: Rule) -> Iterable[AxisStrategy]:
-        if not node.outputs or not (placements := self.spaces(node.outputs[0]).interleaved):
-            return ()
-        return orderless_strategies(node, rule, placements)
