@@ -150,9 +150,9 @@ def test_tensor_parallel_sends_nothing_for_a_fused_projection(name: str) -> None
     for pattern, pin in PINS[name].items():
         found = [layout for path, layout in plan.strategies.items() if fnmatch(path, pattern)]
         assert found == [(f"S({pin.dim};{pin.split_factor})",)] * 2
-        assert re.search(rf"stored interleaved[^:]*:[^:]*{pattern[2:]}\s+S\({pin.dim};", plan.report(400))
+        assert re.search(rf"stored by section[^:]*:[^:]*{pattern[2:]}\s+S\({pin.dim};", plan.report(400))
     assert autoparallel.Plan.from_json(plan.to_json()).strategies == plan.strategies
-    assert "stored interleaved" not in plain.report(400)
+    assert "stored by section" not in plain.report(400)
 
 
 def test_models_without_fused_projections_have_no_such_layouts() -> None:

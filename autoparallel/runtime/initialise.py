@@ -117,13 +117,18 @@ def shared_seed(seed: int) -> int:
 
 def local_shard(value: torch.Tensor, mesh: DeviceMesh, layout: Layout) -> torch.Tensor:
     """This rank's shard of a global tensor (a view, but of an interleaved layout)."""
+    return cut_out(value, local_boxes(tuple(value.shape), layout, mesh.shape, mesh.get_coordinate() or ()))
+
+
+def cut_out(value: torch.Tensor, boxes: Sequence[Box]) -> torch.Tensor:
+    """The shard that is made of these boxes of a global tensor (a view of one box)."""
     def of_box(box: Box) -> torch.Tensor:
         part = value
         for dim, (start, length) in enumerate(zip(box.offsets, box.shape, strict=True)):
             part = part.narrow(dim, start, length)
         return part
 
-    return joined_boxes(local_boxes(tuple(value.shape), layout, mesh.shape, mesh.get_coordinate() or ()), of_box)
+    return joined_boxes(boxes, of_box)
 
 
 def joined_boxes(boxes: Sequence[Box], read: Callable[[Box], torch.Tensor]) -> torch.Tensor:

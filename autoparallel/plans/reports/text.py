@@ -78,7 +78,7 @@ def print_report(report: Report, console: ReportConsole, details: bool = False) 
     console.print(_collectives(report, details))
     console.print(_blocks(report))
     if report.interleaved:
-        console.print("stored interleaved, a shard of each section on each rank: "
+        console.print("stored by section, a shard of each on each rank: "
                       + ", ".join(f"{name} {layout}" for name, layout in report.interleaved))
     if details and report.cuts:
         console.print(f"pipeline stages begin at: {', '.join(report.cuts)}")
