@@ -2,14 +2,13 @@
 
 A dim of size s cut over n ranks gives shards of ceil(s/n), the last ones smaller (as ``torch.chunk`` and DTensor do). A
 cut that would leave some rank without elements is not allowed. Several axes on one dim cut piece by piece, the leftmost
-axis first. An interleaved cut takes the dim, as cut so far, for k equal parts and cuts each of them, evenly; what a
-rank then holds is not a box of the tensor but several.
+axis first. An interleaved cut takes the dim for k equal parts and cuts each of them, evenly, and no other axis cuts the
+dim; what a rank then holds is not a box of the tensor but several.
 """
 
 from __future__ import annotations
 
 import itertools
-import math
 from collections.abc import Sequence
 from functools import cache
 from typing import NamedTuple
@@ -70,14 +69,14 @@ def parts_of_dim(layout: Layout, dim: int) -> frozenset[int]:
 
 
 def can_cut_parts(size: int, cuts: tuple[int, ...], parts: frozenset[int]) -> bool:
-    """`can_cut` for axes that take the dim for so many parts: all of them for as many, and each is cut evenly.
+    """`can_cut` for axes that take the dim for so many parts. One axis alone may cut parts, each of them evenly.
 
     >>> can_cut_parts(24, (4,), frozenset({3})), can_cut_parts(24, (8,), frozenset({2})), can_cut_parts(9, (8,), {1})
     (True, False, False)
     """
     if max(parts) == 1:
         return can_cut(size, cuts)
-    return len(parts) == 1 and size > 0 and size % (max(parts) * math.prod(cuts)) == 0
+    return len(cuts) == 1 and size > 0 and size % (max(parts) * cuts[0]) == 0
 
 
 def layout_fits(shape: Shape, layout: Layout, mesh_shape: Sequence[int]) -> bool:

@@ -86,8 +86,8 @@ def step_sizes(shape: tuple[int, ...], step: Step, mesh_shape: Sequence[int], co
             continue
         size = shape[placement.dim]
         for other in range(step.axis):
-            if (outer := layout[other]).is_shard and outer.dim == placement.dim:
-                size = outer.parts * shard_of(size // outer.parts, mesh_shape[other], coordinate[other])[1]
+            if layout[other].is_shard and layout[other].dim == placement.dim:
+                size = shard_of(size, mesh_shape[other], coordinate[other])[1]
         found.append(shards(size, mesh_shape[step.axis]))
     return found[0], found[1]
 

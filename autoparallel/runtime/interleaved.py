@@ -1,7 +1,11 @@
-"""Interleaved DTensors in distributed checkpoints (DCP): as many chunks as their shards have boxes of the whole.
+"""Interleaved DTensors, done where torch is wrong: checkpoints, and changes of placement on meshes of several axes.
 
-torch describes each rank's shard by one offset, as if it were one box: of an interleaved one it would save chunks that
-overlap and load other rows than the rank has. Described so, a checkpoint is as any other: it loads into any layout.
+Distributed checkpoints (DCP) describe each rank's shard by one offset, as if it were one box: of an interleaved one
+they would hold chunks that overlap, and load other rows than the rank has. Here it has as many chunks as boxes, and
+such a checkpoint is as any other: it loads into any layout.
+
+On a mesh of several axes torch takes ``_StridedShard`` for an order in which axes cut a dim, and gives wrong values or
+an error where the dim moves to another axis (torch 2.13). Here such a tensor is whole in between.
 """
 
 from __future__ import annotations
@@ -14,17 +18,40 @@ from typing import Any
 import torch
 from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex
 from torch.distributed.checkpoint.planner import WriteItem
-from torch.distributed.tensor import DTensor
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Replicate, _api, _dispatch, _redistribute
+from torch.distributed.tensor._dtensor_spec import DTensorSpec
 from torch.distributed.tensor.placement_types import _StridedShard
 
 from autoparallel.layout import Box, from_torch, local_boxes, local_shape
 
+#: torch's function that changes the placements of a local tensor.
+_CHANGE = "redistribute_local_tensor"
 
-def save_boxes() -> None:
-    """Let DCP save and load interleaved DTensors so, from now on."""
+
+def handle(is_ours: Callable[[DeviceMesh], bool]) -> None:
+    """Do so from now on, with changes of placement on meshes for which ``is_ours`` is true."""
+    for module in (_redistribute, _dispatch, _api):  # those whose name for it is called
+        setattr(module, _CHANGE, _by_the_whole(getattr(module, _CHANGE), is_ours))
     for name, own in (("__create_write_items__", _write_items), ("__create_chunk_list__", _chunks),
                       ("__get_tensor_shard__", _chunk)):
         setattr(DTensor, name, _of_interleaved(own, getattr(DTensor, name)))
+
+
+def _by_the_whole(torchs: Callable[..., torch.Tensor], is_ours: Callable[[DeviceMesh], bool]
+                  ) -> Callable[..., torch.Tensor]:
+    @wraps(torchs)
+    def redistributed(local: torch.Tensor, source: DTensorSpec, target: DTensorSpec, **kwargs: Any) -> torch.Tensor:
+        ends = source.placements, target.placements
+        if source.mesh.ndim > 1 and ends[0] != ends[1] and any(
+                isinstance(p, _StridedShard) for p in (*ends[0], *ends[1])) and is_ours(source.mesh):
+            between = tuple(p if p == q and p.is_partial() else Replicate() for p, q in zip(*ends, strict=True))
+            if between not in ends:
+                spec = DTensorSpec(source.mesh, between, tensor_meta=source.tensor_meta)
+                local, source = torchs(local, source, spec), spec
+        return torchs(local, source, target, **kwargs)
+
+    return redistributed
 
 
 def _of_interleaved(own: Callable[..., Any], torchs: Callable[..., Any]) -> Callable[..., Any]:
@@ -67,4 +94,4 @@ def _chunk(tensor: DTensor, boxes: tuple[Box, ...], index: MetadataIndex) -> tor
     return chunk
 
 
-__all__ = ["save_boxes"]
+__all__ = ["handle"]
