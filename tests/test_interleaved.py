@@ -41,9 +41,9 @@ from autoparallel.runtime.dtensors import watch
 from autoparallel.runtime.initialise import cut_out
 from autoparallel.strategies.space import StrategySpace
 from cost_models import Cluster
+from tests.support.fused import EVEN, build
 from tests.support.language import VOCABULARY, llama, whole
 from tests.support.ranks import mesh_of
-from tests.test_fused_projections import EVEN, build
 
 transformers = pytest.importorskip("transformers")
 
