@@ -313,6 +313,46 @@ def test_projections_read_interleaved_weights_in_any_way(ranks: Any, strategy: t
         assert max(found.values()) < 1e-5, found
 
 
+class TwoForms(nn.Module):
+    """A projection whose result is split, or is not."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.gate_up, self.down = nn.Linear(16, 64), nn.Linear(32, 16)
+
+    def forward(self, x: Tensor, split: bool) -> Tensor:
+        y = self.gate_up(x)
+        if split:
+            gate, up = y.chunk(2, -1)
+            return self.down(gate.sigmoid() * up).square().mean()
+        return y.cumsum(-1).square().mean()
+
+
+def two_forms(mesh_shape: tuple[int, ...]) -> list[tuple[float, float]]:
+    """(difference of the loss, largest one of a gradient) in both forms, the split one first."""
+    pin, found = _StridedShard(0, split_factor=2), list[tuple[float, float]]()
+    x = torch.randn(8, 16, generator=torch.Generator().manual_seed(0))
+    parallel = autoparallel.compile(TwoForms(), mesh_of(*mesh_shape), example_inputs=(x, True), pins={
+        "gate_up.*": (*[Replicate()] * (len(mesh_shape) - 1), pin)})
+    for split in (True, False):
+        model = TwoForms()
+        expected, loss = model(x, split), parallel(x, split)
+        expected.backward()
+        loss.backward()
+        assert parallel.gate_up.weight.placements[-1] == pin
+        wrong = (parallel.gate_up.weight.grad.full_tensor() - model.gate_up.weight.grad).abs().max()
+        found.append((float((loss - expected).detach().abs()), float(wrong)))
+        parallel.zero_grad()
+    return found
+
+
+@pytest.mark.parametrize("mesh_shape", [(4,), (2, 2)])
+def test_another_form_reads_what_lies_interleaved(ranks: Any, mesh_shape: tuple[int, ...]) -> None:
+    for found in ranks(4).run(two_forms, mesh_shape, timeout_s=100):
+        assert max(itertools.chain(*found)) < 1e-5, found
+
+
 def changed(mesh_shape: tuple[int, ...]) -> tuple[int, list[str]]:
     """(how many changes of placement of DTensors on a mesh of ours, those that are wrong)"""
     mesh = mesh_of(*mesh_shape)

@@ -14,7 +14,7 @@ import torch
 
 from autoparallel.capture import OpGraph, Ref
 from autoparallel.capture.graph import Node
-from autoparallel.layout import Placement, layout_fits, shard
+from autoparallel.layout import Layout, Placement, layout_fits, shard
 from autoparallel.ops.linear_sections import linear_sections
 from autoparallel.rules.registry import find_rule
 from autoparallel.rules.rule import AxisStrategy, Rule
@@ -26,9 +26,14 @@ Shape = tuple[int, ...]
 ORDERLESS = frozenset({aten.permute.default, aten.to.dtype, aten.detach.default})
 
 
-def interleaved_placements(graph: OpGraph, mesh_shape: Sequence[int]) -> Mapping[Shape, tuple[Placement, ...]]:
-    """The interleaved placements of which a tensor may have one on some mesh axis, by its shape."""
+def interleaved_placements(graph: OpGraph, mesh_shape: Sequence[int], stored: Mapping[str, Layout]
+                           ) -> Mapping[Shape, tuple[Placement, ...]]:
+    """The interleaved placements of which a tensor may have one on some mesh axis, by its shape. ``stored``: layouts of
+    parameters that lie on the mesh already."""
     found: dict[Shape, set[Placement]] = {}
+    for node in graph.of_kind("parameter"):
+        if there := {p for p in stored.get(node.path, ()) if p.is_interleaved}:
+            found.setdefault(node.outputs[0].shape, set()).update(there)
     for node in graph.of_kind("op"):
         if node.target is linear_sections:
             for one in find_rule(graph, node)[0].variants:

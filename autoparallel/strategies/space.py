@@ -202,18 +202,19 @@ def _identities(meta: TensorMeta, kinds: str, interleaved: Sequence[Placement] =
 class StrategySpace:
     """The strategy graph of a program on a mesh of ``mesh_shape``.
 
-    ``decisions``; ``uses``, ordered by target and the target's inputs; ``strategy_sets``, one for each decision. Raises
-    MeshError if ``axis_names`` do not match the mesh.
+    ``stored``: layouts of parameters that lie there already. ``decisions``; ``uses``, ordered by target and the target's
+    inputs; ``strategy_sets``, one for each decision. Raises MeshError if ``axis_names`` do not match the mesh.
     """
 
-    def __init__(self, graph: OpGraph, mesh_shape: Sequence[int], axis_names: Sequence[str] | None = None) -> None:
+    def __init__(self, graph: OpGraph, mesh_shape: Sequence[int], axis_names: Sequence[str] | None = None,
+                 stored: Mapping[str, Layout] | None = None) -> None:
         self.graph = graph
         self.mesh_shape = tuple(mesh_shape)
         self.axis_names = tuple(axis_names or (f"axis{i}" for i in range(len(self.mesh_shape))))
         if len(self.axis_names) != len(self.mesh_shape):
             raise MeshError(f"{len(self.axis_names)} axis names {self.axis_names} for a mesh of {self.mesh_shape}: "
                             "give one for each axis")
-        self.spaces = Spaces(self.mesh_shape, interleaved_placements(graph, self.mesh_shape))
+        self.spaces = Spaces(self.mesh_shape, interleaved_placements(graph, self.mesh_shape, stored or {}))
         self.decisions: list[Decision] = []
         self.uses: list[TensorUse] = []  # ordered by target, then by the target's inputs
         self.strategy_sets: list[StrategySet] = []
