@@ -202,8 +202,8 @@ def _identities(meta: TensorMeta, kinds: str, interleaved: Sequence[Placement] =
 class StrategySpace:
     """The strategy graph of a program on a mesh of ``mesh_shape``.
 
-    ``stored``: layouts of parameters that lie there already. ``decisions``; ``uses``, ordered by target and the target's
-    inputs; ``strategy_sets``, one for each decision. Raises MeshError if ``axis_names`` do not match the mesh.
+    ``stored``: layouts of parameters that lie there already. ``decisions``; ``uses``, ordered by target and by the
+    target's inputs; ``strategy_sets``, one for each decision. Raises MeshError if ``axis_names`` do not match the mesh.
     """
 
     def __init__(self, graph: OpGraph, mesh_shape: Sequence[int], axis_names: Sequence[str] | None = None,
