@@ -129,7 +129,7 @@ def _compile_call(micro: MicroBatches, position: MeshPosition, cluster: Cluster,
     from autoparallel.runtime.agree import decide_once
     from autoparallel.runtime.programs import compiled
 
-    space = StrategySpace(micro.body, tuple(position.mesh.shape), position.axis_names)
+    space = StrategySpace(micro.body, tuple(position.mesh.shape), position.axis_names, placed)
 
     def best() -> Plan:
         made = plan_call(space, micro, cluster, options, placed, hybrid)

@@ -16,6 +16,7 @@ import torch.utils._pytree as pytree
 from torch import Tensor
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor import zeros as mesh_zeros
+from torch.distributed.tensor.placement_types import Placement, _StridedShard
 from torch.overrides import TorchFunctionMode
 
 from autoparallel.errors import InputError
@@ -101,9 +102,19 @@ def _mean_state(p: Tensor, dim: int, *, keepdim: bool = False, dtype: torch.dtyp
     shape = [*p.shape[:at], *([1] if keepdim else []), *p.shape[at + 1 :]]
     if not isinstance(p, DTensor):
         return torch.zeros(shape, dtype=dtype or p.dtype, device=p.device)
-    placements = [Replicate() if isinstance(q, Shard) and q.dim == at else
-                  Shard(q.dim - 1) if isinstance(q, Shard) and q.dim > at and not keepdim else q for q in p.placements]
+    placements = [_of_mean(q, at, keepdim) for q in p.placements]
     return mesh_zeros(shape, dtype=dtype or p.dtype, device_mesh=p.device_mesh, placements=placements)
+
+
+def _of_mean(placement: Placement, at: int, keepdim: bool) -> Placement:
+    """Where a mean over dim ``at`` lies on an axis on which a parameter lies so."""
+    if not isinstance(placement, Shard | _StridedShard) or placement.dim < at or (placement.dim > at and keepdim):
+        return placement
+    if placement.dim == at:
+        return Replicate()
+    if isinstance(placement, _StridedShard):
+        return _StridedShard(placement.dim - 1, split_factor=placement.split_factor)
+    return Shard(placement.dim - 1)
 
 
 def _with_gradients(optimizer: torch.optim.Optimizer) -> list[Any]:

@@ -36,12 +36,13 @@ from torch._subclasses.fake_tensor import (
 from autoparallel.capture import OpGraph, Ref, capture
 from autoparallel.kernels import groups, rng
 from autoparallel.kernels.groups import Axis
-from autoparallel.layout import Layout, local_box
+from autoparallel.layout import Box, Layout, local_boxes, local_shape
 from autoparallel.lower import Program, check, emit
 from autoparallel.partition import Splits
 from autoparallel.planning.meshes import best_of, mesh_shapes
 from autoparallel.planning.options import Options
 from autoparallel.pricing import Prices, SpacePricer
+from autoparallel.runtime.initialise import cut_out
 from autoparallel.search import solve
 from autoparallel.strategies.space import Decision, Strategy, StrategySpace
 from benchmarks.architectures import ARCHITECTURES, Inputs
@@ -164,16 +165,15 @@ def _named_leaves(output: Any) -> dict[str, torch.Tensor]:
 
 @dataclass(frozen=True)
 class Shard:
-    """One rank's part of a result, where it lies in the whole."""
+    """One rank's part of a result, and the boxes of the whole of which it is made."""
 
-    offsets: tuple[int, ...]
+    boxes: tuple[Box, ...]
     value: torch.Tensor
 
     def error(self, whole: torch.Tensor, scale: float) -> float:
         """Largest distance from the whole's part, over ``scale``; infinite for another shape or nan."""
-        for dim, (start, length) in enumerate(zip(self.offsets, self.value.shape, strict=True)):
-            whole = whole.narrow(dim, start, length)
-        if whole.dtype != self.value.dtype:
+        whole = cut_out(whole, self.boxes)
+        if (whole.dtype, whole.shape) != (self.value.dtype, self.value.shape):
             return float("inf")
         distance = largest_entry({"": self.value.double() - whole.double()})
         error = distance / scale if scale and distance else distance
@@ -225,20 +225,18 @@ class Ranks:
         for decision, layout, value in zip(program.placeholders, program.placeholder_layouts, local, strict=True):
             if decision.kind == "parameter" and value.grad is not None:
                 gradients[decision.path] = self._local_shard(value.grad, state[decision.path].shape, layout, coordinate)
-        buffers = {name: Shard((0,) * value.dim(), value) for name, value in zip(program.updates, updates, strict=True)}
+        buffers = {name: Shard(local_boxes(tuple(value.shape), (), (), ()), value)
+                   for name, value in zip(program.updates, updates, strict=True)}
         return results, gradients, buffers
 
     def _local(self, decision: Decision, layout: Layout, coordinate: Coordinate, value: torch.Tensor) -> torch.Tensor:
-        offsets, shape = local_box(tuple(value.shape), layout, self.space.mesh_shape, coordinate)
-        local_shard = value.detach()
-        for dim, (start, length) in enumerate(zip(offsets, shape, strict=True)):
-            local_shard = local_shard.narrow(dim, start, length)
-        return local_shard.clone().requires_grad_(value.requires_grad)
+        boxes = local_boxes(tuple(value.shape), layout, self.space.mesh_shape, coordinate)
+        return cut_out(value.detach(), boxes).clone().requires_grad_(value.requires_grad)
 
     def _local_shard(
         self, value: torch.Tensor, shape: torch.Size | tuple[int, ...], layout: Layout, coordinate: Coordinate
     ) -> Shard:
-        return Shard(local_box(tuple(shape), layout, self.space.mesh_shape, coordinate)[0], value.detach())
+        return Shard(local_boxes(tuple(shape), layout, self.space.mesh_shape, coordinate), value.detach())
 
 
 def run_without_data(candidate: Candidate, cluster: Cluster, device: str = "cuda") -> None:
@@ -264,7 +262,7 @@ def run_without_data(candidate: Candidate, cluster: Cluster, device: str = "cuda
 def _without_data(space: StrategySpace, decision: Decision, layout: Layout, coordinate: Coordinate, device: str
                   ) -> torch.Tensor:
     meta = space.graph.meta(Ref(decision.node))
-    return torch.empty(local_box(tuple(meta.shape), layout, space.mesh_shape, coordinate)[1], dtype=meta.dtype,
+    return torch.empty(local_shape(tuple(meta.shape), layout, space.mesh_shape, coordinate), dtype=meta.dtype,
                        device=device)
 
 

@@ -9,40 +9,13 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.nn.functional import scaled_dot_product_attention
 
 import autoparallel
 from autoparallel.capture import OpGraph, capture
 from autoparallel.ops.linear_sections import linear_sections
 from cost_models import Cluster
+from tests.support.fused import EVEN, Attention, build
 from tests.support.ranks import mesh_of
-
-
-class Attention(nn.Module):
-    """As nanoGPT, timm and Phi-3 write it. ``heads``: of queries, of keys, of values."""
-
-    def __init__(self, written: str, heads: tuple[int, int, int], bias: bool = True, dim: int = 8) -> None:
-        super().__init__()
-        self.written, self.heads, self.dim = written, heads, dim
-        self.qkv = nn.Linear(24, sum(heads) * dim, bias=bias)
-        self.out = nn.Linear(heads[0] * dim, 24)
-
-    def forward(self, x: Tensor) -> Tensor:
-        fused, (h, g, _), d = self.qkv(x), self.heads, self.dim
-        if self.written == "split":
-            q, k, v = (t.unflatten(-1, (-1, d)).transpose(1, 2) for t in fused.split([n * d for n in self.heads], -1))
-        elif self.written == "unbind":
-            q, k, v = fused.view(*x.shape[:2], 3, h, d).permute(2, 0, 3, 1, 4).unbind(0)
-        else:
-            parts = fused[..., : h * d], fused[..., h * d : (h + g) * d], fused[..., (h + g) * d :]
-            q, k, v = (t.reshape(*x.shape[:2], -1, d).transpose(1, 2) for t in parts)
-        y = scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
-        return self.out(y.transpose(1, 2).flatten(2)).square().sum()
-
-
-def build(*case: Any) -> tuple[Attention, Tensor]:
-    torch.manual_seed(0)
-    return Attention(*case), torch.randn(4, 6, 24)
 
 
 def ops(graph: OpGraph) -> list[Any]:
@@ -109,7 +82,7 @@ def run_case(case: Any, mesh_shape: tuple[int, ...], strategy: tuple[str, ...], 
     return found
 
 
-EVEN, GROUPED, UNEVEN = ("split", (4, 4, 4)), ("slices", (4, 2, 2), False), ("unbind", (5, 5, 5), True, 2)
+GROUPED, UNEVEN = ("slices", (4, 2, 2), False), ("unbind", (5, 5, 5), True, 2)
 
 
 @pytest.mark.parametrize(("case", "mesh_shape", "strategy"), [
@@ -131,11 +104,12 @@ def test_sections_are_recomputed(ranks: Any) -> None:
 
 
 def test_tensor_parallel_attention_moves_no_fused_projection() -> None:
-    """Where the batch cannot be cut, heads are, and the fused result is never gathered."""
+    """Where the batch cannot be cut, heads are, and the fused result is never gathered. No interleaved shard of unequal
+    sections has a part of each: rows of the weight are exchanged."""
     torch.manual_seed(0)
     with torch.device("meta"):
-        model, x = Attention("split", (32, 32, 32), dim=128), torch.randn(1, 8192, 24)
-        model.qkv, model.out = nn.Linear(4096, 3 * 4096), nn.Linear(4096, 4096)
+        model = Attention("split", (32, 16, 16), dim=128)
+        model.qkv, model.out = nn.Linear(4096, 2 * 4096), nn.Linear(4096, 4096)
         x = torch.randn(1, 8192, 4096)
     plan = autoparallel.plan(model, Cluster.load("h100-sxm", num_devices=8), example_inputs=(x,), mesh_shape=(8,))
     (name,) = (n for n in plan.strategies if n.startswith("linear_sections") and ":" not in n)

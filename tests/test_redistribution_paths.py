@@ -26,8 +26,9 @@ from autoparallel.layout import (
     RedistributionTable,
     Step,
     layout_str,
-    local_box,
+    local_shape,
     parse_layout,
+    shard,
     shards,
 )
 from autoparallel.layout.redistribution import ACTIONS
@@ -54,10 +55,17 @@ def held(whole: Tensor, layout: Layout, mesh_shape: Sequence[int], at: Sequence[
     for p, n, rank in zip(layout, mesh_shape, at, strict=True):
         if p.kind == "P":
             whole = whole * ((rank + 1) / (n * (n + 1) / 2))
-    offsets, local = local_box(tuple(whole.shape), layout, mesh_shape, at)
-    for dim, (start, length) in enumerate(zip(offsets, local, strict=True)):
-        whole = whole.narrow(dim, start, length)
-    return whole.clone()
+    return whole[places(tuple(whole.shape), layout, mesh_shape, at)]
+
+
+def places(shape: tuple[int, ...], layout: Layout, mesh_shape: Sequence[int], at: Sequence[int]) -> tuple[Tensor, ...]:
+    """The index of what the rank at this coordinate holds, cut axis by axis as `torch.chunk` and `_StridedShard` do."""
+    index = [torch.arange(size) for size in shape]
+    for p, n, rank in zip(layout, mesh_shape, at, strict=True):
+        if p.is_shard:
+            parts = [part.chunk(n)[rank] for part in index[p.dim].chunk(p.parts)]
+            index[p.dim] = torch.cat(parts)
+    return torch.meshgrid(*index, indexing="ij")
 
 
 def assembled(
@@ -73,9 +81,9 @@ def assembled(
             agree &= torch.allclose(kept[own], part)
             continue
         kept[own] = part
-        offsets, local = local_box(tuple(shape), layout, mesh_shape, at)
-        assert tuple(part.shape) == local, f"{layout_str(layout)}: local shape {tuple(part.shape)}, not {local}"
-        total[tuple(slice(o, o + n) for o, n in zip(offsets, local, strict=True))] += part
+        index, local = places(tuple(shape), layout, mesh_shape, at), local_shape(tuple(shape), layout, mesh_shape, at)
+        assert tuple(part.shape) == local == index[0].shape, f"{layout_str(layout)}: local shape {tuple(part.shape)}"
+        total[index] += part
     return total, agree
 
 
@@ -86,9 +94,14 @@ def unit_cost(axis: int, p: Placement, q: Placement, before: Any, after: Any) ->
     return 1.0 + 0.001 * (before + after)
 
 
+#: Interleaved placements that tensors of some shapes have beside the others.
+INTERLEAVED = {(12, 4): (shard(0, 3), shard(1, 2)), (24,): (shard(0, 3), shard(0, 2)),
+               (4, 24): (shard(1, 3), shard(1, 4))}
+
+
 def paths(shape: tuple[int, ...], mesh_shape: tuple[int, ...]) -> list[list[Step]]:
     """One path for each ordered pair of legal layouts."""
-    space = LayoutSpace(shape, mesh_shape, True)
+    space = LayoutSpace(shape, mesh_shape, True, INTERLEAVED.get(shape, ()))
     table = RedistributionTable(space, 8, unit_cost)
     legal = [layout for layout, ok in zip(space.layouts, space.legal, strict=True) if ok]
     return [table.path(a, b) for a, b in itertools.permutations(legal, 2)]
@@ -120,6 +133,9 @@ def run_paths(shape: tuple[int, ...], mesh_shape: tuple[int, ...], every: int) -
     ((7, 6), (3,), 1),
     ((11, 9), (4,), 1),
     ((9,), (2, 2), 1),
+    ((12, 4), (2, 2), 7),
+    ((24,), (2, 2), 1),
+    ((4, 24), (2,), 1),
 ])
 def test_paths_keep_value_and_gradient(
     ranks: Any, shape: tuple[int, ...], mesh_shape: tuple[int, ...], every: int

@@ -19,7 +19,7 @@ import autoparallel
 from autoparallel.cli import app
 from autoparallel.errors import InfeasibleError, PlanError
 from autoparallel.layout.placement import parse_layout
-from autoparallel.layout.shapes import local_box
+from autoparallel.layout.shapes import local_boxes
 from autoparallel.planning.state_moves import Move, moved, read_by
 from autoparallel.plans import Plan
 from autoparallel.replanning import Candidate, Replan, near, origins
@@ -77,9 +77,9 @@ def elements(plan: Plan) -> list[set[tuple[Any, ...]]]:
             number = rank
             for size, place in zip(plan.mesh_shape, at, strict=True):
                 number = number * size + place
-            starts, sizes = local_box(shape, layout, plan.mesh_shape, at)
-            found[number] |= {(name, *index) for index in itertools.product(
-                *(range(start, start + size) for start, size in zip(starts, sizes, strict=True)))}
+            for starts, _, sizes in local_boxes(shape, layout, plan.mesh_shape, at):
+                found[number] |= {(name, *index) for index in itertools.product(
+                    *(range(start, start + size) for start, size in zip(starts, sizes, strict=True)))}
     return found
 
 
@@ -99,6 +99,25 @@ def one_by_one(old: Plan, new: Plan, came_from: tuple[int | None, ...], host: in
                 loads[level][len(have) + giver] += 1 / len(givers)
     lost = len(set[tuple[Any, ...]]().union(*after) - set[tuple[Any, ...]]().union(*have))
     return max(loads[0]), max(loads[1]), round(sum(loads[0][:len(have)]) + sum(loads[1][:len(have)])), lost
+
+
+def interleaved(plan: Plan, parts: int) -> Plan:
+    """The plan with rows in shards of so many parts each."""
+    return replace(plan, strategies={
+        name: tuple(f"S(0;{parts})" if name in plan.model.parameters and one == "S(0)" else one for one in strategy)
+        for name, strategy in plan.strategies.items()})
+
+
+@pytest.mark.parametrize(("first_parts", "second_parts"), [(4, 1), (1, 2), (4, 4), (2, 4)])
+def test_moves_of_interleaved_shards_are_those_counted_element_by_element(first_parts: int, second_parts: int) -> None:
+    first, second = interleaved(planned("dp=4,tp=4"), first_parts), interleaved(planned("dp=6,tp=2", 12), second_parts)
+    assert f"S(0;{max(first_parts, second_parts)})" in f"{first.strategies} {second.strategies}"
+    came_from, items = origins(16, (4, 5, 6, 7), 12), dict.fromkeys(first.model.parameters, 10.0)
+    found = moved(first, second, machine(12), came_from, items)
+    inside, between, received, lost = one_by_one(first, second, came_from, 4)
+    assert not lost and found.sent_bytes == 10 * received
+    rates = [machine(12).message_bytes_per_s(level) for level in (0, 1)]
+    assert found.seconds == pytest.approx(10 * max(inside / rates[0], between / rates[1]))
 
 
 @pytest.mark.parametrize(("old", "new", "devices", "lost"), [

@@ -15,7 +15,7 @@ from typing import Any, Protocol
 import torch
 
 from autoparallel.kernels import groups
-from autoparallel.kernels.buckets import begin_all_gathers, begin_reduce_scatters
+from autoparallel.kernels.buckets import begin_gathers_of, begin_reduce_scatters
 from autoparallel.kernels.collectives import (
     Finish,
     Sizes,
@@ -23,6 +23,7 @@ from autoparallel.kernels.collectives import (
     begin_action,
     begin_all_reduce,
     begin_all_reduce_own,
+    dealt,
     slice_tensor,
 )
 from autoparallel.kernels.fetching import Fetches
@@ -95,16 +96,16 @@ class Gathers:
     sum_dtype: torch.dtype | None
 
     def forward(self, values: Values) -> Callable[[], Values]:
-        return begin_all_gathers(values, self.axis, self._cuts())
+        return begin_gathers_of(values, self.axis, self.sources, self.sizes)
 
     def backward(self, gradients: Gradients) -> Callable[[], Gradients]:
         if self.target.kind == "I":
-            mine = tuple(None if g is None else slice_tensor(g, self.axis, *cut)
-                         for g, cut in zip(gradients, self._cuts(), strict=True))
+            mine = tuple(None if g is None else slice_tensor(self._dealt(g, source), self.axis, source.dim, sizes)
+                         for g, source, sizes in zip(gradients, self.sources, self.sizes, strict=True))
             return lambda: mine
         dtypes = [None if g is None else g.dtype for g in gradients]  # the gradients themselves are let go
-        there = [(g.to(self.sum_dtype or g.dtype), cut) for g, cut in zip(gradients, self._cuts(), strict=True)
-                 if g is not None]
+        there = [(self._dealt(g.to(self.sum_dtype or g.dtype), source), (source.dim, sizes))
+                 for g, source, sizes in zip(gradients, self.sources, self.sizes, strict=True) if g is not None]
         if not there:
             return lambda: gradients
         finish = begin_reduce_scatters([g for g, _ in there], self.axis, [cut for _, cut in there])
@@ -123,8 +124,8 @@ class Gathers:
         summed = gradient.to(self.sum_dtype or gradient.dtype)
         return act(summed, self.axis, dual(self.target), dual(source), (), sizes).to(gradient.dtype)
 
-    def _cuts(self) -> list[tuple[int, Sizes]]:
-        return [(source.dim, sizes) for source, sizes in zip(self.sources, self.sizes, strict=True)]
+    def _dealt(self, gradient: torch.Tensor, source: Placement) -> torch.Tensor:
+        return dealt(gradient, source, self.axis.size) if source.is_interleaved else gradient
 
 
 @dataclass(frozen=True)

@@ -18,10 +18,12 @@ from autoparallel.kernels.collectives import (
     begin_reduce_scatter,
     begin_sums_of_shards,
     begin_whole_tensors,
+    gathered_up,
     padded,
 )
 from autoparallel.kernels.groups import Axis
 from autoparallel.kernels.tracing import is_traced
+from autoparallel.layout import Placement
 from autoparallel.schedule.step_config import LARGE_BYTES
 
 #: A tensor's cut dim, and the lengths of all ranks' shards along it.
@@ -47,6 +49,16 @@ class _Split:
         """Both kinds of results, in the order of the tensors."""
         made = dict(zip((*self.alone, *self.together), (*alone, *together), strict=True))
         return tuple(made[number] for number in sorted(made))
+
+
+def begin_gathers_of(values: Sequence[torch.Tensor], axis: Axis, sources: Sequence[Placement], sizes: Sequence[Sizes]
+                     ) -> Callable[[], tuple[torch.Tensor, ...]]:
+    """`begin_all_gathers` of shards of these placements, also interleaved ones."""
+    finish = begin_all_gathers(values, axis, [(s.dim, lengths) for s, lengths in zip(sources, sizes, strict=True)])
+    if not any(s.is_interleaved for s in sources):
+        return finish
+    return lambda: tuple(gathered_up(x, s, axis.size) if s.is_interleaved else x
+                         for x, s in zip(finish(), sources, strict=True))
 
 
 def begin_all_gathers(values: Sequence[torch.Tensor], axis: Axis, cuts: Sequence[Cut]

@@ -7,10 +7,12 @@ differentiated twice. The table of actions is in `autoparallel.layout.redistribu
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable, Sequence
 from contextvars import ContextVar
 from dataclasses import dataclass
+from functools import cache
 from typing import Any
 
 import torch
@@ -18,7 +20,7 @@ import torch
 from autoparallel.kernels import groups
 from autoparallel.kernels.groups import Axis
 from autoparallel.kernels.tracing import is_traced
-from autoparallel.layout import Placement, dual
+from autoparallel.layout import Placement, dual, shard
 from autoparallel.layout.redistribution import ACTIONS
 
 Sizes = tuple[int, ...]
@@ -262,7 +264,11 @@ torch.fx.node.has_side_effect(torch.ops.autoparallel.awaited.default)  # as `wai
 def begin_action(action: str, x: torch.Tensor, axis: Axis, a: Placement, a_sizes: Sizes, b: Placement, b_sizes: Sizes
                  ) -> Finish:
     """Begin one action of the redistribution table, from placement a to placement b. Those without communication are
-    done at once."""
+    done at once.
+
+    An interleaved shard is a plain one of the tensor whose parts are dealt to the ranks (`dealt`), and treated so."""
+    if a.is_interleaved or b.is_interleaved:
+        return _begin_interleaved(action, x, axis, a, a_sizes, b, b_sizes)
     match action:
         case "all_reduce":
             return begin_all_reduce(x, axis)
@@ -274,6 +280,68 @@ def begin_action(action: str, x: torch.Tensor, axis: Axis, a: Placement, a_sizes
             return begin_all_to_all(x, axis, a.dim, a_sizes, b.dim, b_sizes)
     made = _local_action(action, x, axis, a, a_sizes, b, b_sizes)
     return lambda: made
+
+
+def _begin_interleaved(action: str, x: torch.Tensor, axis: Axis, a: Placement, a_sizes: Sizes, b: Placement,
+                       b_sizes: Sizes) -> Finish:
+    if a.is_shard and b.is_shard and a.dim == b.dim:
+        return _begin_same_dim(x, axis, a, b)
+    if b.is_interleaved:
+        x = dealt(x, b, axis.size)
+    begun = begin_action(action, x, axis, _plain(a), a_sizes, _plain(b), b_sizes)
+    return (lambda: gathered_up(begun(), a, axis.size)) if a.is_interleaved else begun
+
+
+def _plain(placement: Placement) -> Placement:
+    return shard(placement.dim) if placement.is_shard else placement
+
+
+def dealt(x: torch.Tensor, cut: Placement, ranks: int) -> torch.Tensor:
+    """A whole tensor, whose dim ``cut.dim`` is (part, rank, place), with that dim as (rank, part, place), so that plain
+    shards of it are the interleaved ones."""
+    whole = x.unflatten(cut.dim, (cut.parts, ranks, -1))
+    return whole.transpose(cut.dim, cut.dim + 1).flatten(cut.dim, cut.dim + 2)
+
+
+def gathered_up(x: torch.Tensor, cut: Placement, ranks: int) -> torch.Tensor:
+    """The inverse of `dealt`."""
+    dealt = x.unflatten(cut.dim, (ranks, cut.parts, -1))
+    return dealt.transpose(cut.dim, cut.dim + 1).flatten(cut.dim, cut.dim + 2).contiguous()
+
+
+def _begin_same_dim(x: torch.Tensor, axis: Axis, a: Placement, b: Placement) -> Finish:
+    """S(d;k) to S(d;l): an all-to-all of the elements that a rank lacks. (Both cuts are even.)"""
+    if x.is_complex():  # gloo sends real numbers only
+        begun = _begin_same_dim(torch.view_as_real(x.resolve_conj()), axis, a, b)
+        return lambda: torch.view_as_complex(begun())
+    blocks = _leading(x, a.dim).unflatten(0, (math.lcm(a.parts, b.parts), -1))
+    order, sent, received, place = _exchanged_blocks(a.parts, b.parts, axis.size, axis.rank)
+    width = blocks[0].numel()
+    message = blocks[_index(order, x.device)].reshape(-1)
+    finish = _begin_all_to_all(message, axis, [width * n for n in received], [width * n for n in sent])
+    return lambda: finish().view(blocks.shape)[_index(place, x.device)].flatten(0, 1).movedim(0, a.dim).contiguous()
+
+
+@cache
+def _exchanged_blocks(source: int, target: int, ranks: int, rank: int) -> tuple[tuple[int, ...], ...]:
+    """Of a dim in lcm(source, target) * ranks blocks, of which a rank goes from an interleaved shard of ``source``
+    parts to one of ``target`` parts: the order in which it sends its blocks, how many to and from each rank, and the
+    place of each that it wants in what it received."""
+    count = math.lcm(source, target) * ranks
+
+    def held(parts: int, by: int) -> list[int]:
+        return torch.arange(count).view(parts, ranks, -1)[:, by].flatten().tolist()
+
+    mine, wanted = held(source, rank), held(target, rank)
+    to = [[mine.index(block) for block in held(target, other) if block in mine] for other in range(ranks)]
+    came = [[block for block in wanted if block in held(source, other)] for other in range(ranks)]
+    received = [block for blocks in came for block in blocks]
+    return (tuple(at for places in to for at in places), tuple(map(len, to)), tuple(map(len, came)),
+            tuple(received.index(block) for block in wanted))
+
+
+def _index(numbers: Sequence[int], device: torch.device) -> torch.Tensor:
+    return torch.tensor(numbers, dtype=torch.long, device=device)
 
 
 def _local_action(action: str, x: torch.Tensor, axis: Axis, a: Placement, a_sizes: Sizes, b: Placement, b_sizes: Sizes

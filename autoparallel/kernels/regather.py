@@ -17,7 +17,7 @@ import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from autoparallel.kernels import async_communication, groups
-from autoparallel.kernels.buckets import begin_all_gathers
+from autoparallel.kernels.buckets import begin_gathers_of
 from autoparallel.kernels.collectives import Sizes, redistribute
 from autoparallel.kernels.host_copies import begin as begin_copies
 from autoparallel.layout import Placement
@@ -154,10 +154,10 @@ def begin_gathers(axis: str, steps: Sequence[tuple[str, str, Sizes]], *values: t
     begun = async_communication.begin_gathers(axis, steps, *values, **kwargs)
     if run is None:
         return begun
-    cuts = [(Placement.parse(source).dim, sizes) for source, _, sizes in steps]
+    cuts = [(Placement.parse(source), sizes) for source, _, sizes in steps]
 
     def begin(numbers: Sequence[int], sources: Sequence[torch.Tensor]) -> Callable[[], Sequence[torch.Tensor]]:
-        return begin_all_gathers(sources, where, [cuts[n] for n in numbers])
+        return begin_gathers_of(sources, where, [cuts[n][0] for n in numbers], [cuts[n][1] for n in numbers])
 
     gathered = _Gather(begin, kept, place, tuple(num_bytes))
     run.gathers.add(gathered)

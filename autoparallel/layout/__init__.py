@@ -15,7 +15,16 @@ from autoparallel.layout.placement import (
     without_gradient,
 )
 from autoparallel.layout.redistribution import COLLECTIVES, SUMS, LayoutSpace, RedistributionTable, Step, is_local
-from autoparallel.layout.shapes import can_cut, largest_local_shape, layout_fits, local_box, local_shape, shards
+from autoparallel.layout.shapes import (
+    Box,
+    can_cut,
+    largest_local_shape,
+    layout_fits,
+    local_box,
+    local_boxes,
+    local_shape,
+    shards,
+)
 
 __all__ = [
     "COLLECTIVES",
@@ -23,6 +32,7 @@ __all__ = [
     "PARTIAL",
     "REPLICATE",
     "SUMS",
+    "Box",
     "Layout",
     "LayoutSpace",
     "Placement",
@@ -36,6 +46,7 @@ __all__ = [
     "layout_fits",
     "layout_str",
     "local_box",
+    "local_boxes",
     "local_shape",
     "parse_layout",
     "shard",

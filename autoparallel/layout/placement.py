@@ -5,6 +5,8 @@ A placement says both what each rank of one mesh axis holds and what the gradien
     | placement | each rank holds            | its gradient is | spmd-types |
     |-----------|----------------------------|-----------------|------------|
     | S(d)      | its shard of dim d         | S(d)            | V, S(d)    |
+    | S(d;k)    | its shard of each k-th     | S(d;k)          | -          |
+    |           | of dim d, in order         |                 |            |
     | R         | all, for its own work      | P               | R          |
     | I         | all, for everybody's work  | replicated      | I          |
     | P         | a summand                  | replicated      | P          |
@@ -12,6 +14,9 @@ A placement says both what each rank of one mesh axis holds and what the gradien
 R and I are both torch's ``Replicate()``; they differ only in what backward must do. A value that needs no gradient is
 never R: I says the same. A layout is one placement per mesh axis; a dim sharded by several axes is cut by the
 leftmost axis first, as DTensor does.
+
+S(d;k) is an interleaved shard (torch's ``_StridedShard(d, split_factor=k)``): a fused projection of k results has k
+parts, and each rank has an equal shard of each. S(d) is S(d;1).
 """
 
 from __future__ import annotations
@@ -25,30 +30,42 @@ if TYPE_CHECKING:
 
 
 class Placement(NamedTuple):
-    """One of ``S(dim)``, ``R``, ``I``, ``P`` on one mesh axis."""
+    """One of ``S(dim)``, ``S(dim;parts)``, ``R``, ``I``, ``P`` on one mesh axis."""
 
     kind: str
     dim: int = -1
+    parts: int = 1
 
     @property
     def is_shard(self) -> bool:
         return self.kind == "S"
 
+    @property
+    def is_interleaved(self) -> bool:
+        return self.parts > 1
+
+    @property
+    def in_order(self) -> bool:
+        """Whether shards in the order of the ranks are the whole in memory: S(0)."""
+        return self.dim == 0 and self.parts == 1
+
     def __str__(self) -> str:
+        if self.parts > 1:
+            return f"S({self.dim};{self.parts})"
         return f"S({self.dim})" if self.kind == "S" else self.kind
 
     @staticmethod
     def parse(text: str) -> Placement:
         """The inverse of ``str``.
 
-        >>> Placement.parse("S(1)") == shard(1)
-        True
+        >>> Placement.parse("S(1)") == shard(1), Placement.parse("S(0;3)") == shard(0, parts=3)
+        (True, True)
         """
         if text in ("R", "I", "P"):
             return Placement(text)
-        if match := re.fullmatch(r"S\((\d+)\)", text):
-            return shard(int(match[1]))
-        raise ValueError(f"not a placement: {text!r} (one of S(dim), R, I, P)")
+        if match := re.fullmatch(r"S\((\d+)(?:;(\d+))?\)", text):
+            return shard(int(match[1]), int(match[2] or 1))
+        raise ValueError(f"not a placement: {text!r} (one of S(dim), S(dim;parts), R, I, P)")
 
 
 REPLICATE = Placement("R")
@@ -58,8 +75,8 @@ Layout = tuple[Placement, ...]
 
 
 @cache
-def shard(dim: int) -> Placement:
-    return Placement("S", dim)
+def shard(dim: int, parts: int = 1) -> Placement:
+    return Placement("S", dim, parts)
 
 
 def dual(placement: Placement) -> Placement:
@@ -84,19 +101,24 @@ def without_gradient(placement: Placement) -> Placement:
 def to_torch(layout: Layout) -> tuple[TorchPlacement, ...]:
     """As ``torch.distributed.tensor`` placements (R and I both become ``Replicate()``)."""
     from torch.distributed.tensor import Partial, Replicate, Shard
+    from torch.distributed.tensor.placement_types import _StridedShard
 
     return tuple(
-        Shard(p.dim) if p.is_shard else Partial() if p.kind == "P" else Replicate() for p in layout
+        _StridedShard(p.dim, split_factor=p.parts) if p.is_interleaved else Shard(p.dim) if p.is_shard
+        else Partial() if p.kind == "P" else Replicate() for p in layout
     )
 
 
 def from_torch(placements: tuple[TorchPlacement, ...]) -> Layout:
     """From torch's placements; ``Replicate()`` becomes I (what an optimizer or a caller means by it)."""
     from torch.distributed.tensor import Partial, Replicate, Shard
+    from torch.distributed.tensor.placement_types import _StridedShard
 
     out: list[Placement] = []
     for p in placements:
-        if isinstance(p, Shard):
+        if isinstance(p, _StridedShard):
+            out.append(shard(p.dim, int(p.split_factor)))
+        elif isinstance(p, Shard):
             out.append(shard(p.dim))
         elif isinstance(p, Partial):
             if p.reduce_op != "sum":

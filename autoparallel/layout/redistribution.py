@@ -20,7 +20,8 @@ placements alone (the gradient of the source must come out of the gradient of th
     | R -> P      | mask            | mask            |                                   |
 
 ``mask`` keeps the value on the axis's first rank and zeroes it elsewhere. A dim sharded by several axes can only be
-gathered or cut further on the innermost of them.
+gathered or cut further on the innermost of them. Interleaved shards S(d;k) take the steps of S(d), with a copy that
+puts the parts in order; S(d;k) -> S(d) is an all-to-all too.
 """
 
 from __future__ import annotations
@@ -35,7 +36,7 @@ from typing import Any
 import numpy as np
 
 from autoparallel.layout.placement import INVARIANT, PARTIAL, REPLICATE, Layout, Placement, shard
-from autoparallel.layout.shapes import Shape, can_cut
+from autoparallel.layout.shapes import Shape, can_cut, layout_fits
 
 #: (forward, backward) action by the kinds of source and target.
 ACTIONS: dict[tuple[str, str], tuple[str, str]] = {
@@ -94,10 +95,11 @@ class Step:
 Steps = tuple[int, Placement, Placement, np.ndarray, np.ndarray]
 #: Seconds (forward and, where the tensor needs a gradient, backward) of steps on one axis, given arrays over steps:
 #: (axis, source placement, target placement, largest local bytes before, after) -> seconds. Unless it is said to be
-#: ``by_dim``, it tells dims of shards apart by whether they are dim 0 only.
+#: ``by_dim``, it tells shards apart by whether they are S(0) (`Placement.in_order`) only.
 StepCost = Callable[[int, Placement, Placement, np.ndarray, np.ndarray], np.ndarray]
-#: Steps by what they depend on: number of dims, mesh and legal layouts, of which models have a few dozen.
-_STEPS: dict[tuple[int, tuple[int, ...], bytes], tuple[list[Steps], list[Steps]]] = {}
+#: Steps by what they depend on: number of dims, mesh, interleaved placements and legal layouts, of which models have a
+#: few dozen.
+_STEPS: dict[tuple[int, tuple[int, ...], tuple[Placement, ...], bytes], tuple[list[Steps], list[Steps]]] = {}
 MOST_STEPS = 512
 
 
@@ -105,17 +107,23 @@ MOST_STEPS = 512
 class LayoutSpace:
     """All layouts of a tensor of ``shape`` on a mesh, numbered: index = sum of code * radix over axes.
 
-    Codes on one axis: 0 I, 1 R, 2 P, 3 + d for S(d). Layouts that do not fit (a rank left without elements) keep
-    their number but are not ``legal``.
+    Codes on one axis: 0 I, 1 R, 2 P, 3 + d for S(d), and then those of the placements in ``interleaved``. Layouts that
+    do not fit (a rank left without elements) keep their number but are not ``legal``.
     """
 
     shape: Shape
     mesh_shape: tuple[int, ...]
     requires_grad: bool
+    interleaved: tuple[Placement, ...] = ()
 
     @cached_property
     def placements(self) -> tuple[Placement, ...]:
-        return (INVARIANT, REPLICATE, PARTIAL, *(shard(d) for d in range(len(self.shape))))
+        return (INVARIANT, REPLICATE, PARTIAL, *(shard(d) for d in range(len(self.shape))), *self.interleaved)
+
+    @cached_property
+    def _dims(self) -> np.ndarray:
+        """The dim that each layout cuts on each axis, -1 for none; (layouts, axes)."""
+        return np.array([p.dim for p in self.placements])[self.codes]
 
     @cached_property
     def layouts(self) -> tuple[Layout, ...]:
@@ -140,7 +148,10 @@ class LayoutSpace:
         for dim, size in enumerate(self.shape):
             cuts = [tuple(itertools.compress(self.mesh_shape, axes)) for axes in some]
             fits = np.array([not cut or can_cut(size, cut) for cut in cuts])
-            found &= fits[(self.codes == 3 + dim) @ weights]
+            found &= fits[(self._dims == dim) @ weights]
+        if self.interleaved:
+            mixed = (self.codes >= 3 + len(self.shape)).any(axis=1)
+            found[mixed] &= [layout_fits(self.shape, self.layouts[i], self.mesh_shape) for i in np.flatnonzero(mixed)]
         return found
 
     @cached_property
@@ -149,7 +160,7 @@ class LayoutSpace:
         local = np.tile(np.array(self.shape, np.int64), (len(self.layouts), 1))
         for axis, ranks in enumerate(self.mesh_shape):
             for dim in range(len(self.shape)):
-                cut = self.codes[:, axis] == 3 + dim
+                cut = self._dims[:, axis] == dim
                 local[cut, dim] = -(-local[cut, dim] // ranks)
         return local.prod(axis=1, dtype=np.float64)
 
@@ -160,12 +171,12 @@ class LayoutSpace:
 
     @property
     def merged_steps(self) -> list[Steps]:
-        """`single_steps`, with those merged whose placements differ only in dims above 0."""
+        """`single_steps`, with those merged whose shards differ only in how they are not `Placement.in_order`."""
         return self._steps[1]
 
     @cached_property
     def _steps(self) -> tuple[list[Steps], list[Steps]]:
-        key = len(self.shape), self.mesh_shape, self.legal.tobytes()
+        key = len(self.shape), self.mesh_shape, self.interleaved, self.legal.tobytes()
         if key not in _STEPS:
             while len(_STEPS) >= MOST_STEPS:
                 _STEPS.pop(next(iter(_STEPS)))
@@ -177,7 +188,7 @@ class LayoutSpace:
         base, found = len(self.placements), list[Steps]()
         numbers, codes = np.arange(len(self.layouts)), self.codes
         for axis in range(len(self.mesh_shape)):
-            inner = codes[:, axis + 1 :]
+            inner = self._dims[:, axis + 1 :]
             for source, target in itertools.permutations(range(base), 2):
                 p, q = self.placements[source], self.placements[target]
                 if (p.kind, q.kind) not in ACTIONS:
@@ -187,12 +198,14 @@ class LayoutSpace:
                 ok = self.legal[before] & self.legal[after]
                 for placement in (p, q):
                     if placement.is_shard:
-                        ok &= ~(inner[before] == 3 + placement.dim).any(axis=1)
+                        ok &= ~(inner[before] == placement.dim).any(axis=1)
                 if ok.any():
                     found.append((axis, p, q, before[ok], after[ok]))
         return found
 
     def code(self, placement: Placement) -> int:
+        if placement.is_interleaved:
+            return 3 + len(self.shape) + self.interleaved.index(placement)
         return 3 + placement.dim if placement.is_shard else {"I": 0, "R": 1, "P": 2}[placement.kind]
 
     def index(self, layout: Layout) -> int:
@@ -203,7 +216,7 @@ def _merged(single_steps: Sequence[Steps]) -> list[Steps]:
     merged = defaultdict[tuple[Any, ...], list[Steps]](list)
     for steps in single_steps:
         axis, *placements = steps[:3]
-        merged[axis, *((p.kind, p.is_shard and p.dim > 0) for p in placements)].append(steps)
+        merged[axis, *((p.kind, p.is_shard and not p.in_order) for p in placements)].append(steps)
     return [(*some[0][:3], np.concatenate([steps[3] for steps in some]),
              np.concatenate([steps[4] for steps in some])) for some in merged.values()]
 

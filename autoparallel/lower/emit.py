@@ -30,6 +30,7 @@ from autoparallel.kernels.variants import VARIANTS
 from autoparallel.layout import Layout, Step, local_box, local_shape, shards
 from autoparallel.layout.shapes import largest_local_shape, shard_of
 from autoparallel.ops.arguments import aten, fitted
+from autoparallel.ops.linear_sections import linear_sections
 from autoparallel.ops.routed_experts import routed_experts
 from autoparallel.rules.rule import AxisStrategy
 from autoparallel.schedule.stage import Part, Value
@@ -212,6 +213,8 @@ class _Emitter:
         ]
         if any(axis_strategy.variant for axis_strategy in axis_strategies):
             return self._variant(node, axis_strategies, args, kwargs)
+        if node.target is linear_sections:
+            args[3] = [size * shape[-1] // node.outputs[0].shape[-1] for size in args[3]]
         rule = self.space.strategy_sets[decision.index].rule
         if rule is not None and rule.random:
             return self.graph.call_function(

@@ -7,9 +7,10 @@ the one that takes longest counts.
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -86,7 +87,8 @@ def moved(old: Plan, new: Plan, cluster: Cluster, came_from: Sequence[int | None
     """
     loads = _Loads.none(cluster, len(came_from))
     for (shape, before, after, each), count in _classes(old, new, item_bytes).items():
-        loads.add(_boxes(old, shape, before), _boxes(new, shape, after), came_from, count * each)
+        for part in _parts(shape, before, after):
+            loads.add(_boxes(old, part, before), _boxes(new, part, after), came_from, count * each)
     if loads.lost_bytes:
         return read_by(new, cluster, item_bytes, loads.lost_bytes)
     seconds = max((float(np.maximum(loads.received, loads.sent)[level].max()) / cluster.message_bytes_per_s(level)
@@ -99,7 +101,8 @@ def read_by(new: Plan, cluster: Cluster, item_bytes: Mapping[str, float], lost_b
     ClusterError where the cluster does not say that rate."""
     per_device = np.zeros(math.prod(new.axes[0]))
     for (shape, _, after, each), count in _classes(new, new, item_bytes).items():
-        per_device += count * each * _boxes(new, shape, after).elements
+        for part in _parts(shape, after):
+            per_device += count * each * _boxes(new, part, after).elements
     seconds = float(per_device.max()) / known_rate(cluster, "disk_read_bytes_per_s")
     return Move(seconds, read_bytes=float(per_device.sum()), lost_bytes=lost_bytes)
 
@@ -194,21 +197,48 @@ def _held(plan: Plan) -> dict[str, _Held]:
                         plan.hybrid.ranks_of(*stages.get(name, ())) if stages else (0,)) for name in names}
 
 
-def _boxes(plan: Plan, shape: tuple[int, ...], held: _Held) -> _Boxes:
-    """The shard of a parameter of this shape on each device of a plan."""
-    mesh, sizes = plan.mesh_shape, shape or (1,)
+@dataclass(frozen=True)
+class _Part:
+    """Part ``number`` of ``count``, by dim, of a parameter of this shape: of one all shards are boxes."""
+
+    shape: tuple[int, ...]
+    count: tuple[int, ...]
+    number: tuple[int, ...]
+
+    def bounds(self, dim: int, parts: int = 0) -> tuple[float, float]:
+        """Where it begins and ends; ``parts``: where the one of so many parts does that has it."""
+        parts = parts or self.count[dim]
+        number, size = self.number[dim] * parts // self.count[dim], self.shape[dim] / parts
+        return number * size, (number + 1) * size
+
+
+def _parts(shape: tuple[int, ...], *held: _Held) -> Iterator[_Part]:
+    """The parts that interleaved layouts cut; the whole, where there are none."""
+    shape = shape or (1,)
+    count = tuple(math.lcm(*(p.parts for one in held for p in one.layout if p.is_shard and p.dim == dim))
+                  for dim in range(len(shape)))
+    for number in itertools.product(*map(range, count)):
+        yield _Part(shape, count, number)
+
+
+def _boxes(plan: Plan, part: _Part, held: _Held) -> _Boxes:
+    """What each device of a plan has of a part of a parameter."""
+    mesh, dims = plan.mesh_shape, range(len(part.shape))
     each = math.prod(mesh)
-    low, size = np.zeros((each, len(sizes))), np.tile(np.array(sizes, float), (each, 1))
+    of_dim = [max((p.parts for p in held.layout if p.is_shard and p.dim == dim), default=1) for dim in dims]
+    low, high = (np.tile([part.bounds(dim, of_dim[dim])[end] for dim in dims], (each, 1)) for end in (0, 1))
     for placement, ranks, at in zip(held.layout, mesh, np.indices(mesh).reshape(len(mesh), -1), strict=True):
         if placement.is_shard:
-            whole = size[:, placement.dim]
-            step = np.ceil(whole / ranks)
-            start = np.minimum(whole, at * step)
-            low[:, placement.dim] += start
-            size[:, placement.dim] = np.clip(whole - start, 0.0, step)
-    found = _Boxes(*(np.zeros((each * plan.hybrid.pipeline_ranks, len(sizes))) for _ in range(2)))
+            begin, end = low[:, placement.dim], high[:, placement.dim]
+            step = np.ceil((end - begin) / ranks)
+            low[:, placement.dim] = np.minimum(end, begin + at * step)
+            high[:, placement.dim] = np.minimum(end, low[:, placement.dim] + step)
+    own = np.array([part.bounds(dim) for dim in dims]).T
+    low = np.clip(low, *own)
+    high = np.maximum(low, np.clip(high, *own))
+    found = _Boxes(*(np.zeros((each * plan.hybrid.pipeline_ranks, len(part.shape))) for _ in range(2)))
     for rank in held.ranks:
-        found.low[rank * each:(rank + 1) * each], found.high[rank * each:(rank + 1) * each] = low, low + size
+        found.low[rank * each:(rank + 1) * each], found.high[rank * each:(rank + 1) * each] = low, high
     return found
 
 

@@ -119,4 +119,6 @@ def _why_not(space: StrategySpace, decision: Decision, pattern: str, wanted: Seq
 
 def _written(placement: Placement) -> str:
     """The placement in torch's notation."""
+    if placement.is_interleaved:
+        return f"_StridedShard({placement.dim}, split_factor={placement.parts})"
     return {"S": f"Shard({placement.dim})", "P": "Partial()"}.get(placement.kind, "Replicate()")

@@ -28,7 +28,7 @@ from autoparallel.schedule.schedules import usual
 from autoparallel.schedule.step_config import Hybrid
 
 ROLES = ("data", "context", "tensor", "expert", "replicated")
-_PLACEMENT = re.compile(r"S\(\d+\)|[RIP]")
+_PLACEMENT = re.compile(r"S\(\d+(;\d+)?\)|[RIP]")
 _ATTENTION = ("scaled_dot_product_attention", "flex_attention")
 _EXPERTS = ("autoparallel.routed_experts",)
 _CONVOLUTIONS = ("conv1d", "conv2d", "conv3d", "convolution", "conv_transpose1d", "conv_transpose2d.input",
@@ -215,7 +215,7 @@ def _role(op: str, strategy: str, layout: str) -> str:
         return "data" if strategy[0] == "b" else "tensor" if strategy == "h" else "context"
     if op in _CONVOLUTIONS:
         return {"S(0)": "data", "S(1)": "tensor", "P": "tensor"}.get(layout, "context")
-    if layout == "P" or strategy in ("n", "k"):
+    if layout == "P" or strategy.partition(";")[0] in ("n", "k"):
         return "tensor"
     return "data" if strategy in ("b", "b0", "m") or layout == "S(0)" else "context"
 

@@ -53,7 +53,8 @@ class RedistributionPrices:
         backward together."""
         grad = meta.requires_grad and self.training
         key = (meta.shape, meta.dtype.itemsize, meta.requires_grad)
-        if key not in self._tables and (known := _TABLES.get((*self._machine, *key))) is not None:
+        shared = *self._machine, self.space.spaces(meta).interleaved, *key
+        if key not in self._tables and (known := _TABLES.get(shared)) is not None:
             self._tables[key] = known
         if key not in self._tables:
 
@@ -65,7 +66,7 @@ class RedistributionPrices:
             self._tables[key] = RedistributionTable(self.space.spaces(meta), meta.dtype.itemsize, cost, self.direct)
             while len(_TABLES) * self._tables[key].seconds.size >= MOST_CELLS:
                 _TABLES.pop(next(iter(_TABLES)))
-            _TABLES[*self._machine, *key] = self._tables[key]
+            _TABLES[shared] = self._tables[key]
         return self._tables[key]
 
     def path(self, meta: TensorMeta, source: Layout, target: Layout) -> Sequence[Step]:
@@ -85,10 +86,10 @@ class RedistributionPrices:
             case "all_reduce":
                 return collectives.all_reduce_s(before, group)
             case "all_gather":
-                copy = collectives.copy_s(after, device) if source.dim > 0 else 0.0
+                copy = 0.0 if source.in_order else collectives.copy_s(after, device)
                 return collectives.all_gather_s(after, group) + copy
             case "reduce_scatter":
-                copy = collectives.copy_s(before, device) if target.dim > 0 else 0.0
+                copy = 0.0 if target.in_order else collectives.copy_s(before, device)
                 return collectives.reduce_scatter_s(before, group) + copy
             case "all_to_all":
                 return collectives.all_to_all_s(before, group) + collectives.copy_s(before, device)
@@ -115,15 +116,16 @@ class RedistributionPrices:
                 blocks[path] += s.output_metas[0].num_bytes
         return sum(blocks.values()) / len(blocks) if blocks else BUCKET_BYTES
 
-    def _in_block_s(self, summing: Summing, axis: int, action: str, dim: int, num_bytes: np.ndarray) -> np.ndarray:
+    def _in_block_s(self, summing: Summing, axis: int, action: str, cut: Placement, num_bytes: np.ndarray
+                    ) -> np.ndarray:
         """How much less a parameter's gather or reduce-scatter takes as a share of its block's, with the copy out of or
-        into the bucket (which `action_s` counts of shards along another ``dim`` than the first). Where the copy takes
-        longer than what is saved: 0, so that no plan is priced below the bounds of its combination."""
+        into the bucket (which `action_s` counts of shards that are not ``in_order``). Where the copy takes longer than
+        what is saved: 0, so that no plan is priced below the bounds of its combination."""
         if not (summing.in_block and self.block_bytes and action in ("all_gather", "reduce_scatter")):
             return np.zeros_like(num_bytes)
         one_way = collectives.all_gather_s if action == "all_gather" else collectives.reduce_scatter_s
         alone, whole = one_way(num_bytes, self.groups[axis]), one_way(self.block_bytes, self.groups[axis])
-        copied = (dim == 0) & (num_bytes < LARGE_BYTES)
+        copied = cut.in_order & (num_bytes < LARGE_BYTES)
         copy_s = np.where(copied, collectives.copy_s(num_bytes, self.device), 0.0)
         return np.asarray(np.minimum(num_bytes / self.block_bytes * whole + copy_s - alone, 0.0))
 
@@ -132,7 +134,7 @@ class RedistributionPrices:
         """Forward seconds of a step from ``source`` to ``target`` under ``summing``."""
         action = ACTIONS[source.kind, target.kind][0]
         return (self.action_s(action, axis, source, target, before, after)
-                + self._in_block_s(summing, axis, action, source.dim, after))
+                + self._in_block_s(summing, axis, action, source, after))
 
     def summed_s(self, summing: Summing, axis: int, source: Placement, target: Placement, before: np.ndarray,
                  after: np.ndarray) -> np.ndarray:
@@ -144,7 +146,7 @@ class RedistributionPrices:
             seconds = self.bucket_s(self.groups[axis], scale * after, summing.bucket_bytes)
         else:
             seconds = self.action_s(backward, axis, target, source, scale * after, scale * before)
-            seconds = seconds + self._in_block_s(summing, axis, backward, source.dim, scale * after)
+            seconds = seconds + self._in_block_s(summing, axis, backward, source, scale * after)
         if scale == 1.0:
             return seconds
         return seconds + collectives.copy_s((1 + scale) / 2 * (after + before), self.device)
@@ -204,7 +206,7 @@ class RedistributionPrices:
         if key not in self._weighted:
 
             def cost(axis: int, source: Placement, target: Placement, before: np.ndarray, after: np.ndarray) -> Any:
-                return self._in_block_s(summing, axis, ACTIONS[source.kind, target.kind][0], source.dim, after)
+                return self._in_block_s(summing, axis, ACTIONS[source.kind, target.kind][0], source, after)
 
             more = self.table(meta).sum_along(cost)
             self._weighted[key] = np.where(np.isfinite(more), more, 0.0)

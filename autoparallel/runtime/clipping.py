@@ -66,7 +66,7 @@ def _counts_here(gradient: Tensor, position: MeshPosition) -> bool:
     """Whether this rank counts its shard: the first of the ranks that have the same shard does."""
     if not isinstance(gradient, DTensor):
         return not any(position.coordinate)
-    return all(p.is_shard() or at == 0 for p, at in zip(gradient.placements, position.coordinate, strict=True))
+    return all(not p.is_replicate() or at == 0 for p, at in zip(gradient.placements, position.coordinate, strict=True))
 
 
 def _norms(gradients: Sequence[Tensor], norm_type: float, device: torch.device) -> Tensor:

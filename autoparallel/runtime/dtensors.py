@@ -22,6 +22,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate
 
 from autoparallel.errors import InputError
+from autoparallel.runtime import interleaved
 
 #: (op, arguments, keyword arguments) -> result, in place of DTensor's own way of running the op.
 Handler = Callable[[Any, tuple[Any, ...], dict[str, Any]], Any]
@@ -90,6 +91,7 @@ def hold_whole(tensor: DTensor) -> None:
 @cache
 def _replace() -> None:
     set_handler(_NUMBER, _number)
+    interleaved.handle(lambda mesh: id(mesh) in _MESHES)
     DTensor.data = property(_DATA.__get__, _set_data)  # type: ignore[assignment]
     DTensor.__deepcopy__ = _copied  # type: ignore[method-assign, assignment]
     DTensor.__setitem__ = _set_item  # type: ignore[assignment]

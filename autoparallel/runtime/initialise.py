@@ -12,7 +12,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, distribute_tensor
 
 from autoparallel.errors import InputError
-from autoparallel.layout import Layout, from_torch, local_box, to_torch
+from autoparallel.layout import Box, Layout, from_torch, local_boxes, to_torch
 from autoparallel.runtime.agree import decide_once
 from autoparallel.runtime.dtensors import KEPT
 
@@ -116,11 +116,31 @@ def shared_seed(seed: int) -> int:
 
 
 def local_shard(value: torch.Tensor, mesh: DeviceMesh, layout: Layout) -> torch.Tensor:
-    """This rank's shard of a global tensor (a view)."""
-    offsets, shape = local_box(tuple(value.shape), layout, mesh.shape, mesh.get_coordinate() or ())
-    for dim, (start, length) in enumerate(zip(offsets, shape, strict=True)):
-        value = value.narrow(dim, start, length)
-    return value
+    """This rank's shard of a global tensor (a view, but of an interleaved layout)."""
+    return cut_out(value, local_boxes(tuple(value.shape), layout, mesh.shape, mesh.get_coordinate() or ()))
+
+
+def cut_out(value: torch.Tensor, boxes: Sequence[Box]) -> torch.Tensor:
+    """The shard that is made of these boxes of a global tensor (a view of one box)."""
+    def of_box(box: Box) -> torch.Tensor:
+        part = value
+        for dim, (start, length) in enumerate(zip(box.offsets, box.shape, strict=True)):
+            part = part.narrow(dim, start, length)
+        return part
+
+    return joined_boxes(boxes, of_box)
+
+
+def joined_boxes(boxes: Sequence[Box], read: Callable[[Box], torch.Tensor]) -> torch.Tensor:
+    """A rank's shard, of which ``read`` gives each box."""
+    parts = [read(box) for box in boxes]
+    if len(parts) == 1:
+        return parts[0]
+    ends = [[at + n for at, n in zip(box.local_offsets, box.shape, strict=True)] for box in boxes]
+    made = parts[0].new_empty([max(of_dim) for of_dim in zip(*ends, strict=True)])
+    for box, end, part in zip(boxes, ends, parts, strict=True):
+        made[tuple(map(slice, box.local_offsets, end))] = part
+    return made
 
 
 def set_value(parallel: nn.Module, name: str, value: torch.Tensor, device: torch.device) -> None:

@@ -13,6 +13,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.distributed.tensor.placement_types import _StridedShard
 from torch.nn.modules.module import _IncompatibleKeys
 
 from autoparallel.errors import InputError
@@ -181,6 +182,9 @@ def _local_shape(value: DTensor) -> torch.Size:
             parts = torch.empty(shape[placement.dim], device="meta").chunk(mesh.size(axis))
             place = mesh.get_local_rank(axis)
             shape[placement.dim] = parts[place].numel() if place < len(parts) else 0
+        elif isinstance(placement, _StridedShard) and not shape[placement.dim] % (
+                int(placement.split_factor) * mesh.size(axis)):
+            shape[placement.dim] //= mesh.size(axis)
         elif not isinstance(placement, Replicate):
             return value.to_local().shape
     return torch.Size(shape)

@@ -24,9 +24,10 @@ from autoparallel.capture.blocks import block_path
 from autoparallel.capture.graph import Node
 from autoparallel.capture.outputs import loss_output
 from autoparallel.errors import MeshError
-from autoparallel.layout import INVARIANT, PARTIAL, REPLICATE, Layout, LayoutSpace, shard, without_gradient
+from autoparallel.layout import INVARIANT, PARTIAL, REPLICATE, Layout, LayoutSpace, Placement, shard, without_gradient
 from autoparallel.rules.registry import find_rule
 from autoparallel.rules.rule import AxisStrategy, Rule
+from autoparallel.strategies.interleaved import interleaved_placements, with_interleaved
 
 Strategy = tuple[int, ...]
 
@@ -167,16 +168,18 @@ def _distinct(
 
 
 class Spaces:
-    """`LayoutSpace` by tensor shape, memoised."""
+    """`LayoutSpace` by tensor shape, memoised. ``interleaved``: placements of some shapes beside those of all."""
 
-    def __init__(self, mesh_shape: tuple[int, ...]) -> None:
-        self.mesh_shape = mesh_shape
+    def __init__(self, mesh_shape: tuple[int, ...], interleaved: Mapping[tuple[int, ...], tuple[Placement, ...]]
+                 ) -> None:
+        self.mesh_shape, self.interleaved = mesh_shape, interleaved
         self._made: dict[tuple[tuple[int, ...], bool], LayoutSpace] = {}
 
     def __call__(self, meta: TensorMeta) -> LayoutSpace:
         key = (meta.shape, meta.requires_grad)
         if key not in self._made:
-            self._made[key] = LayoutSpace(meta.shape, self.mesh_shape, meta.requires_grad)
+            self._made[key] = LayoutSpace(meta.shape, self.mesh_shape, meta.requires_grad,
+                                          self.interleaved.get(meta.shape, ()))
         return self._made[key]
 
 
@@ -189,27 +192,29 @@ def _counts(graph: OpGraph) -> list[list[int]]:
     return found
 
 
-def _identities(meta: TensorMeta, kinds: str) -> list[AxisStrategy]:
+def _identities(meta: TensorMeta, kinds: str, interleaved: Sequence[Placement] = ()) -> list[AxisStrategy]:
     placements = [p for p in (INVARIANT, REPLICATE, PARTIAL) if p.kind in kinds]
     placements += [shard(d) for d, size in enumerate(meta.shape) if size > 1]
+    placements += interleaved
     return [AxisStrategy(str(p), (p,), (p,), factor=str(p) if p.is_shard else "") for p in placements]
 
 
 class StrategySpace:
     """The strategy graph of a program on a mesh of ``mesh_shape``.
 
-    ``decisions``; ``uses``, ordered by target and the target's inputs; ``strategy_sets``, one for each decision. Raises
-    MeshError if ``axis_names`` do not match the mesh.
+    ``stored``: layouts of parameters that lie there already. ``decisions``; ``uses``, ordered by target and by the
+    target's inputs; ``strategy_sets``, one for each decision. Raises MeshError if ``axis_names`` do not match the mesh.
     """
 
-    def __init__(self, graph: OpGraph, mesh_shape: Sequence[int], axis_names: Sequence[str] | None = None) -> None:
+    def __init__(self, graph: OpGraph, mesh_shape: Sequence[int], axis_names: Sequence[str] | None = None,
+                 stored: Mapping[str, Layout] | None = None) -> None:
         self.graph = graph
         self.mesh_shape = tuple(mesh_shape)
         self.axis_names = tuple(axis_names or (f"axis{i}" for i in range(len(self.mesh_shape))))
         if len(self.axis_names) != len(self.mesh_shape):
             raise MeshError(f"{len(self.axis_names)} axis names {self.axis_names} for a mesh of {self.mesh_shape}: "
                             "give one for each axis")
-        self.spaces = Spaces(self.mesh_shape)
+        self.spaces = Spaces(self.mesh_shape, interleaved_placements(graph, self.mesh_shape, stored or {}))
         self.decisions: list[Decision] = []
         self.uses: list[TensorUse] = []  # ordered by target, then by the target's inputs
         self.strategy_sets: list[StrategySet] = []
@@ -295,7 +300,8 @@ class StrategySpace:
     def _add_shared_read(self, ref: Ref, node: Node) -> None:
         meta = self.graph.meta(ref)
         name = f"{node.name}:{ref.output}:read" if len(node.outputs) > 1 else f"{node.name}:read"
-        strategy_set = self._shared(("shared_read", meta), lambda: self._identity(meta, "IRP"))
+        strategy_set = self._shared(("shared_read", meta), lambda: self._identity(
+            meta, _identities(meta, "IRP", self.spaces(meta).interleaved)))
         self._source[ref.node][ref.output] = (
             self._add_decision(strategy_set, name, "shared_read", -1, ref, node.path, [ref]),
             0,
@@ -313,7 +319,7 @@ class StrategySpace:
         if kind == "update":
             strategy_set = self._shared((kind, meta), lambda: self._only_whole(meta))
         else:
-            strategy_set = self._shared((kind, meta), lambda: self._identity(meta, kinds))
+            strategy_set = self._shared((kind, meta), lambda: self._identity(meta, _identities(meta, kinds)))
         self._add_decision(strategy_set, name, kind, -1, ref, path, [ref])
 
     def _shared(self, key: object, make: Callable[[], StrategySet]) -> StrategySet:
@@ -322,8 +328,8 @@ class StrategySpace:
             found = self._sets[key] = make()
         return found
 
-    def _identity(self, meta: TensorMeta, kinds: str) -> StrategySet:
-        return StrategySet(_identities(meta, kinds), [meta], [meta], self.mesh_shape, self.spaces)
+    def _identity(self, meta: TensorMeta, axis_strategies: Sequence[AxisStrategy]) -> StrategySet:
+        return StrategySet(axis_strategies, [meta], [meta], self.mesh_shape, self.spaces)
 
     def _only_whole(self, meta: TensorMeta) -> StrategySet:
         axis_strategies = [AxisStrategy("I", (INVARIANT,), (INVARIANT,))]
@@ -337,10 +343,13 @@ class StrategySpace:
     def _stored_set(self, kind: str, meta: TensorMeta) -> StrategySet:
         axis_strategies = [AxisStrategy("I", (), (INVARIANT,))]
         if kind != "buffer":
-            axis_strategies = [AxisStrategy(r.name, (), r.outputs, r.factor) for r in _identities(meta, "I")]
+            interleaved = self.spaces(meta).interleaved if kind == "parameter" else ()
+            axis_strategies = [AxisStrategy(r.name, (), r.outputs, r.factor)
+                               for r in _identities(meta, "I", interleaved)]
         return StrategySet(axis_strategies, [], [meta], self.mesh_shape, self.spaces)
 
     def _op_set(self, node: Node) -> StrategySet:
         rule, known = find_rule(self.graph, node)
         inputs = [self.graph.meta(ref) for ref in node.inputs]
-        return StrategySet(rule.axis_strategies(), inputs, node.outputs, self.mesh_shape, self.spaces, rule, known)
+        axis_strategies = with_interleaved(node, rule, [self.spaces(m).interleaved for m in (*inputs, *node.outputs)])
+        return StrategySet(axis_strategies, inputs, node.outputs, self.mesh_shape, self.spaces, rule, known)

@@ -14,12 +14,13 @@ from torch import nn
 
 from autoparallel.capture import Ref
 from autoparallel.kernels import collectives, groups, rng
-from autoparallel.layout import Layout, local_box
+from autoparallel.layout import Layout, local_boxes
 from autoparallel.lower import emit
 from autoparallel.lower.emit import PathFinder, Program
 from autoparallel.partition import MicroBatches
 from autoparallel.partition.stages import Stages
 from autoparallel.plans import Hybrid
+from autoparallel.runtime.initialise import cut_out
 from autoparallel.runtime.interpret import values_of
 from autoparallel.runtime.pipeline import Pipeline
 from autoparallel.runtime.stage_module import StageModule
@@ -206,8 +207,5 @@ class Recorded:
 
 
 def _shard(value: torch.Tensor, layout: Layout, mesh_shape: Sequence[int], coordinate: Sequence[int]) -> torch.Tensor:
-    shard = value.detach()
-    for dim, (start, length) in enumerate(zip(*local_box(tuple(value.shape), layout, mesh_shape, coordinate),
-                                              strict=True)):
-        shard = shard.narrow(dim, start, length)
+    shard = cut_out(value.detach(), local_boxes(tuple(value.shape), layout, mesh_shape, coordinate))
     return shard.clone().requires_grad_(value.requires_grad)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable
 
 from autoparallel.plans.plan import Plan, Prediction
@@ -10,7 +11,7 @@ from autoparallel.plans.reports.blocks import block_rows
 from autoparallel.plans.reports.report import LAUNCHED, PURPOSES, Collectives, Memory, Proof, Report, Speed, Time
 from autoparallel.plans.reports.summary import summary
 from autoparallel.plans.reports.words import AxisWords, axis_words, title
-from autoparallel.plans.roles import roles_of
+from autoparallel.plans.roles import parameters_of, roles_of
 
 
 def report_of(plan: Plan) -> Report:
@@ -24,9 +25,16 @@ def report_of(plan: Plan) -> Report:
         _speed(p, record.workload if record else None), _memory(p, record), times,
         p.exposed_s / p.step_s if p.step_s else 0.0, tuple(_collectives(plan, labels)), block_rows(plan, axes),
         _proof(plan), tuple(plan.pins.items()), plan.hybrid.cuts,
-        plan.hybrid.recompute_blocks or (), p.repeated_ops, record, roles_of(plan).family,
+        plan.hybrid.recompute_blocks or (), p.repeated_ops, record, roles_of(plan).family, _interleaved(plan),
     )
     return summary(found)
+
+
+def _interleaved(plan: Plan) -> tuple[tuple[str, str], ...]:
+    """Parameters in interleaved shards, with ``*`` for numbers in their names, and their layouts."""
+    found = {(re.sub(r"(?<=\.)\d+(?=\.)", "*", name), "·".join(layout))
+             for name, layout in parameters_of(plan).items() if any(";" in placement for placement in layout)}
+    return tuple(sorted(found))
 
 
 def _departures(axes: Iterable[AxisWords]) -> tuple[str, ...]:

@@ -50,6 +50,7 @@ GLOSSARY = {
                 "measured step, above or below it (two-sided: of ten steps one is outside, too slow or too fast). The "
                 "seconds given are the ends: prediction / (1 + p90) and prediction / (1 - p90).",
     "bound": "Seconds that no plan can be below; what lies between it and the best plan is not proven either way.",
-    "S(d), R, I, P": "Layouts, one for each mesh axis: a shard of dim d; replicated (R: ranks change it differently in "
-                     "backward, I: they do not); a partial sum.",
+    "S(d), R, I, P": "Layouts, one for each mesh axis: a shard of dim d, S(d;k) a shard of each of its k parts (fused "
+                     "projections); replicated (R: ranks change it differently in backward, I: they do not); a "
+                     "partial sum.",
 }

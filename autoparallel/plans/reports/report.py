@@ -140,7 +140,8 @@ class Report:
     """A plan for people. ``summary``: three lines, and a fourth where other plans are known. ``first_screen``: the same
     by question. ``exposed_share``: communication that nothing hides, of the step.
     ``cuts``: the ops at which pipeline stages 1, 2, ... begin. ``recomputed``: the blocks that recompute, if not all.
-    ``record``: what planning kept (None: an older plan file). ``family``: the kind of plan (`Roles.family`)."""
+    ``record``: what planning kept (None: an older plan file). ``family``: the kind of plan (`Roles.family`).
+    ``interleaved``: parameters of which ranks store a shard of each section, ``*`` for numbers, and their layouts."""
 
     summary: tuple[str, ...]
     first_screen: tuple[Answer, ...]
@@ -162,6 +163,7 @@ class Report:
     repeated_ops: tuple[str, ...]
     record: Record | None
     family: str = ""
+    interleaved: tuple[tuple[str, str], ...] = ()
 
     @property
     def collectives_s(self) -> tuple[tuple[str, float], ...]:

@@ -21,8 +21,9 @@ from autoparallel.plans.reports.units import bytes_str, percent_str, percent_up,
 
 #: Lines of the details of a block, and letters of all pins, at most.
 MOST_LINES, MOST_LETTERS = 200, 1000
-LAYOUTS = ("strategies and layouts have an entry per mesh axis: S(d) a shard of dim d, R and I replicated (I: not "
-           "changed by any rank), P a partial sum")
+LAYOUTS = ("strategies and layouts have an entry per mesh axis: S(d) a shard of dim d, S(d;k) a shard of each of its k "
+           "parts (n;k: the product that reads such a weight), R and I replicated (I: not changed by any rank), P a "
+           "partial sum")
 
 
 class ReportConsole(Console):
@@ -76,6 +77,9 @@ def print_report(report: Report, console: ReportConsole, details: bool = False) 
         console.print(f"counted as {state_said(state)}")
     console.print(_collectives(report, details))
     console.print(_blocks(report))
+    if report.interleaved:
+        console.print("stored by section, a shard of each on each rank: "
+                      + ", ".join(f"{name} {layout}" for name, layout in report.interleaved))
     if details and report.cuts:
         console.print(f"pipeline stages begin at: {', '.join(report.cuts)}")
     if details and report.recomputed:

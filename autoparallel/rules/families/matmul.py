@@ -24,7 +24,7 @@ def linear(op: OpView) -> Rule:
 @rule_for("autoparallel::linear_sections")
 def linear_sections(op: OpView) -> Rule:
     """``n`` gives each rank a shard of every section. That takes a variant: a plain shard of the weight's rows would
-    have whole sections and miss others."""
+    have whole sections and miss others. An interleaved shard of equal sections has a part of each: ``n;3``."""
     last, width = len(op.shapes[0]) - 1, sum(op.arg("sizes"))
     results = ", ".join(f"y{i}[*b, .]" for i in range(len(op.outputs)))
     rule = einsum_rule(f"x[*b, k], w[., k], bias[.] -> {results}", op.shapes, [m.shape for m in op.outputs],
@@ -34,7 +34,12 @@ def linear_sections(op: OpView) -> Rule:
     inside = tuple(Exchange("all_to_all", i, op.inputs[i].dtype.itemsize, 1, 1, kept=True) for i in exchanged)
     cut = AxisStrategy("n", (REPLICATE, *(shard(0) for _ in exchanged)), (shard(last),) * len(op.outputs), "n",
               variant="sections", inside=inside, apart=frozenset({"n"}), unsaved=frozenset(exchanged))
-    return replace(rule, variants=(cut,))
+    if len(set(sizes := op.arg("sizes"))) > 1:
+        return replace(rule, variants=(cut,))
+    parts = shard(0, len(sizes))
+    interleaved = AxisStrategy(f"n;{len(sizes)}", (REPLICATE, *(parts for _ in exchanged)), cut.outputs, "n",
+                               (sizes[0],), apart=frozenset({"n"}))
+    return replace(rule, variants=(cut, interleaved))
 
 
 @rule_for(aten.mm.default, aten.matmul.default, aten.bmm.default, aten.mv.default, aten.dot.default)

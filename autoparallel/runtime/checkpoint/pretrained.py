@@ -15,7 +15,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from autoparallel.errors import InputError, shown
-from autoparallel.layout import from_torch, local_box
+from autoparallel.layout import from_torch, local_boxes
 from autoparallel.runtime import initialise
 from autoparallel.runtime.agree import decide_once, made_equally
 from autoparallel.runtime.checkpoint import names
@@ -194,8 +194,9 @@ def _shard(reader: Reader, name: str, old: torch.Tensor) -> torch.Tensor:
     if not isinstance(old, DTensor):
         return reader.read(name)
     mesh, layout, shape = old.device_mesh, from_torch(tuple(old.placements)), tuple(old.shape)
-    box = local_box(shape, layout, mesh.shape, mesh.get_coordinate() or ())
-    local = reader.read(name, box).to(device=mesh.device_type)
+    boxes = local_boxes(shape, layout, mesh.shape, mesh.get_coordinate() or ())
+    local = initialise.joined_boxes(boxes, lambda box: reader.read(name, (box.offsets, box.shape)))
+    local = local.to(device=mesh.device_type)
     return initialise.as_dtensor(local, mesh, layout, shape)
 
 
