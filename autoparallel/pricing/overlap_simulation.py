@@ -21,6 +21,7 @@ import numpy as np
 
 from autoparallel.plans import Hybrid
 from autoparallel.plans.record import Span
+from autoparallel.pricing.activation_steps import OF_WEIGHT, ActivationSteps, Running, runs
 from autoparallel.pricing.backward_reads import BackwardReads
 from autoparallel.pricing.leaves import Leaves
 from autoparallel.pricing.multi_copy import MultiCopyRound
@@ -73,7 +74,8 @@ def hidden(pricer: SpacePricer, strategies: Sequence[Strategy], stages: Sequence
 
     def of(stage: int) -> Hidden:
         return pricer.costs.memo.once(("hidden", tuple(strategies), stage),
-                                      lambda: RankStep(pricer, strategies, stage).hidden(slowdown))
+                                      lambda: RankStep(pricer, strategies, stage, _hides_activations(pricer)
+                                                       ).hidden(slowdown))
 
     return Hidden(*map(sum, zip(*map(of, stages), strict=True)))
 
@@ -86,7 +88,7 @@ def hidden_s(pricer: SpacePricer, strategies: Sequence[Strategy]) -> float:
 def spans(pricer: SpacePricer, strategies: Sequence[Strategy]) -> list[Span]:
     """The timeline of one rank without a pipeline as `hidden_s` simulates it; where nothing overlaps, one task after
     the other."""
-    step = RankStep(pricer, strategies).step()
+    step = RankStep(pricer, strategies, activations=_hides_activations(pricer)).step()
     if _hides(pricer):
         streams = sorted({task.stream for task in step.tasks} | {COMPUTE})
         line = simulate(step.tasks, equal_slowdown(streams, pricer.prices.device.overlap_slowdown))
@@ -114,6 +116,11 @@ def _hides(pricer: SpacePricer) -> bool:
     return pricer.prices.training and (_overlaps_parameters(hybrid) or hybrid.copies > 1)
 
 
+def _hides_activations(pricer: SpacePricer) -> bool:
+    """Whether the overlap of activations counts; a profile of software has its own share (`Profile.hide_tensor`)."""
+    return pricer.prices.cluster.profile is None
+
+
 def _overlaps_parameters(hybrid: Hybrid) -> bool:
     """Whether communication of parameters overlaps with compute: in every micro-batch, or gradients that are reduced
     once per step with the last one's backward."""
@@ -137,13 +144,15 @@ def _targets(what: str, steps: Sequence[TimedStep]) -> Label:
 class RankStep:
     """The simulated step of a plan on a rank of one stage, in ``rounds`` of `Hybrid.copies` micro-batches each.
     Equal rounds are simulated as one of their total length: a simulated round takes 1 / ``count`` of the step, and of
-    the sums of gradients the share ``adds``."""
+    the sums of gradients the share ``adds``. ``activations``: with the overlap of activations, as the program has."""
 
-    def __init__(self, pricer: SpacePricer, strategies: Sequence[Strategy], stage: int = 0) -> None:
+    def __init__(self, pricer: SpacePricer, strategies: Sequence[Strategy], stage: int = 0, activations: bool = True
+                 ) -> None:
         self.pricer, self.space, self.counts = pricer, pricer.space, pricer.counts
         self.strategies, self.stage = strategies, stage
         self.reads = RankReads(pricer, strategies, stage)
         self.leaves = Leaves(self.reads)
+        self.activations = ActivationSteps(self.reads, activations)
         self.windows, self.numbers = self.reads.windows, self.reads.numbers
         self.copies = self.counts.hybrid.copies
         self.rounds = self.counts.micro_batches_on(stage) // self.copies
@@ -162,7 +171,9 @@ class RankStep:
         """Seconds by which the simulated step is shorter than the sum of its tasks."""
         total = self.step().hidden_s(slowdown)
         if not self.reads.equivalent:
-            return Hidden(once=total + (self.count - 1) * self._hidden_early_s(slowdown))
+            early = self._hidden_early_s(slowdown)
+            each = self.count * min(early, total) if self.copies == 1 else 0.0
+            return Hidden(each, total + (self.count - 1) * early - each)
         if not self.gathers_once:
             return Hidden(total)
         later = StepTasks()
@@ -174,7 +185,7 @@ class RankStep:
 
     def _hidden_early_s(self, slowdown: float) -> float:
         """Seconds hidden in each round before the last, where reductions and gathers of parameters hide nothing."""
-        if self.copies == 1:
+        if self.copies == 1 and not self.activations.windows:
             return 0.0
         step = StepTasks()
         self._forward(step)
@@ -304,14 +315,21 @@ class RankStep:
     @cached_property
     def _reduced_early(self) -> Mapping[int, Sequence[Pair]]:
         """By decision, the buckets whose last gradient its backward completes, if their reduction is launched then."""
-        hybrid, pairs, early = self.counts.hybrid, dict[Pair, tuple[int, int]](), defaultdict[int, list[Pair]](list)
+        hybrid, pairs, early = self.counts.hybrid, dict[Pair, tuple[int, ...]](), defaultdict[int, list[Pair]](list)
         for pair in (*self.windows.reduced, *self.windows.gathered):
             if (hybrid.zero_stage < 2 and not hybrid.puts_off_weights
                     and all(self.windows.is_last(n) for n in pair.steps)):
-                pairs[pair] = max(map(self.reads.arrival, pair.steps))
+                pairs[pair] = max(map(self._arrival, pair.steps))
         for pair in sorted(pairs, key=pairs.__getitem__):
-            early[-pairs[pair][0]].append(pair)
+            early[-pairs[pair][2]].append(pair)
         return early
+
+    def _arrival(self, number: int) -> tuple[int, int, int, int]:
+        """When backward completes the gradient of the result of a path's last step, as `RankReads.arrival`: after that
+        of which decision (negated), and whether it was put off."""
+        reader, order = self.reads.arrival(number)
+        late = self.activations.put_off.get(-reader)
+        return (reader, 0, reader, order) if late is None else (-late, 1, reader, order)
 
     def _read_once(self, step: StepTasks) -> None:
         """Make the leaves that micro-batches read."""
@@ -363,9 +381,9 @@ class RankStep:
 
     def _recompute(self, step: StepTasks, members: Sequence[int]) -> None:
         """Run a block again."""
+        run = Running(step, lambda timed: timed.again.per(self.count), "activations again")
         for index in members:
-            for timed in self.reads.sent.get(index, ()):
-                step.run(timed.again.per(self.count), _targets("activations again", [timed]))
+            run.forward(self.activations.before.get(index, ()))
             step.compute(self._again_s[index] / self.count, ("recompute", index, index))
 
     @cached_property
@@ -403,14 +421,15 @@ class RankStep:
         """One forward pass; calls ``before`` at the marked decisions."""
         if self.multi_copy is not None:
             return self.multi_copy.forward(step, self._forward_s, self.count, marked, before)
-        until, done = self._forward_s, 0
-        for index in sorted({*marked, *self.reads.sent}):
+        until, done, sent = self._forward_s, 0, self.activations
+        run = Running(step, lambda timed: timed.forward.per(self.count), "activations")
+        for index in sorted({*marked, *sent.ahead, *sent.before}):
             step.compute((until[index] - until[done]) / self.count, ("forward", done, index))
             done = index
+            run.forward(sent.ahead.get(index, ()))
             if index in marked:
                 before(index)
-            for timed in self.reads.sent.get(index, ()):
-                step.run(timed.forward.per(self.count), _targets("activations", [timed]))
+            run.forward(sent.before.get(index, ()))
         step.compute((until[-1] - until[done]) / self.count, ("forward", done, len(until) - 2))
 
     def _backward(self, step: StepTasks, marked: Collection[int], before: Callable[[int], None] = _nothing,
@@ -420,27 +439,37 @@ class RankStep:
         ``after`` at the marked decisions. ``sent``: the steps that it runs (default: all of `RankReads.sent`)."""
         if self.multi_copy is not None:
             return self.multi_copy.backward(step, self._backward_s, self.count, marked, (before, after, arrived))
-        until, done, sent = self._backward_s, len(self.space), self.reads.sent if sent is None else sent
-        for index in sorted({*marked, *sent, *self._recomputed}, reverse=True):
+        until, done, put_off = self._backward_s, len(self.space), self.activations.put_off
+        steps, ahead = (self.activations.before, self.activations.ahead) if sent is None else (runs(sent), {})
+        run = Running(step, lambda timed: timed.backward.per(self.count), "gradients of activations")
+
+        def launched(window: int) -> None:
+            for layer in self.activations.layers_of(window):
+                step.compute(self._put_off_s[layer] / self.count, ("backward", layer, layer))
+                if layer in marked:
+                    arrived(layer)
+
+        for index in sorted({*marked, *steps, *ahead, *self._recomputed}, reverse=True):
             step.compute((until[done] - until[index + 1]) / self.count, ("backward", done - 1, index + 1))
             done = index
             if index in marked:
                 before(index)
             self._recompute(step, self._recomputed.get(index, ()))
             step.compute((until[index + 1] - until[index]) / self.count, ("backward", index, index))
-            if index in marked:
+            if index in marked and index not in put_off:
                 arrived(index)
-            for timed in reversed(sent.get(index, ())):
-                step.run(timed.backward.per(self.count), _targets("gradients of activations", [timed]))
+            run.backward(steps.get(index, ()), launched)
             if index in marked:
                 after(index)
+            run.backward(ahead.get(index, ()), launched)
         step.compute(until[done] / self.count, ("backward", done - 1, 0))
 
     def _round_s(self) -> float:
         """Seconds of one round without overlap and without gradient accumulation."""
         sent = sum(timed.forward.seconds + timed.again.seconds + timed.backward.seconds
                    for steps in self.reads.sent.values() for timed in steps)
-        return (self._forward_s[-1] + sum(self._again_s) + self._backward_s[-1] + sent) / self.count
+        backward_s = self._backward_s[-1] + sum(self._put_off_s.values())
+        return (self._forward_s[-1] + sum(self._again_s) + backward_s + sent) / self.count
 
     def _of(self, pair: Pair) -> list[TimedStep]:
         return [self.reads.parameter_steps[number] for number in pair.steps]
@@ -452,8 +481,22 @@ class RankStep:
 
     @cached_property
     def _backward_s(self) -> list[float]:
-        """Cumulative backward seconds, without recompute."""
-        return self._until(2)
+        """Cumulative backward seconds, without recompute and without gradients of weights that are put off. The sum of
+        the gradients of a value that travels is made by its first reader."""
+        found = np.array(self._until(2))
+        each, moved = np.diff(found), np.zeros(len(found) - 1)
+        for layer, seconds in self._put_off_s.items():
+            moved[layer] -= seconds
+        for target, reader in self.activations.shared.items():
+            moved[target] -= each[target]
+            moved[reader] += each[target]
+        return (found + np.concatenate([[0.0], np.cumsum(moved)])).tolist()
+
+    @cached_property
+    def _put_off_s(self) -> Mapping[int, float]:
+        """Seconds of the gradients of weights that are put off, by linear layer."""
+        found, which = self._seconds
+        return {layer: OF_WEIGHT * found[which[layer]][2] for layer in self.activations.put_off}
 
     @cached_property
     def _again_s(self) -> list[float]:
