@@ -102,7 +102,8 @@ class _Finder:
         source, target = path[0].all_input_nodes[0], path[0].meta["decision"]
         layers = tuple(node.meta["decision"] for node in self.layers[path[-1]])
         by_op = source.op != "placeholder" and "step" not in source.meta
-        return Travel(source.meta["decision"] if by_op else NOWHERE, target, self.reader(path).meta.get("decision", target), layers)
+        reader = self.reader(path).meta.get("decision", target)
+        return Travel(source.meta["decision"] if by_op else NOWHERE, target, reader, layers)
 
     def _sent_by(self, layer: FxNode) -> Sequence[FxNode] | None:
         """The path by which the gradient of a linear layer's input travels, if the parameters' gradients are made in
@@ -160,7 +161,7 @@ class _Writer:
 
         def end() -> None:
             for layer in window.put_off:
-                parameters = tuple(None if arg is None else self.made[arg] for arg in layer.args[1:])
+                parameters = tuple(self.made[arg] for arg in layer.args[1:] if isinstance(arg, FxNode))
                 self.parameters[layer] = self._described(self.graph.call_function(later, parameters), layer)
             self.made[step] = self._described(self.graph.call_function(end_step, (begun[0],)), step)
             for rest in steps[window.begun + 1 :]:
@@ -169,7 +170,7 @@ class _Writer:
         yield from (begin, end)
 
     def _layer(self, node: FxNode) -> None:
-        made = self.graph.call_function(linear, (self.made[node.args[0]], self.parameters[node]))
+        made = self.graph.call_function(linear, (self.made[node.all_input_nodes[0]], self.parameters[node]))
         made.meta = dict(node.meta)
         self.made[node] = made
 

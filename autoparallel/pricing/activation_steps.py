@@ -12,7 +12,14 @@ import torch
 
 from autoparallel.pricing.rank_reads import RankReads, Timed, TimedStep
 from autoparallel.pricing.step_tasks import StepTasks
-from autoparallel.schedule.activation_windows import NOWHERE, PRODUCTS, Travel, Window, activation_windows
+from autoparallel.schedule.activation_windows import (
+    NOWHERE,
+    PRODUCTS,
+    Travel,
+    Window,
+    activation_windows,
+    overlaps_activations,
+)
 from autoparallel.strategies.space import TensorUse
 
 #: The share of a linear layer's backward that makes its weight's gradient: one of two products of equal work.
@@ -36,9 +43,10 @@ class _Path(NamedTuple):
 
 
 class ActivationSteps:
-    """``ahead``: by decision, the actions before all that belongs to it; ``before``: those before its op, behind what it
-    reads of parameters; ``put_off``: linear layers whose weights' gradients come later -> the decision after whose
-    backward they are computed; ``shared``: shared reads with a window -> their first reader. ``applies``: whether the program has windows; else all steps run at once."""
+    """``ahead``: by decision, the actions before all that belongs to it; ``before``: those before its op, behind what
+    it reads of parameters; ``put_off``: linear layers whose weights' gradients come later -> the decision after whose
+    backward they are computed; ``shared``: shared reads with a window -> their first reader. ``applies``: whether the
+    program has windows; else all steps run at once."""
 
     def __init__(self, reads: RankReads, applies: bool) -> None:
         self.reads, self.space, self.counts = reads, reads.space, reads.counts
@@ -46,7 +54,7 @@ class ActivationSteps:
         self.put_off: Mapping[int, int] = {}
         self.shared: Mapping[int, int] = {}
         self.windows: Sequence[Window] = ()
-        if not (applies and self.counts.hybrid.overlaps_activations):
+        if not (applies and overlaps_activations(self.counts.hybrid)):
             self.before: Mapping[int, Sequence[Action]] = runs(reads.sent)
             return
         self._paths = [_path(move.use, reads.timed_steps(move)) for move in reads.moves

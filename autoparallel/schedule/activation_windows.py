@@ -9,8 +9,8 @@ reader, such as other branches; and, in backward, the gradients of the weights o
 value: their inputs' gradients are made first, and travel while the weights' are computed (Megatron's column-parallel
 linear layer does the same). A step beside which nothing would run stays as it is: launched and awaited at once.
 
-`lower.activation_pass` applies the windows to a program and `pricing.activation_steps` to a plan, so that what is priced
-is what runs.
+`lower.activation_pass` applies the windows to a program and `pricing.activation_steps` to a plan, so that what is
+priced is what runs.
 """
 
 from __future__ import annotations
@@ -47,6 +47,12 @@ class Window(NamedTuple):
     put_off: tuple[int, ...]
 
 
+def overlaps_activations(hybrid: Hybrid) -> bool:
+    """Whether redistributions of activations overlap with compute of the same micro-batch. Multi-copy runs another
+    one's beside them; zero bubble computes all gradients of weights later."""
+    return hybrid.copies == 1 and not hybrid.puts_off_weights
+
+
 def activation_windows(travels: Iterable[Travel], products: Sequence[int], block_of: Callable[[int], str | None],
                        hybrid: Hybrid) -> list[Window]:
     """The windows of a program. ``products``: the decisions that are products (attention and convolutions too), which
@@ -59,7 +65,7 @@ def activation_windows(travels: Iterable[Travel], products: Sequence[int], block
         Window(number=2, ahead=False, put_off=(3, 4))
     """
     found = list[Window]()
-    for number, travel in enumerate(travels if hybrid.overlaps_activations else ()):
+    for number, travel in enumerate(travels if overlaps_activations(hybrid) else ()):
         block = block_of(travel.reader)
         inside = travel.source != NOWHERE and block == block_of(travel.source) and not hybrid.recomputed(block)
         ahead = inside and any(travel.source < product < travel.reader and block_of(product) == block
@@ -70,4 +76,4 @@ def activation_windows(travels: Iterable[Travel], products: Sequence[int], block
     return found
 
 
-__all__ = ["NOWHERE", "PRODUCTS", "Travel", "Window", "activation_windows"]
+__all__ = ["NOWHERE", "PRODUCTS", "Travel", "Window", "activation_windows", "overlaps_activations"]

@@ -157,13 +157,6 @@ class Hybrid:
         return self.pipelining.splits_backward and self.stages > 1
 
     @property
-    def overlaps_activations(self) -> bool:
-        """Whether redistributions of activations overlap with compute of the same micro-batch
-        (`schedule.activation_windows`). Multi-copy runs another one's beside them; zero bubble computes all gradients
-        of weights later."""
-        return self.copies == 1 and not self.puts_off_weights
-
-    @property
     def sum_dtype(self) -> torch.dtype | None:
         """``reduce_dtype`` as a torch dtype."""
         import torch  # not above: plans are read and shown without it
