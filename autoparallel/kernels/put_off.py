@@ -10,7 +10,7 @@ Autograd runs in reverse order of the program, so the weight's gradient is compu
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -21,9 +21,20 @@ Gradients = tuple[torch.Tensor | None, torch.Tensor | None]
 
 @dataclass
 class _State:
-    """``gradients``: computes those of weight and bias, once backward has come to the layer."""
+    """``gradients``: computes those of weight and bias, once backward has come to the layer; ``placeholder``: what
+    autograd carries in their place."""
 
     gradients: Callable[[], Gradients] | None = None
+    placeholder: torch.Tensor | None = None
+
+    def completed(self, carried: Sequence[torch.Tensor | None]) -> Iterator[torch.Tensor | None]:
+        """The gradients; what is ``carried`` also has those of other readers where it is not the placeholder (of first
+        gradients, where they are differentiated)."""
+        (compute, self.gradients), (placeholder, self.placeholder) = (self.gradients, None), (self.placeholder, None)
+        assert compute is not None and placeholder is not None
+        for made, other in zip(compute(), carried, strict=False):
+            is_all = other is None or other.untyped_storage().data_ptr() == placeholder.untyped_storage().data_ptr()
+            yield made if is_all else other if made is None else made + other
 
 
 @dataclass(frozen=True)
@@ -44,8 +55,7 @@ class _Later(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *gradients: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
-        compute, ctx.state.gradients = ctx.state.gradients, None
-        return None, *(compute()[: len(gradients)] if compute is not None else gradients)
+        return None, *(gradients if ctx.state.gradients is None else ctx.state.completed(gradients))
 
 
 class _Linear(torch.autograd.Function):
@@ -68,9 +78,9 @@ class _Linear(torch.autograd.Function):
         input_gradient = rows.mm(weight).view(x.shape) if of_x else None
         if torch.is_grad_enabled():  # these are differentiated again
             return None, input_gradient, *gradients()
+        nothing = gradient.new_zeros(())  # in place of what `_Later` computes
         if of_weight or of_bias:
-            ctx.state.gradients = gradients
-        nothing = gradient.new_zeros(()) if of_weight or of_bias else gradient  # in place of what `_Later` computes
+            ctx.state.gradients, ctx.state.placeholder = gradients, nothing
         return (None, input_gradient, nothing.expand(weight.shape) if of_weight else None,
                 nothing.expand(weight.shape[:1]) if of_bias else None)
 

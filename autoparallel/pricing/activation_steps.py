@@ -164,6 +164,12 @@ class ActivationSteps:
         return [Action("wait", path.steps[path.sent], window.number),
                 *(Action("run", timed) for timed in path.steps[path.sent + 1 :])]
 
+    @property
+    def described(self) -> list[tuple[int, int, bool, tuple[int, ...]]]:
+        """By window: where its steps are, its reader, `Window.ahead`, `Window.put_off`."""
+        travels = [(self._travels[window.number], window) for window in self.windows]
+        return [(travel.target, travel.reader, window.ahead, window.put_off) for travel, window in travels]
+
     def layers_of(self, number: int) -> Sequence[int]:
         """The layers whose weights' gradients are computed after the launch of a window in backward, in order."""
         return next(window.put_off for window in self.windows if window.number == number)[::-1]
