@@ -173,7 +173,8 @@ def test_windows_of_the_program_are_those_that_are_priced(case_name: str, mesh_s
 def planned(cluster: Cluster, model: Any = None, **options: Any) -> autoparallel.Plan:
     x = torch.zeros(256, 512)
     model = model or torch.nn.Sequential(*(torch.nn.Linear(512, 512, bias=False) for _ in range(6)))
-    return autoparallel.plan(model, cluster, example_inputs=(x,), mesh_shape=(4,), baseline="tensor_parallel", **options)
+    return autoparallel.plan(model, cluster, example_inputs=(x,), mesh_shape=(4,), baseline="tensor_parallel",
+                             **options)
 
 
 def test_what_runs_beside_is_priced() -> None:

@@ -33,8 +33,11 @@ class _State:
         (compute, self.gradients), (placeholder, self.placeholder) = (self.gradients, None), (self.placeholder, None)
         assert compute is not None and placeholder is not None
         for made, other in zip(compute(), carried, strict=False):
-            is_all = other is None or other.untyped_storage().data_ptr() == placeholder.untyped_storage().data_ptr()
-            yield made if is_all else other if made is None else made + other
+            if other is None or made is None:
+                yield made if other is None else other
+            else:
+                carries = other.untyped_storage().data_ptr() != placeholder.untyped_storage().data_ptr()
+                yield made + other if carries else made
 
 
 @dataclass(frozen=True)
