@@ -13,6 +13,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import autoparallel
+from autoparallel.capture import capture
 from autoparallel.kernels.put_off import later, linear
 from autoparallel.lower import emit
 from autoparallel.lower.activation_pass import windows_of
@@ -25,7 +26,7 @@ from autoparallel.runtime.stage_module import gathered_blocks
 from autoparallel.schedule import activation_windows
 from autoparallel.strategies.space import StrategySpace
 from cost_models import Cluster, Device, Link
-from tests.support.captured import graph_of
+from tests.support.captured import graph_of, plan_of
 from tests.support.models import CASES
 from tests.support.overlapped import POSTED
 from tests.support.ranks import mesh_of
@@ -197,29 +198,32 @@ def test_a_timeline_shows_it() -> None:
     assert len(sums) == 2 and len(beside) >= 2 and all(name.startswith("backward") for name in beside)
 
 
+def held(space: StrategySpace, made: autoparallel.Plan, cluster: Cluster) -> tuple[list[float], list[float], Any]:
+    """Bytes of results and of gradients that windows hold in a plan of four ranks, and its windows."""
+    pricer = SpacePricer(Prices(space, cluster, direct=True), counts=ExecutionCounts(space, made.hybrid))
+    problem, strategies = pricer.full(), made.strategies_on(space)
+    choice = pricer.choice_of(strategies)
+    bytes_of = {False: list[float](), True: list[float]()}
+    edges = {(edge.source, edge.target, edge.interval): edge for edge in list(problem.edges)[len(space.uses):]}
+    for use, gradient, interval in pricer.windows.held:
+        if (edge := edges.get((use.source, use.target, interval))) is not None and edge.usages is not None:
+            bytes_of[gradient].append(float(edge.usages[choice[use.source], choice[use.target]]))
+    some = [[num_bytes for num_bytes in bytes_of[gradient] if num_bytes] for gradient in (False, True)]
+    return some[0], some[1], RankStep(pricer, strategies).activations.described
+
+
 def test_memory_of_what_is_held_counts() -> None:
-    """A shared input's layers keep their outputs' gradients, all but the first one's."""
-
-    class Two(torch.nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.inner = torch.nn.Linear(64, 64)
-            self.up = torch.nn.ModuleList(torch.nn.Linear(64, 4096, bias=False) for _ in range(3))
-            self.down = torch.nn.Linear(4096, 64, bias=False)
-
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            x = self.inner(x)
-            first, *others = (up(x) for up in self.up)
-            return self.down(first + others[0] + others[1]).square().mean()
-
-    def peak() -> float:
-        return autoparallel.plan(Two(), TOY, example_inputs=(torch.zeros(1024, 64),), mesh_shape=(4,),
-                                 baseline="tensor_parallel").prediction.peak_bytes
-
-    now = peak()
-    with patch("autoparallel.pricing.window_memory.overlaps_activations", lambda hybrid: False):
-        before = peak()
-    assert now >= before
+    """The gradients of the outputs of layers behind the first reader of their input, until the input's is sent; the sum
+    of the first branch's results, while the second one runs."""
+    made = plan_of("llama", cluster := Cluster.load("h100-sxm", num_devices=4), mesh_shape=(4,),
+                   baseline="tensor_parallel")
+    _, gradients_held, windows = held(StrategySpace(graph_of("llama"), (4,)), made, cluster)
+    behind = sum(layer != reader for _, reader, _, put_off in windows for layer in put_off)
+    assert len(gradients_held) == behind > 2
+    model, x = Branches(), torch.zeros(8, 16)
+    made = autoparallel.plan(model, TOY, example_inputs=(x,), mesh_shape=(4,), baseline="tensor_parallel")
+    results, _, windows = held(StrategySpace(capture(model, (x,)), (4,)), made, TOY)
+    assert results == [8 * 16 * 4] and sum(ahead for *_, ahead, _ in windows) == 1
 
 
 def gradients(forward: Any, *values: torch.Tensor, twice: bool = False) -> list[torch.Tensor]:
