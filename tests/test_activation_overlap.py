@@ -16,12 +16,14 @@ import autoparallel
 from autoparallel.capture import capture
 from autoparallel.kernels.put_off import later, linear
 from autoparallel.lower import emit
-from autoparallel.lower.activation_pass import windows_of
+from autoparallel.lower.activation_pass import overlap_activations, windows_of
 from autoparallel.lower.overlap_pass import overlap
 from autoparallel.plans import Hybrid
+from autoparallel.plans.reports.step_parts import OTHERS
 from autoparallel.pricing import ExecutionCounts, Prices, SpacePricer
 from autoparallel.pricing.overlap_simulation import RankStep
 from autoparallel.pricing.rank_reads import COMPUTE
+from autoparallel.runtime.op_ranges import OpRanges
 from autoparallel.runtime.stage_module import gathered_blocks
 from autoparallel.schedule import activation_windows
 from autoparallel.strategies.space import StrategySpace
@@ -251,3 +253,14 @@ def test_a_layer_whose_weights_gradient_comes_later(bias: bool, twice: bool) -> 
     assert torch.equal(weight.grad, 2 * once)
     (alone,) = torch.autograd.grad(linear(x, later(weight)).square().sum(), [weight])
     assert torch.equal(alone, once)
+
+
+def test_a_profile_tells_what_travels_from_products() -> None:
+    model, x = Branches(), torch.zeros(8, 16)
+    made = autoparallel.plan(model, TOY, example_inputs=(x,), mesh_shape=(4,), baseline="tensor_parallel")
+    space = StrategySpace(capture(model, (x,)), (4,))
+    program = emit(space, made.strategies_on(space), Prices(space, TOY, direct=True).path, (0,))
+    nodes, ranges = overlap_activations(program.module, made.hybrid).graph.nodes, OpRanges(space)
+    told = [(one.name.split()[0], one.part, one.axis) for one in (
+        ranges._described(node, None) for node in nodes if node.op == "call_function") if "_step" in one.name]
+    assert told == [("begin_step", OTHERS, "axis0"), ("end_step", OTHERS, "axis0")]
