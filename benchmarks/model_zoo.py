@@ -38,15 +38,20 @@ from autoparallel.kernels import groups, rng
 from autoparallel.kernels.groups import Axis
 from autoparallel.layout import Box, Layout, local_boxes, local_shape
 from autoparallel.lower import Program, check, emit
+from autoparallel.lower.activation_pass import overlap_activations
+from autoparallel.lower.overlap_pass import overlap
+from autoparallel.lower.whole_norms import whole_norms
 from autoparallel.partition import Splits
 from autoparallel.planning.meshes import best_of, mesh_shapes
 from autoparallel.planning.options import Options
+from autoparallel.plans import Hybrid
 from autoparallel.pricing import Prices, SpacePricer
 from autoparallel.runtime.initialise import cut_out
 from autoparallel.search import solve
 from autoparallel.strategies.space import Decision, Strategy, StrategySpace
 from benchmarks.architectures import ARCHITECTURES, Inputs
-from benchmarks.in_process import Coordinate, coordinates, on_every_rank
+from benchmarks.in_process import Coordinate, on_every_rank
+from benchmarks.in_process import coordinates as all_coordinates
 from benchmarks.other_architectures import OTHERS
 from benchmarks.rounding import ZERO_IN_FLOAT32, ZERO_IN_FLOAT64, largest_entry
 from benchmarks.zoo import build, inputs_of
@@ -190,7 +195,7 @@ class Ranks:
         self.space = space = candidate.space
         path = Prices(space, cluster, direct=candidate.direct).path
         self.programs: dict[Coordinate, Program] = {}
-        for coordinate in coordinates(space.mesh_shape):
+        for coordinate in all_coordinates(space.mesh_shape):
             program = emit(space, candidate.strategies, path, coordinate)
             check(program, space, coordinate)
             self.programs[coordinate] = program
@@ -239,22 +244,24 @@ class Ranks:
         return Shard(local_boxes(tuple(shape), layout, self.space.mesh_shape, coordinate), value.detach())
 
 
-def run_without_data(candidate: Candidate, cluster: Cluster, device: str = "cuda") -> None:
-    """Forward of each rank's program as emitted for ``device``, on tensors there that have no data: what an op would
-    refuse, tensors of several devices together first of all, it refuses here; as far as no op needs values (of which
-    expert a token goes to). Raises its error. (For "cuda" torch's build must be for CUDA; a GPU is not needed, but
-    autograd would need one.)"""
+def run_without_data(candidate: Candidate, cluster: Cluster, device: str = "cuda",
+                     coordinates: Sequence[Coordinate] | None = None) -> None:
+    """Forward of each rank's program (or of those at ``coordinates``) as it runs on ``device``, on tensors there that
+    have no data: what an op would refuse, tensors of several devices together first of all, it refuses here; as far as
+    no op needs values (of which expert a token goes to). Raises its error. (For "cuda" torch's build must be for CUDA,
+    or `benchmarks.cuda_without_gpu.load_guard` be called; a GPU is not needed, but backward would need one.)"""
     space = candidate.space
     path = Prices(space, cluster, direct=candidate.direct).path
-    for coordinate in coordinates(space.mesh_shape):
+    for coordinate in coordinates or all_coordinates(space.mesh_shape):
         program = emit(space, candidate.strategies, path, coordinate, device)
+        module = overlap_activations(whole_norms(overlap(program.module, Hybrid())), Hybrid())
         axes = {name: Axis(name, size, coordinate[n], str(n)) for n, (name, size) in enumerate(
             zip(space.axis_names, space.mesh_shape, strict=True))}
         with suppress(DynamicOutputShapeException, DataDependentOutputException), FakeTensorMode(), groups.use(
                 axes), rng.use_seed(1), torch.no_grad():
             local = [_without_data(space, decision, layout, coordinate, device) for decision, layout in zip(
                 program.placeholders, program.placeholder_layouts, strict=True)]
-            made = itertools.chain(*program.module(*local)[:2])
+            made = itertools.chain(*module(*local)[:2])
             if elsewhere := {value.device.type for value in made if isinstance(value, torch.Tensor)} - {device}:
                 raise RuntimeError(f"results on {', '.join(elsewhere)} of a program for {device}")
 

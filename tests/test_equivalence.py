@@ -13,7 +13,7 @@ from autoparallel.errors import SearchError
 from autoparallel.partition import place_cuts, split_batch, stages_of
 from autoparallel.plans import Hybrid
 from autoparallel.pricing import ExecutionCounts, Prices, SpacePricer, predict
-from autoparallel.pricing.overlap_simulation import hidden
+from autoparallel.pricing.hidden import hidden
 from autoparallel.pricing.step_cost import Exposed
 from autoparallel.search import Edge, Node, Problem, evaluate
 from autoparallel.search.model.problem import Repeats

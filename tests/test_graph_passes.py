@@ -149,6 +149,16 @@ def test_sums_of_activations_are_awaited_where_they_are_read(graphs: Graphs) -> 
         assert all(next(iter(node.users)).target is WAIT for node in activations)
 
 
+def test_gradients_of_weights_are_computed_while_sums_of_activations_travel(graphs: Graphs) -> None:
+    """Of the layer's first weight, and of the second of the one before, which the sum does not need."""
+    _, backward = graphs("tensor_parallel")
+    place = {node: number for number, node in enumerate(backward.graph.nodes)}
+    starts = [node for node in place if node.target is REDUCE and node.meta["val"].shape == (32, 64)]
+    products = numbers(backward, aten.mm.default)
+    beside = [sum(place[start] < number < place[next(iter(start.users))] for number in products) for start in starts]
+    assert len(beside) == LAYERS - 1 and min(beside) >= 1
+
+
 @pytest.mark.parametrize("theirs", [[], [Collective("sum", "0", 8)], [Collective("gather", "0", 4)]])
 def test_another_order_of_collectives_is_an_error(monkeypatch: pytest.MonkeyPatch, theirs: list[Collective]) -> None:
     mine = [Collective("sum", "0", 4)]

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import shutil
+import subprocess
+import sys
 from dataclasses import replace
 
 import pytest
@@ -20,6 +23,7 @@ from benchmarks.in_process import on_every_rank
 from benchmarks.model_zoo import Candidate, Ranks, examine, random_candidate, toy_cluster, truth, worst_error
 from benchmarks.zoo import build, inputs_of
 from tests.support.reference import assert_same_tensors
+from tests.support.sources import ROOT
 
 #: One of each kind: experts, an encoder with masks, shifted labels written in place, convolutions, einsum.
 HANDFUL = ["mixtral", *(pytest.param(name, marks=pytest.mark.slow) for name in ("convnext", "xlnet"))]
@@ -49,6 +53,18 @@ def test_a_handful(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
     report = examine(name)
     assert report.passed, "\n".join(report.lines())
     assert not report.repeated and not report.undescribed
+
+
+@pytest.mark.ranks
+@pytest.mark.slow
+@pytest.mark.parametrize("part", range(6))
+def test_programs_for_gpus_run_on_tensors_without_data(part: int) -> None:
+    """All 46, in processes of their own, which load a device guard."""
+    if shutil.which("g++") is None and not torch.backends.cuda.is_built():
+        pytest.skip("torch is built without CUDA, and there is no g++ to compile a guard")
+    command = [sys.executable, "-m", "benchmarks.cuda_without_gpu", *list(ARCHITECTURES)[part::6]]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=1200, cwd=ROOT)
+    assert done.returncode == 0, done.stdout + done.stderr[-2000:]
 
 
 class Depthwise(torch.nn.Module):

@@ -2,6 +2,9 @@
 
 The order of the collectives among themselves stays, so that it is the same on all ranks. A gather of a parameter could
 be issued at the top, and all parameters would be whole at once: it is issued where the gather before it is read.
+
+Products that make gradients of weights, which only results are, come behind the next collective of activations, which
+is issued so much earlier and travels beside them.
 """
 
 from __future__ import annotations
@@ -15,7 +18,7 @@ import torch
 from torch.fx import GraphModule
 from torch.fx import Node as FxNode
 
-from autoparallel.backends.traced import EXCHANGE, GATHER, REDUCE, STARTS, WAIT, aten, call, is_move, waited
+from autoparallel.backends.traced import EXCHANGE, GATHER, REDUCE, SCATTER, STARTS, WAIT, aten, call, is_move, waited
 
 
 def move_collectives(module: GraphModule, gathers: Sequence[FxNode]) -> None:
@@ -45,6 +48,8 @@ class _Order:
                 self.late.add(node)
         self.starts = _prefetched([n for n in self.nodes if n.target in STARTS], self.gathers)
         self.before = dict(itertools.pairwise(reversed(self.starts)))
+        self.of_weights = _of_weights(self.nodes)
+        self._needed = dict[FxNode, set[FxNode]]()
 
     def run(self) -> list[FxNode]:
         for node in self.nodes:
@@ -52,9 +57,18 @@ class _Order:
                 self.made[node] = None
         if self.starts and self.starts[0] in self.gathers:
             self.make(self.starts[0])
+        waiting = list[FxNode]()
         for node in self.nodes:
             if not (node.op == "output" or node in self.late or node.target in STARTS):
+                left = len(self.starts)
                 self.raise_starts()
+                for product in waiting if len(self.starts) < left else ():
+                    self.make(product)
+                if len(self.starts) < left:
+                    waiting.clear()
+                if node in self.of_weights and self._gives_way(node):
+                    waiting.append(node)
+                    continue
                 for value in node.all_input_nodes:
                     self.make(value)
                 self.raise_starts()  # the next gather of a parameter begins before this one's reader runs
@@ -78,6 +92,26 @@ class _Order:
         """Issue the next collectives whose data are there; a gather of a parameter once the one before is read."""
         while self.starts and (self.starts[0] in self.made or self._is_due(self.starts[0])):
             self.make(self.starts.pop(0))
+
+    def _gives_way(self, product: FxNode) -> bool:
+        """Whether the next collective is one of activations that needs a few products more, and not this one."""
+        if not self.starts or self.starts[0] in self.gathers:
+            return False
+        needed = self._needed_by(self.starts[0])
+        left = sum(node.target in _PRODUCTS and node not in self.made for node in needed)
+        return product not in needed and 0 < left <= MOST_BEFORE and not needed & self.of_weights
+
+    def _needed_by(self, start: FxNode) -> set[FxNode]:
+        """What a collective needs, as far as it had no place when this was first asked."""
+        if start not in self._needed:
+            found, pending = set[FxNode](), list(start.all_input_nodes)
+            while pending:
+                node = pending.pop()
+                if node not in found and node not in self.made:
+                    found.add(node)
+                    pending += node.all_input_nodes
+            self._needed[start] = found
+        return self._needed[start]
 
     def _is_due(self, start: FxNode) -> bool:
         if start not in self.gathers:
@@ -149,6 +183,22 @@ def _is_only_reader(start: FxNode) -> bool:
     while len(source.users) == 1 and source.target in _WHOLE_VIEWS:
         source = source.all_input_nodes[0]
     return len(source.users) == 1 and source.target in _PRODUCTS
+
+
+#: How many products may come before a collective for which gradients of weights wait (a layer's attention has five).
+MOST_BEFORE = 8
+
+
+def _of_weights(nodes: Sequence[FxNode]) -> set[FxNode]:
+    """The products of which nothing but results, and sums of gradients over ranks, is made."""
+    final, products = set[FxNode](), set[FxNode]()
+    for node in reversed(nodes):
+        only_results = bool(node.users) and all(user.op == "output" or user in final for user in node.users)
+        if only_results and node.target in _PRODUCTS:
+            products.add(node)
+        elif only_results and (is_move(node) or node.target in (WAIT, REDUCE, SCATTER)):
+            final.add(node)
+    return products
 
 
 @dataclass(frozen=True)

@@ -155,6 +155,11 @@ class LayoutSpace:
         return found
 
     @cached_property
+    def replicated(self) -> np.ndarray:
+        """By layout number, whether ranks of some axis have copies whose gradients are added up (R)."""
+        return np.asarray((self.codes == 1).any(axis=1))
+
+    @cached_property
     def local_elements(self) -> np.ndarray:
         """Elements on the fullest rank, by layout number."""
         local = np.tile(np.array(self.shape, np.int64), (len(self.layouts), 1))

@@ -18,7 +18,7 @@ from autoparallel.planning.estimate_order import BY_HAND, EstimateOrder, mesh_of
 from autoparallel.planning.reduced_model import ReducedModel, reduced_model
 from autoparallel.planning.step_bounds import StepBounds
 from autoparallel.pricing import ExecutionCounts, Prices, SpacePricer, equal_stages_s
-from autoparallel.pricing.overlap_simulation import least_exposed
+from autoparallel.pricing.hidden import least_exposed
 from autoparallel.pricing.prediction import estimate, evened
 from autoparallel.search import plan_within
 from autoparallel.search.low_width.solve import Outcome

@@ -36,7 +36,7 @@ from autoparallel.planning.unequal_hosts import shares_of
 from autoparallel.plans import Evidence, Hybrid, Plan, Prediction, apply_pins, pin_strings
 from autoparallel.plans.record import Record
 from autoparallel.pricing import ExecutionCounts, Penalties, Prices, SpacePricer, predict
-from autoparallel.pricing.overlap_simulation import hidden_s, least_exposed, spans
+from autoparallel.pricing.hidden import hidden_s, least_exposed, spans
 from autoparallel.pricing.prediction import compute_seconds, stage_seconds
 from autoparallel.pricing.record import memory_profile, redistributions, workload
 from autoparallel.pricing.step_cost import ALL_EXPOSED

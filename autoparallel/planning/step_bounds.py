@@ -143,7 +143,8 @@ class StepBounds:
         hidden = 1.0 if profile is None else profile.hide_data
         left = 1 - hidden * (1 - share)
         of_activations = 1.0 if profile is None else 1 - profile.hide_tensor
-        return Exposed(left, left, left * of_activations if kind.copies > 1 else of_activations)
+        travels = kind.copies > 1 or profile is None    # a profile's share is what its software hides
+        return Exposed(left, left, left * of_activations if travels else of_activations)
 
 
 def _least_s(problem: Problem) -> float:

@@ -64,7 +64,7 @@ class Liveness:
     @cached_property
     def decision_intervals(self) -> LiveIntervals:
         """The live intervals of each decision's results."""
-        decisions, start, turning = np.arange(self._num_decisions), self._starts, 2 * self._num_decisions
+        decisions, start, turning = np.arange(self._num_decisions), self.starts, 2 * self._num_decisions
         last_use = last_uses(self.space, [use for use in self.space.uses if not self.counts.crosses(use)])
         last = np.array([last_use.get(index, index) for index in range(self._num_decisions)], np.int64)
         found = LiveIntervals.of(start + decisions, start + np.maximum(decisions, last) + 1)
@@ -86,7 +86,7 @@ class Liveness:
     def copy_intervals(self) -> LiveIntervals:
         """The live intervals of each use's redistributed copy."""
         uses, targets = self.space.uses, np.array([use.target for use in self.space.uses], np.int64)
-        found = LiveIntervals.of(self._starts[targets] + targets, self._starts[targets] + targets + 1)
+        found = LiveIntervals.of(self.starts[targets] + targets, self.starts[targets] + targets + 1)
         kept = [number for number, use in enumerate(uses)
                 if self.saved.copy_is_kept(use) and not self.counts.gathers_again(use)]
         inside = np.array([self.saved.copy_is_away(uses[number]) for number in kept], bool)
@@ -95,7 +95,7 @@ class Liveness:
             if self.counts.of_parameter[use.source] and (live := self._parameter_interval(use)) is not None:
                 found.put(number, *live.interval, live.copies)
             elif self.counts.views[use.source] and self.counts.gathers_again(use):
-                turned = int(self._starts[use.target]) + 2 * self._num_decisions - use.target
+                turned = int(self.starts[use.target]) + 2 * self._num_decisions - use.target
                 found.put(number, turned, turned + 1, 1)
             elif self.counts.views[use.source]:
                 found.copies[number] /= self.hybrid.copies  # which share it
@@ -104,7 +104,7 @@ class Liveness:
     def gathered_interval(self, use: TensorUse) -> tuple[int, int]:
         """The live interval of a ZeRO-3 gather's intermediate result (gathered over one axis, not yet over the next):
         it is prefetched one reader earlier than the final result, and lives until the next gather completes."""
-        start, turning = int(self._starts[use.target]), 2 * self._num_decisions
+        start, turning = int(self.starts[use.target]), 2 * self._num_decisions
         own, before = self.blocks.around(use.target), self._asked_before(use, 2)
         if self.counts.gathers_again(use):
             # the next gathers are launched before this one is awaited
@@ -114,7 +114,7 @@ class Liveness:
     def leaving_interval(self, parameter: int, last: int | None) -> tuple[int, int]:
         """The live interval of a gradient on its way to the host: from its first reader's backward to that of decision
         ``last`` (None: the end of backward)."""
-        turned = int(self._starts[parameter]) + 2 * self._num_decisions
+        turned = int(self.starts[parameter]) + 2 * self._num_decisions
         return turned - self._first_reader[parameter], turned + 1 - (0 if last is None else last)
 
     @cached_property
@@ -138,7 +138,7 @@ class Liveness:
         return stage % len(self.hybrid.groups) * (2 * self._num_decisions + 2)
 
     @cached_property
-    def _starts(self) -> np.ndarray:
+    def starts(self) -> np.ndarray:
         """The start of the rank of each decision's first stage."""
         return self._by_stage(self._start)
 
@@ -184,7 +184,7 @@ class Liveness:
         are kept as well. ``savers``: the first ops that save them; values that only ops after the stage's last
         parameter save are not kept for deferred weight gradients.
         """
-        start, turning, late = self._starts[decisions], 2 * self._num_decisions, self._late[decisions]
+        start, turning, late = self.starts[decisions], 2 * self._num_decisions, self._late[decisions]
         put_off = np.where(inside & (self.hybrid.recompute == "offload"), 0, late)  # fetched again for each part
         last = self._by_stage(lambda stage: self._last_trainable.get(stage, 2 * self._num_decisions))[decisions]
         held = self._by_stage(self.counts.in_flight.__getitem__)[decisions] - np.where(savers > last, late, 0)
@@ -198,7 +198,7 @@ class Liveness:
     def _parameter_interval(self, use: TensorUse) -> LiveInterval | None:
         """The live interval of a gathered parameter: of the step with several micro-batches; from forward to backward
         of a block that reads it again; prefetched by ZeRO-3 (None: as any copy)."""
-        start, turning = int(self._starts[use.target]), 2 * self._num_decisions
+        start, turning = int(self.starts[use.target]), 2 * self._num_decisions
         if self.hybrid.zero_stage < 3 and not self.hybrid.is_plain:
             copies = 2 if sums_gradients(self.counts, use) else 1  # and its gradient
             return LiveInterval((start, start + turning + 1), self.counts.held[use.source] * copies)
@@ -210,7 +210,7 @@ class Liveness:
     def _gathered_copy_interval(self, use: TensorUse) -> LiveInterval:
         """The live interval of a parameter prefetched by ZeRO-3: from the use of the parameter before it. If backward
         gathers it again, backward's interval: it holds more than forward at the same decision."""
-        start, turning = int(self._starts[use.target]), 2 * self._num_decisions
+        start, turning = int(self.starts[use.target]), 2 * self._num_decisions
         own, before = self.blocks.around(use.target), self._asked_before(use, 1)
         if self.counts.gathers_again(use):
             return LiveInterval((start + turning - before[1], start + turning - use.target + 1))

@@ -17,41 +17,22 @@ from copy import copy
 from functools import cached_property
 from typing import NamedTuple
 
-import numpy as np
-
-from autoparallel.plans import Hybrid
-from autoparallel.plans.record import Span
+from autoparallel.pricing.activation_steps import ActivationSteps, Running, runs
 from autoparallel.pricing.backward_reads import BackwardReads
 from autoparallel.pricing.leaves import Leaves
 from autoparallel.pricing.multi_copy import MultiCopyRound
 from autoparallel.pricing.problem import SpacePricer
 from autoparallel.pricing.rank_reads import (
-    COMPUTE,
     RankReads,
     Timed,
     TimedStep,
 )
+from autoparallel.pricing.rank_seconds import RankSeconds
 from autoparallel.pricing.split_backward import SplitBackward, StepsOf
-from autoparallel.pricing.step_cost import ALL_EXPOSED, Exposed
 from autoparallel.pricing.step_tasks import Label, Launch, Passed, StepTasks, Wait
 from autoparallel.schedule.async_windows import TOP, Pair
 from autoparallel.schedule.backward_gathers import Finish
-from autoparallel.strategies.space import Strategy, StrategySpace
-from cost_models.timeline import equal_slowdown, simulate
-
-#: Smallest share of overlapped seconds that counts, so that no communication is free.
-LEAST_SHARE = 0.01
-
-
-def least_exposed(pricer: SpacePricer) -> Exposed:
-    """The smallest exposed fractions: 1 where nothing overlaps with compute, else the slowdown of both while they
-    overlap, at least `LEAST_SHARE`."""
-    hybrid = pricer.counts.hybrid
-    share = max(LEAST_SHARE, pricer.prices.device.overlap_slowdown - 1.0)
-    if not _hides(pricer) or (hybrid.stages > 1 and not hybrid.overlaps_each):  # the last micro-batch hides little
-        return ALL_EXPOSED
-    return Exposed(share if hybrid.overlaps_each else 1.0,
-                   share if _overlaps_parameters(hybrid) else 1.0, share if hybrid.copies > 1 else 1.0)
+from autoparallel.strategies.space import Strategy
 
 
 class Hidden(NamedTuple):
@@ -63,61 +44,6 @@ class Hidden(NamedTuple):
     @property
     def total(self) -> float:
         return self.each + self.once
-
-
-def hidden(pricer: SpacePricer, strategies: Sequence[Strategy], stages: Sequence[int] = (0,)) -> Hidden:
-    """The seconds saved by overlap on one rank of these stages."""
-    if not _hides(pricer):
-        return Hidden()
-    slowdown = pricer.prices.device.overlap_slowdown
-
-    def of(stage: int) -> Hidden:
-        return pricer.costs.memo.once(("hidden", tuple(strategies), stage),
-                                      lambda: RankStep(pricer, strategies, stage).hidden(slowdown))
-
-    return Hidden(*map(sum, zip(*map(of, stages), strict=True)))
-
-
-def hidden_s(pricer: SpacePricer, strategies: Sequence[Strategy]) -> float:
-    """Seconds saved by overlap, of all stages together."""
-    return hidden(pricer, strategies, range(pricer.counts.hybrid.stages)).total
-
-
-def spans(pricer: SpacePricer, strategies: Sequence[Strategy]) -> list[Span]:
-    """The timeline of one rank without a pipeline as `hidden_s` simulates it; where nothing overlaps, one task after
-    the other."""
-    step = RankStep(pricer, strategies).step()
-    if _hides(pricer):
-        streams = sorted({task.stream for task in step.tasks} | {COMPUTE})
-        line = simulate(step.tasks, equal_slowdown(streams, pricer.prices.device.overlap_slowdown))
-        start_s, end_s = line.start_s.tolist(), line.end_s.tolist()
-    else:
-        end_s = list(itertools.accumulate(task.duration_s for task in step.tasks))
-        start_s = [0.0, *end_s[:-1]]
-    return [
-        (_said(pricer.space, label), task.stream, begin, end,
-         tuple(n for n in dict.fromkeys(task.after) if step.tasks[n].stream != task.stream))
-        for task, label, begin, end in zip(step.tasks, step.labels, start_s, end_s, strict=True)
-    ]
-
-
-def _said(space: StrategySpace, label: Label) -> str:
-    """A task label as text: the kind of work and its blocks, or its op if it is outside blocks."""
-    what, *ends = label
-    names = [space.blocks[index] or space.decisions[index].name for index in ends if 0 <= index < len(space)]
-    return " ".join([what, " to ".join(dict.fromkeys(names))]).strip()
-
-
-def _hides(pricer: SpacePricer) -> bool:
-    """Whether anything overlaps with compute: communication of parameters, or of activations of several copies."""
-    hybrid = pricer.counts.hybrid
-    return pricer.prices.training and (_overlaps_parameters(hybrid) or hybrid.copies > 1)
-
-
-def _overlaps_parameters(hybrid: Hybrid) -> bool:
-    """Whether communication of parameters overlaps with compute: in every micro-batch, or gradients that are reduced
-    once per step with the last one's backward."""
-    return hybrid.overlaps_each or (hybrid.zero_stage < 2 and not hybrid.puts_off_weights)
 
 
 def _nothing(index: int) -> None:
@@ -137,13 +63,16 @@ def _targets(what: str, steps: Sequence[TimedStep]) -> Label:
 class RankStep:
     """The simulated step of a plan on a rank of one stage, in ``rounds`` of `Hybrid.copies` micro-batches each.
     Equal rounds are simulated as one of their total length: a simulated round takes 1 / ``count`` of the step, and of
-    the sums of gradients the share ``adds``."""
+    the sums of gradients the share ``adds``. ``activations``: with the overlap of activations, as the program has."""
 
-    def __init__(self, pricer: SpacePricer, strategies: Sequence[Strategy], stage: int = 0) -> None:
+    def __init__(self, pricer: SpacePricer, strategies: Sequence[Strategy], stage: int = 0, activations: bool = True
+                 ) -> None:
         self.pricer, self.space, self.counts = pricer, pricer.space, pricer.counts
         self.strategies, self.stage = strategies, stage
         self.reads = RankReads(pricer, strategies, stage)
         self.leaves = Leaves(self.reads)
+        self.activations = ActivationSteps(self.reads, activations)
+        self.seconds = RankSeconds(self.reads, strategies, self.activations)
         self.windows, self.numbers = self.reads.windows, self.reads.numbers
         self.copies = self.counts.hybrid.copies
         self.rounds = self.counts.micro_batches_on(stage) // self.copies
@@ -162,7 +91,9 @@ class RankStep:
         """Seconds by which the simulated step is shorter than the sum of its tasks."""
         total = self.step().hidden_s(slowdown)
         if not self.reads.equivalent:
-            return Hidden(once=total + (self.count - 1) * self._hidden_early_s(slowdown))
+            early = self._hidden_early_s(slowdown)
+            each = self.count * min(early, total) if self.copies == 1 else 0.0
+            return Hidden(each, total + (self.count - 1) * early - each)
         if not self.gathers_once:
             return Hidden(total)
         later = StepTasks()
@@ -174,7 +105,7 @@ class RankStep:
 
     def _hidden_early_s(self, slowdown: float) -> float:
         """Seconds hidden in each round before the last, where reductions and gathers of parameters hide nothing."""
-        if self.copies == 1:
+        if self.copies == 1 and not self.activations.windows:
             return 0.0
         step = StepTasks()
         self._forward(step)
@@ -194,7 +125,7 @@ class RankStep:
         last.forward(step, pending, first=self.count == 1)
         last.backward(step, pending, last=True)
         self.finish(step, pending)
-        step.compute(self._updates_s(), ("optimizer", TOP, TOP))
+        step.compute(self.seconds.updates_s, ("optimizer", TOP, TOP))
         step.flush()
         return step
 
@@ -304,14 +235,21 @@ class RankStep:
     @cached_property
     def _reduced_early(self) -> Mapping[int, Sequence[Pair]]:
         """By decision, the buckets whose last gradient its backward completes, if their reduction is launched then."""
-        hybrid, pairs, early = self.counts.hybrid, dict[Pair, tuple[int, int]](), defaultdict[int, list[Pair]](list)
+        hybrid, pairs, early = self.counts.hybrid, dict[Pair, tuple[int, ...]](), defaultdict[int, list[Pair]](list)
         for pair in (*self.windows.reduced, *self.windows.gathered):
             if (hybrid.zero_stage < 2 and not hybrid.puts_off_weights
                     and all(self.windows.is_last(n) for n in pair.steps)):
-                pairs[pair] = max(map(self.reads.arrival, pair.steps))
+                pairs[pair] = max(map(self._arrival, pair.steps))
         for pair in sorted(pairs, key=pairs.__getitem__):
-            early[-pairs[pair][0]].append(pair)
+            early[-pairs[pair][2]].append(pair)
         return early
+
+    def _arrival(self, number: int) -> tuple[int, int, int, int]:
+        """When backward completes the gradient of the result of a path's last step, as `RankReads.arrival`: after that
+        of which decision (negated), and whether it was put off."""
+        reader, order = self.reads.arrival(number)
+        late = self.activations.put_off.get(-reader)
+        return (reader, 0, reader, order) if late is None else (-late, 1, reader, order)
 
     def _read_once(self, step: StepTasks) -> None:
         """Make the leaves that micro-batches read."""
@@ -363,10 +301,10 @@ class RankStep:
 
     def _recompute(self, step: StepTasks, members: Sequence[int]) -> None:
         """Run a block again."""
+        run = Running(step, lambda timed: timed.again.per(self.count), "activations again")
         for index in members:
-            for timed in self.reads.sent.get(index, ()):
-                step.run(timed.again.per(self.count), _targets("activations again", [timed]))
-            step.compute(self._again_s[index] / self.count, ("recompute", index, index))
+            run.forward(self.activations.before.get(index, ()))
+            step.compute(self.seconds.again_s[index] / self.count, ("recompute", index, index))
 
     @cached_property
     def _recomputed(self) -> Mapping[int, Sequence[int]]:
@@ -402,15 +340,16 @@ class RankStep:
     def _forward(self, step: StepTasks, marked: Collection[int] = (), before: Callable[[int], None] = _nothing) -> None:
         """One forward pass; calls ``before`` at the marked decisions."""
         if self.multi_copy is not None:
-            return self.multi_copy.forward(step, self._forward_s, self.count, marked, before)
-        until, done = self._forward_s, 0
-        for index in sorted({*marked, *self.reads.sent}):
+            return self.multi_copy.forward(step, self.seconds.forward_s, self.count, marked, before)
+        until, done, sent = self.seconds.forward_s, 0, self.activations
+        run = Running(step, lambda timed: timed.forward.per(self.count), "activations")
+        for index in sorted({*marked, *sent.ahead, *sent.before}):
             step.compute((until[index] - until[done]) / self.count, ("forward", done, index))
             done = index
+            run.forward(sent.ahead.get(index, ()))
             if index in marked:
                 before(index)
-            for timed in self.reads.sent.get(index, ()):
-                step.run(timed.forward.per(self.count), _targets("activations", [timed]))
+            run.forward(sent.before.get(index, ()))
         step.compute((until[-1] - until[done]) / self.count, ("forward", done, len(until) - 2))
 
     def _backward(self, step: StepTasks, marked: Collection[int], before: Callable[[int], None] = _nothing,
@@ -419,66 +358,38 @@ class RankStep:
         """One backward pass; calls ``before``, ``arrived`` (where an op has made its parameters' gradients) and
         ``after`` at the marked decisions. ``sent``: the steps that it runs (default: all of `RankReads.sent`)."""
         if self.multi_copy is not None:
-            return self.multi_copy.backward(step, self._backward_s, self.count, marked, (before, after, arrived))
-        until, done, sent = self._backward_s, len(self.space), self.reads.sent if sent is None else sent
-        for index in sorted({*marked, *sent, *self._recomputed}, reverse=True):
+            return self.multi_copy.backward(step, self.seconds.backward_s, self.count, marked, (before, after, arrived))
+        until, done, put_off = self.seconds.backward_s, len(self.space), self.activations.put_off
+        steps, ahead = (self.activations.before, self.activations.ahead) if sent is None else (runs(sent), {})
+        run = Running(step, lambda timed: timed.backward.per(self.count), "gradients of activations")
+
+        def launched(window: int) -> None:
+            for layer in self.activations.layers_of(window):
+                step.compute(self.seconds.put_off_s[layer] / self.count, ("backward", layer, layer))
+                if layer in marked:
+                    arrived(layer)
+
+        for index in sorted({*marked, *steps, *ahead, *self._recomputed}, reverse=True):
             step.compute((until[done] - until[index + 1]) / self.count, ("backward", done - 1, index + 1))
             done = index
             if index in marked:
                 before(index)
             self._recompute(step, self._recomputed.get(index, ()))
             step.compute((until[index + 1] - until[index]) / self.count, ("backward", index, index))
-            if index in marked:
+            if index in marked and index not in put_off:
                 arrived(index)
-            for timed in reversed(sent.get(index, ())):
-                step.run(timed.backward.per(self.count), _targets("gradients of activations", [timed]))
+            run.backward(steps.get(index, ()), launched)
             if index in marked:
                 after(index)
+            run.backward(ahead.get(index, ()), launched)
         step.compute(until[done] / self.count, ("backward", done - 1, 0))
 
     def _round_s(self) -> float:
         """Seconds of one round without overlap and without gradient accumulation."""
         sent = sum(timed.forward.seconds + timed.again.seconds + timed.backward.seconds
                    for steps in self.reads.sent.values() for timed in steps)
-        return (self._forward_s[-1] + sum(self._again_s) + self._backward_s[-1] + sent) / self.count
+        backward_s = self.seconds.backward_s[-1] + sum(self.seconds.put_off_s.values())
+        return (self.seconds.forward_s[-1] + sum(self.seconds.again_s) + backward_s + sent) / self.count
 
     def _of(self, pair: Pair) -> list[TimedStep]:
         return [self.reads.parameter_steps[number] for number in pair.steps]
-
-    @cached_property
-    def _forward_s(self) -> list[float]:
-        """Cumulative forward seconds: before each decision, and in total."""
-        return self._until(0)
-
-    @cached_property
-    def _backward_s(self) -> list[float]:
-        """Cumulative backward seconds, without recompute."""
-        return self._until(2)
-
-    @cached_property
-    def _again_s(self) -> list[float]:
-        """Seconds of recompute, by decision."""
-        found, which = self._seconds
-        return [found[number][1] for number in which.tolist()]
-
-    def _until(self, part: int) -> list[float]:
-        found, which = self._seconds
-        return [0.0, *np.cumsum(np.array([seconds[part] for seconds in found])[which]).tolist()]
-
-    def _updates_s(self) -> float:
-        """Seconds of the optimizer's updates."""
-        found, which = self._seconds
-        return float(np.array([seconds[3] for seconds in found])[which].sum())
-
-    @cached_property
-    def _seconds(self) -> tuple[list[tuple[float, float, float, float]], np.ndarray]:
-        """Seconds (forward, recompute, backward, optimizer) of each equivalence class; the class of each decision."""
-        costs = self.pricer.costs
-        return costs.memo.each(("seconds", self.stage), costs.kinds.decision_codes(self.strategies), self._priced)
-
-    def _priced(self, index: int) -> tuple[float, float, float, float]:
-        if not self.reads.here[index]:
-            return 0.0, 0.0, 0.0, 0.0
-        cost = self.pricer.costs.of(index, self.stage)
-        forward, again, backward, *_, update = (float(s[self.numbers[index]]) for s in cost)
-        return forward, again, backward, update

@@ -15,8 +15,8 @@ from autoparallel.layout import COLLECTIVES, SUMS
 from autoparallel.plans import CollectiveUse, Hybrid, Prediction
 from autoparallel.plans.record import StageSeconds
 from autoparallel.pricing.counts import ExecutionCounts
+from autoparallel.pricing.hidden import hidden as simulated_hidden
 from autoparallel.pricing.overlap_simulation import Hidden
-from autoparallel.pricing.overlap_simulation import hidden as simulated_hidden
 from autoparallel.pricing.problem import SpacePricer
 from autoparallel.pricing.step_cost import Move, prices_of
 from autoparallel.pricing.unit_costs import Inside, Prices

@@ -18,6 +18,7 @@ from autoparallel.pricing.live_intervals import Liveness
 from autoparallel.pricing.pipeline_buffers import Buffer
 from autoparallel.pricing.step_cost import ALL_EXPOSED, Exposed, StepCosts
 from autoparallel.pricing.unit_costs import Prices
+from autoparallel.pricing.window_memory import WindowMemory
 from autoparallel.search.model.interned import firsts, paired
 from autoparallel.search.model.problem import Edge, Node, Problem, Repeats, unchecked
 from autoparallel.strategies.space import Strategy, StrategySet, StrategySpace, TensorUse
@@ -64,6 +65,7 @@ class SpacePricer:
         self.counts = counts or ExecutionCounts(prices.space, training=prices.training)
         self.costs = StepCosts(prices, self.counts, exposed)
         self.live = Liveness(self.counts, () if self.counts.one_for_all else prices.memory_shares(self.counts.hybrid))
+        self.windows = WindowMemory(self.counts, self.live)
         self.allowed = {**_side_computations(self.space), **(allowed or {})}
         self.axis_names = self.space.axis_names
         self.tier_limits: Mapping[str, float] = {}
@@ -174,7 +176,7 @@ class _Builder:
         single = [self._buffer(buffer) for buffer in self.counts.buffers]
         if self.counts.hybrid.prefetches:
             single += [edge for use in self.space.uses if self.counts.prefetches(use) for edge in self._gathered(use)]
-        single += self._gradients() + self._in_tiers()
+        single += self._gradients() + self._in_tiers() + list(self.pricer.windows.edges(self.costs, self.chosen))
         return Problem(self.nodes(), edges.followed_by(single), self.pricer.limit_bytes, "strategy space")
 
     def _picks(self) -> np.ndarray:

@@ -87,7 +87,7 @@ class RankReads:
         self.shared_views = defaultdict[int, list[TimedStep]](list)
         self._of_uses = dict[tuple[int, int], list[TimedStep]]()
         for move, before in zip(self.moves, self.once, strict=True):
-            steps = self._timed_steps(move)
+            steps = self.timed_steps(move)
             if self.counts.of_parameter[move.use.source]:
                 self.once_steps[move.use.target, move.use.position] = steps[:before]
                 self.parameter_steps += (steps := steps[before:])
@@ -168,7 +168,7 @@ class RankReads:
         }
         return places((index, gathered[index]) for index in sorted(runs)).__getitem__
 
-    def _timed_steps(self, move: Move) -> list[TimedStep]:
+    def timed_steps(self, move: Move) -> list[TimedStep]:
         """The steps of a move; moves of one equivalence class share their times."""
         if move.kind not in self._times:
             self._times[move.kind] = [self._times_of(move.use, step) for step in move.path]

@@ -11,7 +11,7 @@ import numpy as np
 
 from autoparallel.capture import TensorMeta
 from autoparallel.capture.blocks import block_path
-from autoparallel.layout import SUMS, Layout, Placement, RedistributionTable, Step
+from autoparallel.layout import COLLECTIVES, SUMS, Layout, Placement, RedistributionTable, Step
 from autoparallel.layout.redistribution import ACTIONS
 from autoparallel.pricing.counts import ALONE, Summing
 from autoparallel.schedule.step_config import BUCKET_BYTES, LARGE_BYTES
@@ -236,6 +236,23 @@ class RedistributionPrices:
         elements = self.space.spaces(use.meta).local_elements[columns] * use.meta.dtype.itemsize
         moved = self.table(use.meta).moves[np.ix_(rows, columns)]
         return np.where(moved, elements[None, :], 0.0)
+
+    def use_travels(self, use: TensorUse) -> np.ndarray:
+        """Whether a use's redistribution communicates, forward or backward; by (source strategy, target strategy)."""
+        meta, table = use.meta, self.table(use.meta)
+        key = (meta.shape, meta.dtype.itemsize, meta.requires_grad, "travels")
+        if key not in self._weighted:
+
+            def cost(axis: int, source: Placement, target: Placement, before: np.ndarray, after: np.ndarray) -> Any:
+                forward, backward = ACTIONS[source.kind, target.kind]
+                return np.full(len(before), float(forward in COLLECTIVES or (
+                    meta.requires_grad and backward in COLLECTIVES)))
+
+            travels = table.sum_along(cost)
+            self._weighted[key] = np.isfinite(travels) & (travels > 0)
+        rows = self.space.strategy_sets[use.source].outputs[use.output]
+        columns = self.space.strategy_sets[use.target].inputs[use.position]
+        return np.asarray(self._weighted[key][np.ix_(rows, columns)])
 
     def use_gathered(self, use: TensorUse) -> np.ndarray:
         """Bytes of intermediate results of gathers on the path to the copy; as `use_copies`."""

@@ -67,6 +67,10 @@ class OpRanges:
             axis = str(pair.args[0]) if isinstance(pair, FxNode) else ""
             return OpRange(f"{target} of {_told(node)}", block, OTHERS, axis, True)
         name = self._name(node.meta["decision"]) if "decision" in node.meta else node.name
+        if target in ("begin_step", "end_step"):
+            begun = node.args[0] if target == "end_step" else node
+            axis = str(begun.args[1]) if isinstance(begun, FxNode) else ""
+            return OpRange(f"{target} for {name}", block, OTHERS, axis)
         if step is not None:
             return OpRange(f"{target} for {name}", block, OTHERS, self.space.axis_names[step.axis],
                         bool(node.meta.get("reads")))

@@ -22,6 +22,7 @@ from autoparallel.kernels.gathered_once import Kept, keeping
 from autoparallel.kernels.groups import Axis
 from autoparallel.kernels.numbers import call_numbers, use_numbers
 from autoparallel.kernels.regather import regathering
+from autoparallel.lower.activation_pass import overlap_activations
 from autoparallel.lower.emit import Program
 from autoparallel.lower.multi_copy_pass import in_copies
 from autoparallel.lower.overlap_pass import ended_together, overlap
@@ -50,7 +51,7 @@ def split_step(program: Program, hybrid: Hybrid, backend: str = EAGER) -> SplitP
     micro_batch = split.micro_batch
     if hybrid.overlaps_each:
         micro_batch = overlap(micro_batch, hybrid, gathered_blocks(hybrid))
-    micro_batch = whole_norms(micro_batch)
+    micro_batch = overlap_activations(whole_norms(micro_batch), hybrid)
     if hybrid.copies > 1:
         values = len(split.reads.graph.output_node().args[0])  # type: ignore[arg-type]
         micro_batch = in_copies(micro_batch, values, hybrid.copies)

@@ -18,6 +18,7 @@ from autoparallel.backends import EAGER
 from autoparallel.errors import InputError
 from autoparallel.kernels.groups import Axis
 from autoparallel.kernels.regather import regathering
+from autoparallel.lower.activation_pass import overlap_activations
 from autoparallel.lower.emit import Program
 from autoparallel.lower.overlap_pass import overlap
 from autoparallel.lower.whole_norms import whole_norms
@@ -35,7 +36,7 @@ class Forward(nn.Module):
         self.bucket_bytes = hybrid.bucket_bytes
         if backend == EAGER:
             overlapped = overlap(program.module, hybrid, gathered_blocks(hybrid))
-            self.module = _kept_less(whole_norms(overlapped), hybrid)
+            self.module = _kept_less(overlap_activations(whole_norms(overlapped), hybrid), hybrid)
         else:
             self.module = compiled_by(backend, program.module, hybrid, overlaps=True)
 

@@ -1,0 +1,217 @@
+"""The redistributions of activations of one micro-batch in the order of a rank's program, with the async windows in
+which some of them overlap with compute (`schedule.activation_windows`), as tasks of the simulator."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import cached_property
+from typing import Literal, NamedTuple
+
+import torch
+
+from autoparallel.pricing.rank_reads import RankReads, Timed, TimedStep
+from autoparallel.pricing.step_tasks import StepTasks
+from autoparallel.schedule.activation_windows import (
+    NOWHERE,
+    PRODUCTS,
+    Travel,
+    Window,
+    activation_windows,
+    overlaps_activations,
+)
+from autoparallel.strategies.space import TensorUse
+
+#: The share of a linear layer's backward that makes its weight's gradient: one of two products of equal work.
+OF_WEIGHT = 0.5
+
+
+class Action(NamedTuple):
+    """A step that runs at once; or the launch or the wait of window ``number`` (in backward the other way round)."""
+
+    kind: Literal["run", "launch", "wait"]
+    timed: TimedStep
+    number: int = NOWHERE
+
+
+class _Path(NamedTuple):
+    """The steps of a use; ``sent``: the number of the last one that communicates (`NOWHERE`: none does)."""
+
+    use: TensorUse
+    steps: Sequence[TimedStep]
+    sent: int
+
+
+class ActivationSteps:
+    """``ahead``: by decision, the actions before all that belongs to it; ``before``: those before its op, behind what
+    it reads of parameters; ``put_off``: linear layers whose weights' gradients come later -> the decision after whose
+    backward they are computed; ``shared``: shared reads with a window -> their first reader. ``applies``: whether the
+    program has windows; else all steps run at once."""
+
+    def __init__(self, reads: RankReads, applies: bool) -> None:
+        self.reads, self.space, self.counts = reads, reads.space, reads.counts
+        self.ahead: Mapping[int, Sequence[Action]] = {}
+        self.put_off: Mapping[int, int] = {}
+        self.shared: Mapping[int, int] = {}
+        self.windows: Sequence[Window] = ()
+        if not (applies and overlaps_activations(self.counts.hybrid)):
+            self.before: Mapping[int, Sequence[Action]] = runs(reads.sent)
+            return
+        self._paths = [_path(move.use, reads.timed_steps(move)) for move in reads.moves
+                       if move.path and not self.counts.of_parameter[move.use.source]]
+        self._path_of = {(path.use.target, path.use.position): path for path in self._paths}
+        self._travelling = [path for path in self._paths if path.sent != NOWHERE]
+        self._travels = self._with_layers()
+        products = [decision.index for decision, s in zip(self.space.decisions, self.space.strategy_sets, strict=True)
+                    if reads.here[decision.index] and s.rule is not None and s.rule.op_class in PRODUCTS]
+        self.windows = activation_windows(self._travels, products, self.space.blocks.__getitem__, self.counts.hybrid)
+        self.put_off = {layer: self._travels[window.number].reader
+                        for window in self.windows for layer in window.put_off}
+        travels = [self._travels[window.number] for window in self.windows]
+        self.shared = {travel.target: travel.reader for travel in travels if travel.reader != travel.target}
+        self.ahead, self.before = self._actions()
+
+    def _with_layers(self) -> list[Travel]:
+        """The travels of all paths that communicate, with the linear layers that can put gradients off."""
+        found = list[Travel]()
+        layers, shared = defaultdict[int, list[int]](list), {path.use.target: n for n, path in
+                                                             enumerate(self._travelling) if self._is_shared(path)}
+        number = {(path.use.target, path.use.position): n for n, path in enumerate(self._travelling)}
+        readers = [self.reads.first_reader(path.use.target) for path in self._travelling]
+        for index, uses in sorted(self.space.uses_by.items()):
+            if not self.reads.here[index] or not self._is_layer(index, uses):
+                continue
+            own = number.get((index, uses[0].position))
+            if own is None or self._last_back(self._travelling[own]) == NOWHERE:
+                own = shared.get(uses[0].source)
+            if own is not None and self._last_back(path := self._travelling[own]) == path.sent and all(
+                    self._is_there(use, path, readers[own]) for use in uses[1:]):
+                layers[own].append(index)
+        for n, path in enumerate(self._travelling):
+            found.append(Travel(self._source(path.use), path.use.target, readers[n], tuple(layers[n])))
+        return found
+
+    def _is_shared(self, path: _Path) -> bool:
+        return self.space.decisions[path.use.target].kind == "shared_read"
+
+    @staticmethod
+    def _last_back(path: _Path) -> int:
+        """The number of the last step whose gradient communicates."""
+        return max((n for n, timed in enumerate(path.steps) if timed.backward.message is not None), default=NOWHERE)
+
+    def _source(self, use: TensorUse) -> int:
+        """The op here that makes the value that a use redistributes, or `NOWHERE`."""
+        decision = self._made_by(use.source)
+        is_op = self.space.decisions[decision].kind == "op"
+        return decision if is_op and self.reads.here[decision] and not self.counts.crosses(use) else NOWHERE
+
+    def _made_by(self, decision: int) -> int:
+        """A decision, or what a shared read passes on as it is."""
+        if self.space.decisions[decision].kind == "shared_read" and (decision, 0) not in self._path_of:
+            return self._made_by(self.space.uses_by[decision][0].source)
+        return decision
+
+    def _is_layer(self, index: int, uses: Sequence[TensorUse]) -> bool:
+        """Whether a decision is a linear layer on shards, with gradients of all operands."""
+        decision, s = self.space.decisions[index], self.space.strategy_sets[index]
+        if decision.kind != "op" or self.space.graph.nodes[decision.node].target is not torch.ops.aten.linear.default:
+            return False
+        chosen = s.array[self.reads.numbers[index]].tolist()
+        return all(use.meta.requires_grad for use in uses) and not any(s.axis_strategies[r].variant for r in chosen)
+
+    def _is_there(self, use: TensorUse, path: _Path, reader: int) -> bool:
+        """Whether a layer's parameter is there where the result of ``path`` is first read."""
+        if self.counts.of_parameter[use.source]:
+            last = self.reads.last_step.get((use.target, use.position))
+            return not self.reads.equivalent or last is None or self._read_at[last] <= reader
+        source = self._made_by(use.source)
+        if not self.counts.views[source] or source >= reader:
+            return False
+        is_last = not any((reader, other.position) in self._path_of and other.source == path.use.target
+                          for other in self.space.uses_by[reader])
+        return (use.target, use.position) not in self._path_of or (use.target == reader and is_last)
+
+    @cached_property
+    def _read_at(self) -> Mapping[int, int]:
+        """The program points at which parameters have been read, by the number of the last step."""
+        return {number: place for place, events in self.reads.windows.events.items() for action, pair in events
+                if action != "launch" for number in pair.steps}
+
+    def _actions(self) -> tuple[Mapping[int, Sequence[Action]], Mapping[int, Sequence[Action]]]:
+        """`ahead` and `before`."""
+        ahead, before, waits = (defaultdict[int, list[Action]](list) for _ in range(3))
+        by_path, ends = {id(self._travelling[w.number]): w for w in self.windows}, dict[int, list[Window]]()
+        for window in self.windows:
+            ends.setdefault(self._travels[window.number].reader, []).append(window)
+        for path in self._paths:
+            target, known = path.use.target, by_path.get(id(path))
+            for window in [w for w in ends.get(target, ()) if self._travels[w.number].target == path.use.source]:
+                before[target] += self._ends(window)
+                ends[target].remove(window)
+            if known is None:
+                before[target] += (Action("run", timed) for timed in path.steps)
+            else:
+                launched = (Action("run", timed) for timed in path.steps[: path.sent]), (
+                    Action("launch", path.steps[path.sent], known.number),)
+                (ahead[self._travels[known.number].source + 1] if known.ahead else before[target]).extend(
+                    action for some in launched for action in some)
+        for target, windows in ends.items():
+            waits[target] += (action for window in windows for action in self._ends(window))
+        return ahead, {index: [*before[index], *waits[index]] for index in sorted({*before, *waits})}
+
+    def _ends(self, window: Window) -> list[Action]:
+        path = self._travelling[window.number]
+        return [Action("wait", path.steps[path.sent], window.number),
+                *(Action("run", timed) for timed in path.steps[path.sent + 1 :])]
+
+    @property
+    def described(self) -> list[tuple[int, int, bool, tuple[int, ...]]]:
+        """By window: where its steps are, its reader, `Window.ahead`, `Window.put_off`."""
+        travels = [(self._travels[window.number], window) for window in self.windows]
+        return [(travel.target, travel.reader, window.ahead, window.put_off) for travel, window in travels]
+
+    def layers_of(self, number: int) -> Sequence[int]:
+        """The layers whose weights' gradients are computed after the launch of a window in backward, in order."""
+        return next(window.put_off for window in self.windows if window.number == number)[::-1]
+
+
+def runs(sent: Mapping[int, Sequence[TimedStep]]) -> Mapping[int, Sequence[Action]]:
+    """Steps by decision, each of which runs at once."""
+    return {index: [Action("run", timed) for timed in steps] for index, steps in sent.items()}
+
+
+def _path(use: TensorUse, steps: Sequence[TimedStep]) -> _Path:
+    sent = [n for n, timed in enumerate(steps) if timed.forward.message or timed.backward.message]
+    return _Path(use, steps, sent[-1] if sent else NOWHERE)
+
+
+class Running:
+    """Runs actions of one pass over a program as tasks of ``step``. ``share``: the time of a step in this pass;
+    ``label``: what it is called."""
+
+    def __init__(self, step: StepTasks, share: Callable[[TimedStep], Timed], label: str) -> None:
+        self.step, self.share, self.label = step, share, label
+        self._pending: dict[int, int] = {}
+
+    def forward(self, actions: Iterable[Action]) -> None:
+        for action in actions:
+            self._do(action, "launch")
+
+    def backward(self, actions: Sequence[Action], launched: Callable[[int], None]) -> None:
+        """``launched`` is called with the number of a window after its launch."""
+        for action in reversed(actions):
+            self._do(action, "wait")
+            if action.kind == "wait":
+                launched(action.number)
+
+    def _do(self, action: Action, launch: str) -> None:
+        timed, label = self.share(action.timed), (self.label, action.timed.target, action.timed.target)
+        if action.kind == "run" or (action.kind == launch and timed.message is None):
+            self.step.run(timed, label)
+        elif action.kind == launch and timed.seconds:
+            self._pending[action.number] = self.step.issue([timed], label)
+        elif action.kind != launch and action.number in self._pending:
+            self.step.wait([self._pending.pop(action.number)])
+
+
+__all__ = ["OF_WEIGHT", "Action", "ActivationSteps", "Running", "runs"]

@@ -1,0 +1,91 @@
+"""Seconds of a step saved by overlap, and its timeline, as `overlap_simulation` simulates a rank's step."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+
+from autoparallel.plans import Hybrid
+from autoparallel.plans.record import Span
+from autoparallel.pricing.overlap_simulation import Hidden, RankStep
+from autoparallel.pricing.problem import SpacePricer
+from autoparallel.pricing.rank_reads import COMPUTE
+from autoparallel.pricing.step_cost import ALL_EXPOSED, Exposed
+from autoparallel.pricing.step_tasks import Label
+from autoparallel.strategies.space import Strategy, StrategySpace
+from cost_models.timeline import equal_slowdown, simulate
+
+#: Smallest share of overlapped seconds that counts, so that no communication is free.
+LEAST_SHARE = 0.01
+
+
+def least_exposed(pricer: SpacePricer) -> Exposed:
+    """The smallest exposed fractions: 1 where nothing overlaps with compute (and of activations of one micro-batch, of
+    which little does), else the slowdown of both while they overlap, at least `LEAST_SHARE`."""
+    hybrid = pricer.counts.hybrid
+    share = max(LEAST_SHARE, pricer.prices.device.overlap_slowdown - 1.0)
+    if not _hides(pricer) or (hybrid.stages > 1 and not hybrid.overlaps_each):  # the last micro-batch hides little
+        return ALL_EXPOSED
+    return Exposed(share if hybrid.overlaps_each else 1.0,
+                   share if _overlaps_parameters(hybrid) else 1.0, share if hybrid.copies > 1 else 1.0)
+
+
+def hidden(pricer: SpacePricer, strategies: Sequence[Strategy], stages: Sequence[int] = (0,)) -> Hidden:
+    """The seconds saved by overlap on one rank of these stages."""
+    if not _hides(pricer):
+        return Hidden()
+    slowdown = pricer.prices.device.overlap_slowdown
+
+    def of(stage: int) -> Hidden:
+        return pricer.costs.memo.once(("hidden", tuple(strategies), stage),
+                                      lambda: RankStep(pricer, strategies, stage, _hides_activations(pricer)
+                                                       ).hidden(slowdown))
+
+    return Hidden(*map(sum, zip(*map(of, stages), strict=True)))
+
+
+def hidden_s(pricer: SpacePricer, strategies: Sequence[Strategy]) -> float:
+    """Seconds saved by overlap, of all stages together."""
+    return hidden(pricer, strategies, range(pricer.counts.hybrid.stages)).total
+
+
+def spans(pricer: SpacePricer, strategies: Sequence[Strategy]) -> list[Span]:
+    """The timeline of one rank without a pipeline as `hidden_s` simulates it; where nothing overlaps, one task after
+    the other."""
+    step = RankStep(pricer, strategies, activations=_hides_activations(pricer)).step()
+    if _hides(pricer):
+        streams = sorted({task.stream for task in step.tasks} | {COMPUTE})
+        line = simulate(step.tasks, equal_slowdown(streams, pricer.prices.device.overlap_slowdown))
+        start_s, end_s = line.start_s.tolist(), line.end_s.tolist()
+    else:
+        end_s = list(itertools.accumulate(task.duration_s for task in step.tasks))
+        start_s = [0.0, *end_s[:-1]]
+    return [
+        (_said(pricer.space, label), task.stream, begin, end,
+         tuple(n for n in dict.fromkeys(task.after) if step.tasks[n].stream != task.stream))
+        for task, label, begin, end in zip(step.tasks, step.labels, start_s, end_s, strict=True)
+    ]
+
+
+def _said(space: StrategySpace, label: Label) -> str:
+    """A task label as text: the kind of work and its blocks, or its op if it is outside blocks."""
+    what, *ends = label
+    names = [space.blocks[index] or space.decisions[index].name for index in ends if 0 <= index < len(space)]
+    return " ".join([what, " to ".join(dict.fromkeys(names))]).strip()
+
+
+def _hides(pricer: SpacePricer) -> bool:
+    """Whether anything overlaps with compute: communication of parameters, or of activations of several copies."""
+    hybrid = pricer.counts.hybrid
+    return pricer.prices.training and (_overlaps_parameters(hybrid) or hybrid.copies > 1)
+
+
+def _hides_activations(pricer: SpacePricer) -> bool:
+    """Whether the overlap of activations counts; a profile of software has its own share (`Profile.hide_tensor`)."""
+    return pricer.prices.cluster.profile is None
+
+
+def _overlaps_parameters(hybrid: Hybrid) -> bool:
+    """Whether communication of parameters overlaps with compute: in every micro-batch, or gradients that are reduced
+    once per step with the last one's backward."""
+    return hybrid.overlaps_each or (hybrid.zero_stage < 2 and not hybrid.puts_off_weights)

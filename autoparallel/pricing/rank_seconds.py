@@ -1,0 +1,73 @@
+"""Seconds of a rank's compute in a step by decision, and cumulative, for the simulation of its overlap."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from functools import cached_property
+
+import numpy as np
+
+from autoparallel.pricing.activation_steps import OF_WEIGHT, ActivationSteps
+from autoparallel.pricing.rank_reads import RankReads
+from autoparallel.strategies.space import Strategy
+
+
+class RankSeconds:
+    """Seconds of a step on a rank of one stage; those of what is here."""
+
+    def __init__(self, reads: RankReads, strategies: Sequence[Strategy], activations: ActivationSteps) -> None:
+        self.reads, self.pricer, self.activations = reads, reads.pricer, activations
+        self.strategies, self.stage, self.numbers = strategies, reads.stage, reads.numbers
+
+    @cached_property
+    def forward_s(self) -> list[float]:
+        """Cumulative forward seconds: before each decision, and in total."""
+        return self._until(0)
+
+    @cached_property
+    def backward_s(self) -> list[float]:
+        """Cumulative backward seconds, without recompute and without gradients of weights that are put off. The sum of
+        the gradients of a value that travels is made by its first reader."""
+        found = np.array(self._until(2))
+        each, moved = np.diff(found), np.zeros(len(found) - 1)
+        for layer, seconds in self.put_off_s.items():
+            moved[layer] -= seconds
+        for target, reader in self.activations.shared.items():
+            moved[target] -= each[target]
+            moved[reader] += each[target]
+        return (found + np.concatenate([[0.0], np.cumsum(moved)])).tolist()
+
+    @cached_property
+    def put_off_s(self) -> Mapping[int, float]:
+        """Seconds of the gradients of weights that are put off, by linear layer."""
+        found, which = self._by_class
+        return {layer: OF_WEIGHT * found[which[layer]][2] for layer in self.activations.put_off}
+
+    @cached_property
+    def again_s(self) -> list[float]:
+        """Seconds of recompute, by decision."""
+        found, which = self._by_class
+        return [found[number][1] for number in which.tolist()]
+
+    def _until(self, part: int) -> list[float]:
+        found, which = self._by_class
+        return [0.0, *np.cumsum(np.array([seconds[part] for seconds in found])[which]).tolist()]
+
+    @cached_property
+    def updates_s(self) -> float:
+        """Seconds of the optimizer's updates."""
+        found, which = self._by_class
+        return float(np.array([seconds[3] for seconds in found])[which].sum())
+
+    @cached_property
+    def _by_class(self) -> tuple[list[tuple[float, float, float, float]], np.ndarray]:
+        """Seconds (forward, recompute, backward, optimizer) of each equivalence class; the class of each decision."""
+        costs = self.pricer.costs
+        return costs.memo.each(("seconds", self.stage), costs.kinds.decision_codes(self.strategies), self._priced)
+
+    def _priced(self, index: int) -> tuple[float, float, float, float]:
+        if not self.reads.here[index]:
+            return 0.0, 0.0, 0.0, 0.0
+        cost = self.pricer.costs.of(index, self.stage)
+        forward, again, backward, *_, update = (float(s[self.numbers[index]]) for s in cost)
+        return forward, again, backward, update
