@@ -17,7 +17,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from autoparallel.errors import InputError
 from autoparallel.runtime.offload.files import made
 from autoparallel.schedule.tiers import BLOCK_BYTES, padded
 
@@ -34,7 +33,9 @@ class MappedFiles:
         self._add([_room(size) for size in sizes])
 
     def __deepcopy__(self, memo: dict[int, Any]) -> MappedFiles:
-        raise InputError("a module with parameters or gradients on disk is not copied: compile the model again")
+        """Of a copied module: a file for each of its parameters and gradients, allocated when it comes."""
+        made = memo[id(self)] = MappedFiles(self.folder, ())
+        return made
 
     def empty(self, shape: torch.Size, dtype: torch.dtype) -> Tensor:
         """A tensor on disk, with any values."""
