@@ -1,7 +1,8 @@
 """Parameters and gradients on disk: tensors in a file without a name that is mapped into memory.
 
 The system reads what is used, keeps of it what memory is free, and writes back what was changed; none of it counts as
-memory of the process's own. There are no checksums: a disk that fails ends the process (SIGBUS)."""
+memory of the process's own. There are no checksums, since they could not tell whoever writes to a tensor in place from
+a disk that fails; one that reports an error ends the process (SIGBUS)."""
 
 from __future__ import annotations
 
