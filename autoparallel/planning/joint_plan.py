@@ -8,9 +8,11 @@ from dataclasses import replace
 from functools import partial
 
 from autoparallel import clock
+from autoparallel.capture import OpGraph
 from autoparallel.errors import InfeasibleError, SearchError
 from autoparallel.partition import Splits, stages_of
 from autoparallel.planning.candidates import Candidate, First, Fixed
+from autoparallel.planning.joint_candidates import JointSearch
 from autoparallel.planning.joint_search import search_jointly
 from autoparallel.planning.one_mesh import RECOMPUTE_TRIES, ROUGH_S, plan_on
 from autoparallel.planning.options import Options
@@ -39,11 +41,8 @@ def plan_jointly(split: Splits, cluster: Cluster, mesh_shape: Sequence[int] | No
     graph = split.graph
     started, open_ = clock.now(), options.recompute in (None, "auto")
     deadline = started + options.time_limit_s
-    options = replace(options, recompute=None if open_ else options.recompute)
-    stages = None if options.pipeline_stages is None and options.stage_replicas is None else options.stages
-    fixed = Fixed(options.micro_batches, stages, options.schedule, options.recompute, options.zero_stage,
-                  tuple(mesh_shape) if mesh_shape is not None else None, options.replicas, copies=options.copies,
-                  **options.given)
+    fixed = _fixed(options, mesh_shape)
+    options, stages = replace(options, recompute=fixed.recompute), fixed.pipeline_stages
 
     def in_full(candidate: Candidate, seconds: float, search: str = options.search) -> Plan:
         micro, end = split(candidate.hybrid.micro_batches), clock.now() + seconds
@@ -95,6 +94,26 @@ def plan_jointly(split: Splits, cluster: Cluster, mesh_shape: Sequence[int] | No
                    recorder=recorder, study=study)
 
 
+def times_that_may_fit(graph: OpGraph, cluster: Cluster, options: Options, most: float) -> int:
+    """How many times the program's batch a step may have by the bounds of all combinations' memory, if activations
+    grow with it: a power of two, at most ``most``; 0: not even the batch fits."""
+    search = JointSearch(graph, cluster, _fixed(options, None), options.optimizer, options.limit_bytes(cluster),
+                         wider_limits=options.wider_limits(cluster))
+    found, left = 0, search.space.first_round()
+    while 2 * max(found, 0.5) <= most and (left := [c for c in left if search.bounds.may_fit(c, max(1, 2 * found))]):
+        found = max(1, 2 * found)
+    return found
+
+
+def _fixed(options: Options, mesh_shape: Sequence[int] | None) -> Fixed:
+    """What the options and a mesh leave no choice of."""
+    stages = None if options.pipeline_stages is None and options.stage_replicas is None else options.stages
+    return Fixed(options.micro_batches, stages, options.schedule,
+                 None if options.recompute == "auto" else options.recompute, options.zero_stage,
+                 tuple(mesh_shape) if mesh_shape is not None else None, options.replicas, copies=options.copies,
+                 **options.given)
+
+
 def _again(plan: Plan) -> Candidate:
     """The combination of a plan, to begin with its strategies."""
     return Candidate(replace(plan.hybrid, cuts=()), plan.mesh_shape, plan.prediction.step_s, plan.strategies_on)
@@ -104,4 +123,4 @@ def _with_others(recorder: Callable[[], Record], trials: tuple[Trial, ...], othe
     return replace(recorder(), trials=trials, alternatives=others)
 
 
-__all__ = ["plan_jointly"]
+__all__ = ["plan_jointly", "times_that_may_fit"]
