@@ -1,13 +1,14 @@
 """`autoparallel.fit`: whether training fits on so many devices, in which tier of memory, with how large a batch.
 
-Each tier is planned by the joint search with the smallest batch, then with twice as much at a time until it does not
-fit.
+A bound of memory says with which batch a tier is planned first, by the joint search: then with twice as much at a time
+until it does not fit, or with half as much until it does. Bounds leave batches out without a search.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -15,14 +16,19 @@ from rich.table import Table
 from torch import nn
 
 from autoparallel.api import plan
+from autoparallel.capture import capture, once_each
 from autoparallel.errors import InfeasibleError, PlanError, SearchError, shown
-from autoparallel.planning.options import MODEL_AND_CALL
+from autoparallel.planning.joint_plan import times_that_may_fit
+from autoparallel.planning.options import MODEL_AND_CALL, check_call, options_of
 from autoparallel.plans import Plan
 from autoparallel.plans.reports.text import ReportConsole, as_text
 from autoparallel.plans.reports.units import bytes_str, count_str, seconds_str
 from autoparallel.schedule.tiers import FITTED, PLACES, listed, offload_of
 from cost_models import Cluster
 from cost_models.errors import ClusterError
+
+#: From a global batch, (model, example inputs, example keyword inputs).
+Model = Callable[[int], tuple[nn.Module, Sequence[Any], Mapping[str, Any]]]
 
 
 @dataclass(frozen=True)
@@ -55,7 +61,7 @@ class Fitting:
 
 
 def fit(
-    model: Callable[[int], tuple[nn.Module, Sequence[Any], Mapping[str, Any]]],
+    model: Model,
     cluster: Cluster | str | Path,
     *,
     devices: int | None = None,
@@ -85,43 +91,77 @@ def fit(
     """
     _check(model, tiers, devices, smallest, most, told)
     machine = cluster if isinstance(cluster, Cluster) else Cluster.load(cluster, num_devices=devices, software=software)
-    found = list[Fit]()
+    with once_each():
+        return Fitting(machine, tuple(_of_tiers(
+            model, machine, tiers, smallest or machine.num_devices, most, {**options, "time_limit_s": time_limit_s},
+            told)))
+
+
+def _of_tiers(model: Model, machine: Cluster, tiers: Sequence[str], smallest: int, most: int,
+              options: Mapping[str, Any], told: Callable[[Fit], None]) -> list[Fit]:
+    found, calls = list[Fit](), cache(model)
     for tier in tiers:
         nearer = next((one.offload for one in found if one.plan and offload_of(one.offload).moves_parameters), None)
         if nearer is not None and offload_of(tier).moves_parameters:
             found.append(Fit(tier, refused=f"not tried: as much is on the device with {nearer}, which fits"))
             told(found[-1])
             continue
-        one = _largest(model, machine, tier, smallest or machine.num_devices, most,
-                       {**options, "time_limit_s": time_limit_s})
-        found.append(one)
-        told(one)
-    return Fitting(machine, tuple(found))
+        found.append(_Tier(calls, machine, tier, options).largest(smallest, most))
+        told(found[-1])
+    return found
 
 
-def _largest(model: Callable[[int], Any], cluster: Cluster, tier: str, batch: int, most: int,
-             options: Mapping[str, Any]) -> Fit:
-    """The largest batch of a tier, from the smallest by doubling."""
-    def planned(batch: int, **more: Any) -> Plan:
-        made = model(batch)
+@dataclass(frozen=True)
+class _Tier:
+    """Plans of one tier: ``calls``: model and call of a batch."""
+
+    calls: Model
+    cluster: Cluster
+    offload: str
+    options: Mapping[str, Any]
+
+    def largest(self, smallest: int, most: int) -> Fit:
+        """The largest batch that is the smallest, doubled some times; the smallest also in micro-batches."""
+        try:
+            batch = begin = smallest * max(1, self._times(smallest, most / smallest))
+            best = None
+            while batch > smallest and best is None:
+                best, batch = self._at_once(batch), batch // 2
+            best = best or Fit(self.offload, self._planned(smallest), smallest)
+        except (InfeasibleError, SearchError, ClusterError) as error:
+            needed = getattr(error, "needed_bytes", None)
+            return Fit(self.offload, refused=f"needs {bytes_str(needed)} a device" if needed else
+                       str(error).split(". ", maxsplit=1)[0])
+        while best.batch >= begin and 2 * best.batch <= most and (more := self._at_once(2 * best.batch)) is not None:
+            best = more
+        return best
+
+    def _at_once(self, batch: int) -> Fit | None:
+        """With the whole batch at a time, unless the options say how many micro-batches; None: that does not fit."""
+        if not self._times(batch, 1):
+            return None
+        try:
+            return Fit(self.offload, self._planned(batch, **{"micro_batches": 1, **self.options}), batch)
+        except (InfeasibleError, SearchError):
+            return None
+
+    def _times(self, batch: int, most: float) -> int:
+        """`times_that_may_fit` of a batch, of all its samples at a time."""
+        network, args, kwargs = self._call(batch)
+        chosen = options_of({"micro_batches": 1, **self.options, "offload": self.offload})
+        return times_that_may_fit(capture(network, args, kwargs), self.cluster, chosen, most)
+
+    def _planned(self, batch: int, **more: Any) -> Plan:
+        network, args, kwargs = self._call(batch)
+        return plan(network, self.cluster, example_inputs=args, example_kwargs=kwargs, joint=True,
+                    **{**self.options, "offload": self.offload, **more})
+
+    def _call(self, batch: int) -> tuple[Any, Any, Any]:
+        made = self.calls(batch)
         if not isinstance(made, tuple) or len(made) != 3:
             raise PlanError(f"the model for a batch of {batch} is {shown(made)}: return {MODEL_AND_CALL}")
-        network, args, kwargs = made
-        return plan(network, cluster, example_inputs=args, example_kwargs=kwargs, joint=True,
-                    **{**options, "offload": tier, **more})
-
-    try:
-        best = Fit(tier, planned(batch), batch)
-    except (InfeasibleError, SearchError, ClusterError) as error:
-        needed = getattr(error, "needed_bytes", None)
-        return Fit(tier, refused=f"needs {bytes_str(needed)} a device" if needed else
-                   str(error).split(". ", maxsplit=1)[0])
-    while 2 * best.batch <= most:
-        try:
-            best = Fit(tier, planned(2 * best.batch, **{"micro_batches": 1, **options}), 2 * best.batch)
-        except (InfeasibleError, SearchError):
-            break
-    return best
+        check_call(*made)
+        return made
 
 
 def _check(model: Any, tiers: Any, devices: Any, smallest: Any, most: Any, told: Any) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -12,8 +13,10 @@ from torch import nn
 from typer.testing import CliRunner
 
 import autoparallel
+from autoparallel import fitting
+from autoparallel.capture import build
 from autoparallel.cli import app
-from autoparallel.errors import CaptureError, InputError, PlanError
+from autoparallel.errors import CaptureError, InfeasibleError, InputError, PlanError, SearchError
 from autoparallel.plans.reports.units import bytes_of
 from cost_models import Cluster
 
@@ -60,8 +63,45 @@ def test_what_does_not_fit_streams_through_one_device() -> None:
 def test_batches_grow_as_more_leaves_the_device() -> None:
     found = {one.offload: one for one in fitted(60, most=1024).tiers}
     assert found["none"].batch < found["parameters"].batch and found["none"].plan is not None
-    assert all(one.plan is not None and one.plan.prediction.peak_bytes <= 60e6 for one in found.values())
+    plans = [one.plan for one in found.values() if one.plan is not None]
+    assert len(plans) == 4 and all(plan.prediction.peak_bytes <= 60e6 for plan in plans)    # two are not tried
     assert fitted(60, most=8, tiers=["none"]).tiers[0].batch == 8
+
+
+def doubled(tier: str, megabytes: float, most: int) -> int:
+    """The largest batch that a plan of its own fits, from 8 by doubling; 0: none."""
+    batch, best = 8, 0
+    while batch <= most:
+        model, args, _ = deep(batch)
+        try:
+            autoparallel.plan(model, ONE, example_inputs=args, joint=True, offload=tier, time_limit_s=3.0,
+                              memory_limit_bytes=megabytes * 1e6, **({"micro_batches": 1} if best else {}))
+        except (InfeasibleError, SearchError):
+            break
+        batch, best = 2 * batch, batch
+    return best
+
+
+@pytest.mark.parametrize(("megabytes", "most"), [(60, 4096), (30, 4096), (60, 64)])
+def test_bounds_leave_out_what_a_search_would(monkeypatch: pytest.MonkeyPatch, megabytes: float, most: int) -> None:
+    """The batches are those of a plan for each; at most two are planned a tier, and each is captured once for all."""
+    tiers, planned, traced = ("none", "host", "parameters"), list[tuple[str, int]](), list[int]()
+    plan, trace = fitting.plan, build._captured
+
+    def noted(model: Any, cluster: Any, **options: Any) -> Any:
+        planned.append((options["offload"], len(options["example_inputs"][0])))
+        return plan(model, cluster, **options)
+
+    def captured(model: Any, args: Any, *rest: Any) -> Any:
+        traced.append(len(args[0]))
+        return trace(model, args, *rest)
+
+    monkeypatch.setattr(fitting, "plan", noted)
+    monkeypatch.setattr(build, "_captured", captured)
+    found = {one.offload: one.batch for one in fitted(megabytes, tiers=tiers, most=most).tiers}
+    count, batches = Counter(tier for tier, _ in planned), Counter(traced)
+    assert found == {tier: doubled(tier, megabytes, most) for tier in tiers} and max(found.values()) > 8
+    assert max(count.values()) <= 2 and max(batches.values()) == 1
 
 
 def test_nothing_fits() -> None:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import math
 import statistics
+from collections.abc import Collection
 from dataclasses import replace
 from typing import Any
 
@@ -11,15 +13,19 @@ import pytest
 import torch
 
 import autoparallel
+from autoparallel.capture import capture
 from autoparallel.errors import ClusterError, InfeasibleError, PlanError
+from autoparallel.partition import Splits
 from autoparallel.planning.offloading import fastest_tier
-from autoparallel.planning.options import Options
+from autoparallel.planning.options import Options, options_of
+from autoparallel.planning.tier_bounds import TierBounds
 from autoparallel.plans import Plan
 from autoparallel.schedule.tiers import BLOCK_BYTES, BUFFERS, TILE_BYTES, Offload, offload_of
 from benchmarks.published_offload import SOFTWARE, STEPS, left_out
 from cost_models import Cluster, offload
 from cost_models.memory import optimizer_step_s, step_bytes
 from tests.support.models import CASES
+from tests.support.tiers import slow
 
 PLAIN = Cluster.load("a100-sxm", num_devices=4, software="none")
 CPU = Cluster.load("local-cpu", num_devices=4)
@@ -192,7 +198,7 @@ def test_tiers_are_compared_by_price(seconds: dict[str, float], tier: Offload) -
     binding = replace(plan, hybrid=replace(plan.hybrid, recompute="full"))
 
     def make(options: Options) -> Plan:
-        name = f"{options.offload}" + (f" {options.offload_fraction}" if options.offload_fraction else "")
+        name = named(options)
         if name not in seconds:
             raise InfeasibleError("too much")
         zero = 3 if options.offload == "parameters" else plan.hybrid.zero_stage
@@ -203,6 +209,69 @@ def test_tiers_are_compared_by_price(seconds: dict[str, float], tier: Offload) -
     assert found.hybrid.offload == tier
     if tier.is_away and "none" in seconds:
         assert "times as fast as with states in device memory" in found.evidence.stop_reason
+
+
+class Told:
+    """Bounds: the tiers that may fit, and least seconds of some."""
+
+    def __init__(self, fit: Collection[str], least_s: dict[str, float]) -> None:
+        self.fit, self.least_s = fit, least_s
+
+    def may_fit(self, options: Options) -> bool:
+        return named(options) in self.fit
+
+    def may_beat(self, options: Options, seconds: float) -> bool:
+        return self.least_s.get(named(options), 0.0) < seconds
+
+
+def named(options: Options) -> str:
+    return f"{options.offload}" + (f" {options.offload_fraction}" if options.offload_fraction else "")
+
+
+@pytest.mark.parametrize(("here", "fit", "least_s", "tried", "tier"), [
+    # nothing fits on the device: the part is planned, the rest is slower by its bound
+    (math.inf, ("host 0.75", "host", "parameters"), {"host": 30.0, "parameters": 29.0}, ["none", "host 0.75"],
+     Offload("host", 0.75)),
+    # no part fits by its bound
+    (math.inf, ("host", "parameters"), {"parameters": 29.0}, ["none", "host"], Offload("host")),
+    # it fits on the device, and bounds leave nothing to search, or one part
+    (20.0, ("host 0.25", "host 0.5", "host", "parameters"),
+     {"host 0.25": 20.0, "host 0.5": 21.0, "host": 30.0, "parameters": 30.0}, ["none"], Offload()),
+    (20.0, ("host 0.25", "host 0.5", "host", "parameters"), {"host 0.5": 21.0, "host": 30.0, "parameters": 30.0},
+     ["none", "host 0.25"], Offload("host", 0.25)),
+    # less than 1 % is no gain
+    (10.0, ("host",), {"host": 9.95}, ["none"], Offload()),
+])
+def test_bounds_leave_out_tiers(here: float, fit: Collection[str], least_s: dict[str, float], tried: list[str],
+                                tier: Offload) -> None:
+    """Each plan takes 10 s, on the device ``here``; parts of the states come before all of them."""
+    plan, made = planned(CPU), list[str]()
+
+    def make(options: Options) -> Plan:
+        made.append(named(options))
+        seconds = here if options.offload == "none" else 10.0
+        if seconds == math.inf:
+            raise InfeasibleError("too much")
+        return replace(plan, hybrid=replace(plan.hybrid, offload=options.tier, recompute="full", zero_stage=3),
+                       prediction=replace(plan.prediction, forward_s=seconds))
+
+    found = fastest_tier(Options(offload="auto"), CPU, make, bounds=Told(fit, least_s))
+    assert made == tried and found.hybrid.offload == tier
+
+
+@pytest.mark.parametrize(("tier", "fraction"), [("host", 0.5), slow("host", None), slow("parameters", None),
+                                                slow("disk", None)])
+def test_bounds_of_tiers_are_below_their_plans(tier: str, fraction: float | None) -> None:
+    """And what they rule out has no plan."""
+    options: dict[str, Any] = {"offload": tier, "offload_fraction": fraction}
+    plan = planned(**options, mesh_shape=None, by_hand="dp=4,zero=3")
+    args, kwargs = CASES["llama"].inputs(8)
+    chosen = options_of({**options, "time_limit_s": 3.0})
+    bounds = TierBounds(Splits(capture(CASES["llama"].build(), args, kwargs)), PLAIN, None)
+    update_s, even_s = bounds.update_s(chosen), plan.prediction.optimizer_s
+    assert even_s * 0.7 < update_s <= even_s * 1.001    # small parameters are not cut
+    assert bounds.may_fit(chosen) and bounds.may_beat(chosen, 1.1 * plan.prediction.step_s)
+    assert not bounds.may_beat(chosen, update_s) and not bounds.may_fit(replace(chosen, memory_limit_bytes=100.0))
 
 
 @pytest.mark.slow

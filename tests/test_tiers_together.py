@@ -200,7 +200,7 @@ def test_rooms_of_files_are_used_again(tmp_path: Path) -> None:
 
 
 def refused_early(folder: Path) -> list[str]:
-    """Errors of a full disk on one rank, of limits, and of a copied module."""
+    """Errors of a full disk on one rank, and of limits."""
     x, found, allocate = torch.ones(4, 192), list[str](), os.posix_fallocate
 
     def full(*given: Any) -> None:
@@ -219,18 +219,14 @@ def refused_early(folder: Path) -> list[str]:
         with pytest.raises((InfeasibleError, InputError)) as refused:
             made(**more).optimizer(torch.optim.AdamW)
         found.append(str(refused.value))
-    import copy
-    with pytest.raises(InputError) as copied:
-        copy.deepcopy(made())
-    return [*found, str(copied.value)]
+    return found
 
 
 @pytest.mark.ranks
 def test_refused_before_training(ranks: Any, tmp_path: Path) -> None:
-    for full, disk, host, copied in ranks(2).run(refused_early, tmp_path):
+    for full, disk, host in ranks(2).run(refused_early, tmp_path):
         assert "No space left on device" in full and "no room for parameters and gradients" in full
         assert "disk_limit_bytes is 1e+05" in disk and "host_memory_limit_bytes is 100" in host
-        assert "is not copied: compile the model again" in copied
     assert list(tmp_path.iterdir()) == []
 
 

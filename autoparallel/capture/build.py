@@ -8,7 +8,9 @@ import re
 import threading
 import warnings
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
 from typing import Any
 
 import torch
@@ -37,6 +39,8 @@ from autoparallel.garbage import collected_later
 
 #: Held while a model is traced: torch.export is for one thread at a time, and our state of a trace too.
 _ONE_AT_A_TIME = threading.RLock()
+#: Within `once_each`, the graphs of the calls captured there, with what their keys are the ids of.
+_KEPT: ContextVar[dict[object, tuple[object, OpGraph]] | None] = ContextVar("kept captures", default=None)
 PLACEHOLDERS = {InputKind.PARAMETER: "parameter", InputKind.BUFFER: "buffer", InputKind.CONSTANT_TENSOR: "buffer",
                 InputKind.USER_INPUT: "input"}
 
@@ -69,6 +73,16 @@ def call_text(args: Sequence[Any], kwargs: Mapping[str, Any]) -> str:
 
 
 @collected_later()
+@contextmanager
+def once_each() -> Iterator[None]:
+    """In here a call of the same objects (model, tensors) is captured once: of models that nobody changes meanwhile."""
+    token = _KEPT.set({})
+    try:
+        yield
+    finally:
+        _KEPT.reset(token)
+
+
 def capture(model: torch.nn.Module, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None,
             numbers: Sequence[int] = ()) -> OpGraph:
     """Trace and normalise ``model(*args, **kwargs)``, in the model's present mode (train or eval).
@@ -79,10 +93,17 @@ def capture(model: torch.nn.Module, args: Sequence[Any] = (), kwargs: Mapping[st
     dense.
     """
     args, kwargs = canonical_call(args, kwargs or {})
-    refuse_other_layouts(pytree.tree_leaves((args, kwargs)))
+    leaves, spec = pytree.tree_flatten((args, kwargs))
+    refuse_other_layouts(leaves)
+    kept, key = _KEPT.get(), (id(model), tuple(map(id, leaves)), str(spec), tuple(numbers))
+    if kept is not None and key in kept:
+        return kept[key][1]
     try:
         with _ONE_AT_A_TIME:
-            return _captured(model, args, kwargs, tuple(numbers))
+            graph = _captured(model, args, kwargs, tuple(numbers))
+            if kept is not None:
+                kept[key] = (model, leaves), graph
+            return graph
     except CaptureError as error:
         error.args = (f"{error}\n  This call: {call_text(args, kwargs)}",)
         raise

@@ -41,9 +41,10 @@ class CandidateBounds:
         #: By pipeline and micro-batches, of which candidates have a few hundred.
         self._in_flight: dict[tuple[object, ...], np.ndarray] = {}
 
-    def least_bytes(self, candidate: Candidate) -> float:
-        """A lower bound of peak bytes: state and tensors live between forward and backward, divided evenly over the
-        devices of a stage, and over the ranks of a pipeline so that the fullest has the least.
+    def least_bytes(self, candidate: Candidate, times: float = 1.0) -> float:
+        """A lower bound of peak bytes, were activations ``times`` as large: state and tensors live between forward and
+        backward, divided evenly over the devices of a stage, and over the ranks of a pipeline so that the fullest has
+        the least.
 
         Let rank r take d_r bytes for all blocks, and e_r bytes of what lies outside of blocks, E together. Of the
         blocks it takes at most the share (L - e_r) / d_r, if no rank exceeds L bytes; these shares add up to 1 or more,
@@ -52,8 +53,8 @@ class CandidateBounds:
         h, devices = candidate.hybrid, math.prod(candidate.mesh_shape)
         kept = self._kept(h)
         held = np.zeros(h.pipeline_ranks) if h.recompute == "offload" else self._held(h)  # else in the host's memory
-        blocks = kept["state", True] + kept["micro_batch", True] / h.micro_batches * held
-        ends = kept["state", False] + kept["micro_batch", False] / h.micro_batches
+        blocks = kept["state", True] + times * kept["micro_batch", True] / h.micro_batches * held
+        ends = kept["state", False] + times * kept["micro_batch", False] / h.micro_batches
         if not blocks.all():
             return float(ends / h.pipeline_ranks / devices)
         return float((1 + ends / blocks.max()) / (1 / blocks).sum() / devices)
@@ -66,9 +67,9 @@ class CandidateBounds:
         """The bound of its memory as a share of what no device may exceed."""
         return self.least_bytes(candidate) / self.limit_of(candidate)
 
-    def may_fit(self, candidate: Candidate) -> bool:
-        """Whether the bound of its memory does not rule the candidate out."""
-        return self.least_bytes(candidate) <= self.limit_of(candidate)
+    def may_fit(self, candidate: Candidate, times: float = 1.0) -> bool:
+        """Whether the bound of its memory does not rule the candidate out, were activations ``times`` as large."""
+        return self.least_bytes(candidate, times) <= self.limit_of(candidate)
 
     def work_s(self, candidate: Candidate) -> float:
         """A lower bound of the seconds of all micro-batches of the whole model on one rank: each op divided evenly over

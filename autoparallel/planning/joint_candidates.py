@@ -57,6 +57,16 @@ class Survey:
         return sum(math.isinf(c.estimate_s) for c in self.candidates)
 
 
+class Kept:
+    """What searches of one program on one cluster, for one optimizer, share: the reduced-depth model, its
+    micro-batches, and its prices by micro-batches, pipeline ranks and stage mesh, which step configurations share."""
+
+    def __init__(self, graph: OpGraph) -> None:
+        self.reduced_model: ReducedModel = reduced_model(graph)
+        self.split = Splits(self.reduced_model.graph)
+        self.prices, self.of_device = dict[object, Prices](), dict[object, Prices]()
+
+
 class JointSearch:
     """Estimates the candidates for one program on one cluster.
 
@@ -64,26 +74,25 @@ class JointSearch:
     that is known, beyond which no candidate is of use; ``by_hand``: combinations of plans by hand, with their steps;
     ``tell`` is called with the number of estimates after each.
     ``space`` enumerates candidates, ``bounds`` has their lower bounds, ``split`` the micro-batches of the reduced-depth
-    model.
+    model. ``kept``: of earlier searches.
     """
 
     def __init__(self, graph: OpGraph, cluster: Cluster, fixed: Fixed, optimizer: str, limit_bytes: float,
                  tell: Callable[[int], None] = lambda count: None, known_s: float = math.inf,
-                 wider_limits: tuple[float, float] | None = None, by_hand: Sequence[Candidate] = ()) -> None:
+                 wider_limits: tuple[float, float] | None = None, by_hand: Sequence[Candidate] = (),
+                 kept: Kept | None = None) -> None:
         self.tell, self.known_s, self.by_hand = tell, known_s, by_hand
         self.known: dict[Combination, Candidate] = {}
         self.cluster, self.optimizer, self.limit = cluster, optimizer, limit_bytes
-        self.reduced_model: ReducedModel = reduced_model(graph)
+        kept = kept or Kept(graph)
+        self.reduced_model, self.split = kept.reduced_model, kept.split
+        self._prices, self._of_device = kept.prices, kept.of_device
         batch = batch_size(graph)
         self.space = CandidateSpace(cluster, fixed, self.reduced_model.num_blocks, batch)
         self.mean_limit, most = wider_limits or (limit_bytes, limit_bytes)
         self.bounds = CandidateBounds(self.reduced_model, cluster, optimizer, limit_bytes, batch, most)
         self.step_bounds = StepBounds(self.reduced_model, cluster, self.bounds, self._prices_of_device,
                                       self.space.micro_batches)
-        self.split = Splits(self.reduced_model.graph)
-        #: By micro-batches, pipeline ranks and stage mesh, which candidates with other schedules share.
-        self._prices: dict[object, Prices] = {}
-        self._of_device: dict[object, Prices] = {}
 
     def _prices_of(self, micro_batches: int, ranks: int, shape: tuple[int, ...]) -> Prices:
         key = (micro_batches, ranks, shape)

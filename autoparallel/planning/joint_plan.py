@@ -8,9 +8,11 @@ from dataclasses import replace
 from functools import partial
 
 from autoparallel import clock
+from autoparallel.capture import OpGraph
 from autoparallel.errors import InfeasibleError, SearchError
 from autoparallel.partition import Splits, stages_of
 from autoparallel.planning.candidates import Candidate, First, Fixed
+from autoparallel.planning.joint_candidates import JointSearch, Kept
 from autoparallel.planning.joint_search import search_jointly
 from autoparallel.planning.one_mesh import RECOMPUTE_TRIES, ROUGH_S, plan_on
 from autoparallel.planning.options import Options
@@ -40,11 +42,8 @@ def plan_jointly(split: Splits, cluster: Cluster, mesh_shape: Sequence[int] | No
     graph = split.graph
     started, open_ = clock.now(), options.recompute in (None, "auto")
     deadline = started + options.time_limit_s
-    options = replace(options, recompute=None if open_ else options.recompute)
-    stages = None if options.pipeline_stages is None and options.stage_replicas is None else options.stages
-    fixed = Fixed(options.micro_batches, stages, options.schedule, options.recompute, options.zero_stage,
-                  tuple(mesh_shape) if mesh_shape is not None else None, options.replicas, copies=options.copies,
-                  **options.given)
+    fixed = fixed_by(options, mesh_shape)
+    options, stages = replace(options, recompute=fixed.recompute), fixed.pipeline_stages
 
     def in_full(candidate: Candidate, seconds: float, search: str = options.search) -> Plan:
         micro, end = split(candidate.hybrid.micro_batches), clock.now() + seconds
@@ -81,7 +80,7 @@ def plan_jointly(split: Splits, cluster: Cluster, mesh_shape: Sequence[int] | No
     found = search_jointly(graph, cluster, fixed, options.optimizer, options.limit_bytes(cluster),
                            options.time_limit_s, in_full, recompute_less if open_ else None,
                            [_again(plan) for plan in starts], options.progress, options.wider_limits(cluster),
-                           [_again(plan) for plan in by_hand])
+                           [_again(plan) for plan in by_hand], kept_of(split, cluster, options.optimizer))
     best = found.plan
     if open_ and best.hybrid.recompute != "none":
         ends = min(deadline, clock.now() + FEWER_S)
@@ -97,6 +96,31 @@ def plan_jointly(split: Splits, cluster: Cluster, mesh_shape: Sequence[int] | No
                    recorder=recorder, study=study)
 
 
+def times_that_may_fit(graph: OpGraph, cluster: Cluster, options: Options, most: float) -> int:
+    """How many times the program's batch a step may have by the bounds of all combinations' memory, if activations
+    grow with it: a power of two, at most ``most``; 0: not even the batch fits."""
+    search = JointSearch(graph, cluster, fixed_by(options, None), options.optimizer, options.limit_bytes(cluster),
+                         wider_limits=options.wider_limits(cluster))
+    found, left = 0, search.space.first_round()
+    while 2 * max(found, 0.5) <= most and (left := [c for c in left if search.bounds.may_fit(c, max(1, 2 * found))]):
+        found = max(1, 2 * found)
+    return found
+
+
+def kept_of(split: Splits, cluster: Cluster, optimizer: str) -> Kept:
+    """What joint searches of a program share."""
+    return split.once(("joint search", id(cluster), optimizer), lambda: Kept(split.graph))
+
+
+def fixed_by(options: Options, mesh_shape: Sequence[int] | None) -> Fixed:
+    """What the options and a mesh leave no choice of."""
+    stages = None if options.pipeline_stages is None and options.stage_replicas is None else options.stages
+    return Fixed(options.micro_batches, stages, options.schedule,
+                 None if options.recompute == "auto" else options.recompute, options.zero_stage,
+                 tuple(mesh_shape) if mesh_shape is not None else None, options.replicas, copies=options.copies,
+                 **options.given)
+
+
 def _again(plan: Plan) -> Candidate:
     """The combination of a plan, to begin with its strategies."""
     return Candidate(replace(plan.hybrid, cuts=()), plan.mesh_shape, plan.prediction.step_s, plan.strategies_on)
@@ -106,4 +130,4 @@ def _with_others(recorder: Callable[[], Record], trials: tuple[Trial, ...], othe
     return replace(recorder(), trials=trials, alternatives=others)
 
 
-__all__ = ["plan_jointly"]
+__all__ = ["fixed_by", "kept_of", "plan_jointly", "times_that_may_fit"]

@@ -15,7 +15,7 @@ from autoparallel import clock
 from autoparallel.capture import OpGraph
 from autoparallel.errors import AutoparallelError, InfeasibleError, SearchError
 from autoparallel.planning.candidates import Candidate, Combination, Fixed
-from autoparallel.planning.joint_candidates import JointSearch, Survey
+from autoparallel.planning.joint_candidates import JointSearch, Kept, Survey
 from autoparallel.plans import Hybrid, Plan
 from autoparallel.plans.record import Trial
 from autoparallel.search import NotRepairedError, Progress
@@ -69,7 +69,7 @@ def search_jointly(
     graph: OpGraph, cluster: Cluster, fixed: Fixed, optimizer: str, limit_bytes: float, time_limit_s: float,
     in_full: InFull, recompute_less: RecomputeLess | None = None, starts: Sequence[Candidate] = (),
     progress: Progress | None = None, wider_limits: tuple[float, float] | None = None,
-    by_hand: Sequence[Candidate] = (),
+    by_hand: Sequence[Candidate] = (), kept: Kept | None = None,
 ) -> JointResult:
     """The best plan over all combinations that ``fixed`` leaves open.
 
@@ -79,8 +79,8 @@ def search_jointly(
     (``recompute_less``; None: all or nothing). The remaining time goes to a full search from the best ones.
     ``progress`` is told of each estimate and plan, with the best step so far and the bound on that of all
     combinations. ``wider_limits``: bytes of the mean device and of the largest, of which pipelines make use, where
-    ``limit_bytes`` is that of the smallest. ``by_hand``: combinations of plans by hand, with their steps. Raises
-    InfeasibleError if nothing fits, or nothing was planned in time.
+    ``limit_bytes`` is that of the smallest. ``by_hand``: combinations of plans by hand, with their steps. ``kept``: of
+    other searches of the program. Raises InfeasibleError if nothing fits, or nothing was planned in time.
     """
     started, bound_s = clock.now(), -math.inf
 
@@ -90,7 +90,7 @@ def search_jointly(
 
     search = JointSearch(graph, cluster, fixed, optimizer, limit_bytes,
                          lambda count: tell(f"{count} combination{'s' * (count != 1)} estimated"),
-                         min((c.estimate_s for c in starts), default=math.inf), wider_limits, by_hand)
+                         min((c.estimate_s for c in starts), default=math.inf), wider_limits, by_hand, kept)
     trials = _TrialPlans(in_full, search.estimate, tell, search.step_bounds.step_s)
     trials.left += starts
     trials.sure |= {c.key for c in starts}

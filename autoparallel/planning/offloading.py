@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator
 from dataclasses import replace
+from typing import Protocol
 
 from autoparallel import clock
 from autoparallel.errors import InfeasibleError, PlanError, SearchError
@@ -29,20 +30,34 @@ ON_DISK = tuple(place for place in PLACES if offload_of(place).states == "disk")
 Make = Callable[[Options], Plan]
 
 
-def fastest_tier(options: Options, cluster: Cluster, make: Make, state: TrainingState | None = None) -> Plan:
+class Bounds(Protocol):
+    """Which searches are in vain."""
+
+    def may_fit(self, options: Options) -> bool:
+        """Whether a plan with these options may fit."""
+
+    def may_beat(self, options: Options, seconds: float) -> bool:
+        """Whether its step may take less than so many seconds."""
+
+
+def fastest_tier(options: Options, cluster: Cluster, make: Make, state: TrainingState | None = None,
+                 bounds: Bounds | None = None) -> Plan:
     """The fastest of the plans by ``make`` with states on the device, on the host in part or whole, and with parameters
     there; on disk only where none of these fits: states alone, then gradients and parameters on the host, then these on
     disk too. Tiers are left out where memory does not bind, where ``state`` (all parameters, gradients and optimizer
-    states, in bytes) exceeds what its hosts have, or where the cluster's description does not say how fast they are.
-    Raises InfeasibleError (that of the device) if none fits."""
-    return _Tiers(options, cluster, make, state).fastest()
+    states, in bytes) exceeds what its hosts have, where the cluster's description does not say how fast they are, or
+    where ``bounds`` rule them out: then parts of the states are tried first, and what more leaves the device only where
+    it may be faster. Raises InfeasibleError (that of the device) if none fits."""
+    return _Tiers(options, cluster, make, state, bounds).fastest()
 
 
 class _Tiers:
     """The plans of one call by tier. ``why``: of tiers without one, the reason."""
 
-    def __init__(self, options: Options, cluster: Cluster, make: Make, state: TrainingState | None) -> None:
-        self.options, self.make, self.cluster, self.state = options, make, cluster, state
+    def __init__(self, options: Options, cluster: Cluster, make: Make, state: TrainingState | None,
+                 bounds: Bounds | None) -> None:
+        self.options, self.make, self.cluster, self.state, self.bounds = options, make, cluster, state, bounds
+        self.most_s = math.inf    # of a plan that is of use
         self.ends = clock.now() + options.time_limit_s
         self.tiers = [tier for tier in _known(cluster) if tier in options.tiers]
         self.nothing = f"the description of {cluster.name} has no rates of its hosts for offload='host' or 'disk'"
@@ -52,14 +67,15 @@ class _Tiers:
         try:
             if said := self._exceeded(ON_DEVICE):
                 raise InfeasibleError(f"no plan fits: {said}")
-            here = self._plan("none")
+            here = self._plan(self._within("none"))
         except InfeasibleError as error:
             return self._elsewhere(error)
         if not _binds(here):
             return here
+        self.most_s = (1 - LEAST_GAIN) * _step_s(here)
         self._try_tiers()
         best = min(self.found, key=_least, default=here)
-        if best is here or _step_s(best) >= (1 - LEAST_GAIN) * _step_s(here):
+        if best is here or _step_s(best) >= self.most_s:
             return here
         return _because(best, f"{_step_s(here) / _step_s(best):.2f} times as fast as with states in device memory, "
                         "which bind it")
@@ -74,8 +90,11 @@ class _Tiers:
         raise error
 
     def _try_tiers(self) -> None:
-        """On the host: all, then as few as memory requires; with parameters, where recompute or nothing else fits."""
-        if "host" in self.tiers and self._add("host"):
+        """On the host: all, and as few as memory requires; with parameters, where recompute or nothing else fits."""
+        if "host" in self.tiers and self.bounds is not None:
+            self._fewer()
+            self._add("host")
+        elif "host" in self.tiers and self._add("host"):
             self._fewer()
         binds = not self.found or any(plan.hybrid.recompute != "none" for plan in self.found)
         if "parameters" in self.tiers and binds:
@@ -89,12 +108,18 @@ class _Tiers:
                 return
 
     def _add(self, tier: str, fraction: float | None = None) -> bool:
-        """Whether a plan was found."""
-        if said := self._exceeded(offload_of(tier, fraction or 1.0)):
+        """Whether a plan was found, or would be of no use if it were."""
+        within, best_s = self._within(tier, fraction), min(map(_step_s, self.found), default=self.most_s)
+        said = self._exceeded(offload_of(tier, fraction or 1.0))
+        if not said and self.bounds is not None and not self.bounds.may_fit(within):
+            said = "no combination of pipeline, mesh and micro-batches fits"
+        if said:
             self.why.append(f"offload={tier!r}: {said}")
             return False
+        if self.bounds is not None and best_s < math.inf and not self.bounds.may_beat(within, best_s):
+            return True
         try:
-            self.found.append(self._plan(tier, fraction))
+            self.found.append(self._plan(within))
         except (InfeasibleError, SearchError, PlanError) as error:
             self.why.append(f"offload={tier!r}: {error}")
             return False
@@ -125,12 +150,16 @@ class _Tiers:
             else:
                 low = middle + 1
 
-    def _plan(self, tier: str, fraction: float | None = None) -> Plan:
-        """The plan with states in a tier. Raises InfeasibleError, also for one by hand that does not fit."""
+    def _within(self, tier: str, fraction: float | None = None) -> Options:
+        """The options of plans with states in a tier, with the time that is left."""
         left = max(LEAST_SHARE * self.options.time_limit_s, self.ends - clock.now())
         within = replace(self.options, offload=tier, offload_fraction=fraction, time_limit_s=left)
         if within.tier.moves_parameters and within.by_hand is None:
             within = replace(within, zero_stage=3 if within.zero_stage is None else within.zero_stage)
+        return within
+
+    def _plan(self, within: Options) -> Plan:
+        """The plan. Raises InfeasibleError, also for one by hand that does not fit."""
         made = self.make(within)
         limit = made.prediction.limit_bytes
         if self.options.by_hand is not None and 0 < limit < made.prediction.peak_bytes:

@@ -24,6 +24,7 @@ from autoparallel.planning.offloading import fastest_tier
 from autoparallel.planning.options import Options
 from autoparallel.planning.plan_by_hand import plan_by_hand
 from autoparallel.planning.study import JointStudy
+from autoparallel.planning.tier_bounds import TierBounds
 from autoparallel.planning.tuned import tuned
 from autoparallel.planning.usual import UsualPlans, pricing_of, usual_plans
 from autoparallel.plans import Plan
@@ -82,7 +83,9 @@ def _planned(split: Splits, cluster: Cluster, mesh_shape: Sequence[int] | None, 
     if options.offload == "auto":
         return fastest_tier(options, cluster,
                             lambda chosen: _planned(split, cluster, mesh_shape, axis_names, joint, chosen),
-                            whole_state(split.graph, cluster, options))
+                            whole_state(split.graph, cluster, options),
+                            TierBounds(split, cluster, tuple(mesh_shape) if mesh_shape is not None else None)
+                            if joint and options.by_hand is None else None)
     if options.by_hand is not None:
         return plan_by_hand(split, cluster, options, options.by_hand)
     if joint:

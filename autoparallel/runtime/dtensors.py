@@ -130,16 +130,18 @@ def _like(value: DTensor, tensor: DTensor) -> bool:
 
 
 def _copied(tensor: DTensor, memo: dict[int, Any]) -> Any:
-    """``copy.deepcopy``: of a parameter without its gradient, as torch does of plain ones; and of a shard that is a
-    view, for which torch copies memory that a DTensor has not."""
+    """``copy.deepcopy``: of a parameter without its gradient, as torch does of plain ones, in the memory in which it
+    lives; and of a shard that is a view, for which torch copies memory that a DTensor has not."""
     parameter = isinstance(tensor, torch.nn.Parameter)
     if not is_watched(tensor) or not tensor.is_leaf or not (parameter or tensor._local_tensor.storage_offset()):
         return torch.Tensor.__deepcopy__(tensor, memo)
     if id(tensor) not in memo:
-        copy: Any = tensor.detach().clone()
+        keep = deepcopy(getattr(tensor, KEPT, None), memo)
+        copy: Any = tensor.detach().clone() if keep is None or tensor.is_meta else \
+            DTensor(keep(tensor._local_tensor), tensor._spec, requires_grad=False)
         memo[id(tensor)] = copy = torch.nn.Parameter(copy, tensor.requires_grad) if parameter else copy
-        if parameter and hasattr(tensor, KEPT):
-            setattr(copy, KEPT, deepcopy(getattr(tensor, KEPT), memo))
+        if keep is not None:
+            setattr(copy, KEPT, keep)
     return memo[id(tensor)]
 
 

@@ -1,7 +1,8 @@
 """Parameters and gradients on disk: tensors in a file without a name that is mapped into memory.
 
 The system reads what is used, keeps of it what memory is free, and writes back what was changed; none of it counts as
-memory of the process's own. There are no checksums: a disk that fails ends the process (SIGBUS)."""
+memory of the process's own. There are no checksums, since they could not tell whoever writes to a tensor in place from
+a disk that fails; one that reports an error ends the process (SIGBUS)."""
 
 from __future__ import annotations
 
@@ -17,7 +18,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from autoparallel.errors import InputError
 from autoparallel.runtime.offload.files import made
 from autoparallel.schedule.tiers import BLOCK_BYTES, padded
 
@@ -34,7 +34,9 @@ class MappedFiles:
         self._add([_room(size) for size in sizes])
 
     def __deepcopy__(self, memo: dict[int, Any]) -> MappedFiles:
-        raise InputError("a module with parameters or gradients on disk is not copied: compile the model again")
+        """Of a copied module: a file for each of its parameters and gradients, allocated when it comes."""
+        made = memo[id(self)] = MappedFiles(self.folder, ())
+        return made
 
     def empty(self, shape: torch.Size, dtype: torch.dtype) -> Tensor:
         """A tensor on disk, with any values."""

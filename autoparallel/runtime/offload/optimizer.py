@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from itertools import chain
@@ -15,6 +15,7 @@ from torch import Tensor
 
 from autoparallel.errors import InputError, shown
 from autoparallel.kernels import host_copies
+from autoparallel.runtime.agree import made_equally
 from autoparallel.runtime.offload.gradients import HostGradients
 from autoparallel.runtime.offload.mapped import MappedFiles
 from autoparallel.runtime.offload.stores import Disk, Memory, Store
@@ -51,6 +52,19 @@ class _Part:
     def __init__(self, regions: Sequence[Region], tile_bytes: int, make: Callable[[int], Store], on_host: bool) -> None:
         self.regions, self.tiles, self.on_host = regions, tiles_of(regions, tile_bytes), on_host
         self.store = make(self.tiles[-1].end)
+
+    def region(self, number: int) -> Region | None:
+        """That of a parameter by its number in the optimizer; None: its states are in another part."""
+        at = number - self.regions[0].parameter
+        return self.regions[at] if 0 <= at < len(self.regions) else None
+
+    def load(self, tile: Tile, states: Mapping[int, Mapping[str, Any]], parameters: Sequence[Tensor]) -> None:
+        """Fill a tile by states of whole shards, by parameter and name."""
+        for region in tile.regions:
+            for name, view in self.store.views(tile, region, parameters[region.parameter].dtype).items():
+                if name in (entries := states.get(region.parameter, {})):
+                    view.copy_(local_of(entries[name]).reshape(-1)[region.start : region.stop])
+        self.store.write(tile)
 
 
 class _Entries(Mapping[str, Any]):
@@ -90,12 +104,12 @@ class OffloadedOptimizer(torch.optim.Optimizer):
         self._take_options(kind, options)
         self.offload, self._prefetch, self._gradients, self._files = offload, prefetch, gradients, files
         self.kind: Any = kind
-        self.threads = threads
-        self._parameters = [p for group in self.param_groups for p in group["params"]]
-        self._group_of = [number for number, group in enumerate(self.param_groups) for _ in group["params"]]
-        self._names = [names_of(kind, group, torch.float32) for group in self.param_groups]
+        self.threads, self._limits = threads, limits
+        self._parameters, self._group_of = list[Tensor](), list[int]()
+        self._names = list[tuple[tuple[str, ...], tuple[str, ...]]]()  # by group, as `names_of` has them
         self._scalars: dict[int, dict[str, Any]] = {}  # by parameter that has states
-        self._parts = self._divided(limits)
+        self._parts = list[_Part]()
+        self._lay_out(0)
         self._sealed = True
 
     def _take_options(self, kind: Any, options: Mapping[str, Any]) -> None:
@@ -108,33 +122,46 @@ class OffloadedOptimizer(torch.optim.Optimizer):
             group.update({key: value for key, value in full.items() if key != "params"})
         self.defaults = template.defaults
 
-    def _divided(self, limits: Limits) -> list[_Part]:
-        """The shards in two parts: the offloaded one, and what stays on the device."""
-        sizes, widths = [local_of(p).numel() for p in self._parameters], [p.element_size() for p in self._parameters]
+    def _lay_out(self, first_group: int) -> None:
+        """Lay out the states of the groups from the first on, in parts of their own."""
+        groups = self.param_groups[first_group:]
+        parameters = [p for group in groups for p in group["params"]]
+        names = [names_of(self.kind, group, torch.float32) for group in groups]
+        kept = list(dict.fromkeys(name for _, elements in names for name in elements))
+        self._parts += self._divided(parameters, kept)
+        self._parameters += parameters
+        self._group_of += [number for number, group in enumerate(groups, first_group) for _ in group["params"]]
+        self._names += names
+
+    def _divided(self, parameters: Sequence[Tensor], names: Sequence[str]) -> list[_Part]:
+        """The shards of more parameters in two parts: the offloaded one, and what stays on the device."""
+        sizes, widths = [local_of(p).numel() for p in parameters], [p.element_size() for p in parameters]
         moved = [int(self.offload.moved(size, width)) for size, width in zip(sizes, widths, strict=True)]
-        names = list(dict.fromkeys(name for _, elements in self._names for name in elements))
-        device, tile_bytes = local_of(self._parameters[0]).device, self.offload.tile_bytes
+        device, tile_bytes, first = local_of(parameters[0]).device, self.offload.tile_bytes, len(self._parameters)
 
         def make(num_bytes: int) -> Store:
             if self.offload.states == "host":
                 return Memory(names, num_bytes, torch.device("cpu"), "host")
-            assert limits.disk_path is not None
-            return Disk(names, num_bytes, tile_bytes, limits.disk_path)
+            assert self._limits.disk_path is not None
+            return Disk(names, num_bytes, tile_bytes, self._limits.disk_path)
 
-        away = regions_of([(0, count) for count in moved], widths)
-        self._check_limits(limits, len(names), int(padded(max(r.end for r in away), BLOCK_BYTES)))
+        away = regions_of([(0, count) for count in moved], widths, first)
+        self._check_limits([*self._parameters, *parameters], len(names),
+                           int(padded(max(r.end for r in away), BLOCK_BYTES)))
         parts = [_Part(away, tile_bytes, make, on_host=True)]
         if any(count < size for count, size in zip(moved, sizes, strict=True)):
-            rest = regions_of(list(zip(moved, sizes, strict=True)), widths)
+            rest = regions_of(list(zip(moved, sizes, strict=True)), widths, first)
             parts.insert(0, _Part(rest, 2**62, lambda size: Memory(names, size, device, "device"), on_host=False))
         return parts
 
-    def _check_limits(self, limits: Limits, count: int, num_bytes: int) -> None:
-        on_disk = self.offload.states == "disk"
-        host = count * (buffer_bytes(num_bytes, self.offload.tile_bytes) if on_disk else num_bytes)
-        disk = (count * num_bytes if on_disk else 0) + (0 if self._files is None else self._files.num_bytes)
+    def _check_limits(self, parameters: Sequence[Tensor], count: int, num_bytes: int) -> None:
+        """``num_bytes`` of each of ``count`` states more, with those there are."""
+        on_disk, limits, before = self.offload.states == "disk", self._limits, _states_by_tier(self._parts)
+        host = before["host"] + count * (buffer_bytes(num_bytes, self.offload.tile_bytes) if on_disk else num_bytes)
+        disk = before["disk"] + (count * num_bytes if on_disk else 0)
+        disk += 0 if self._files is None else self._files.num_bytes
         there = [what for what in self.offload.in_tier("host") if what != "optimizer states"]
-        host += len(there) * sum(local_of(p).nbytes for p in self._parameters if p.requires_grad)
+        host += len(there) * sum(local_of(p).nbytes for p in parameters if p.requires_grad)
         there.append("tiles of optimizer states" if on_disk else "optimizer states")
         for name, needed, limit, some in (
                 ("host_memory_limit_bytes", host, limits.host_bytes, there),
@@ -251,7 +278,8 @@ class OffloadedOptimizer(torch.optim.Optimizer):
             return self._scalars[number][name]
         self._check_whole()
         parameter = self._parameters[number]
-        parts = [part.store.whole(part.regions[number], parameter.dtype)[name] for part in self._parts]
+        parts = [part.store.whole(region, parameter.dtype)[name] for part in self._parts
+                 if (region := part.region(number)) is not None]
         local = local_of(parameter)
         flat = parts[0] if len(parts) == 1 else torch.cat([part.to(local.device) for part in reversed(parts)])
         return as_sharded(parameter, flat.view(local.shape))
@@ -278,16 +306,9 @@ class OffloadedOptimizer(torch.optim.Optimizer):
         self._broken = "load_state_dict did not end"
         for part in self._parts:
             for tile in part.tiles:
-                self._load_tile(part, tile, states)
+                part.load(tile, states, self._parameters)
         self._broken, self._scalars = "", {}
         self._made({number: self._scalars_in(number, entries) for number, entries in states.items()})
-
-    def _load_tile(self, part: _Part, tile: Tile, states: Mapping[int, Mapping[str, Any]]) -> None:
-        for region in tile.regions:
-            for name, view in part.store.views(tile, region, self._parameters[region.parameter].dtype).items():
-                if name in (entries := states.get(region.parameter, {})):
-                    view.copy_(local_of(entries[name]).reshape(-1)[region.start : region.stop])
-        part.store.write(tile)
 
     def _scalars_in(self, number: int, entries: Mapping[str, Any]) -> dict[str, Any]:
         scalars = {name: copied(value) for name, value in entries.items() if name not in self._elements_of(number)}
@@ -314,10 +335,7 @@ class OffloadedOptimizer(torch.optim.Optimizer):
         """Bytes of states by tier on this rank ("device", "host", "disk"), counted by storages and files; on the host
         with the tiles of states on disk, or with the gradients and parameters that are there, as they were at most. On
         a machine without accelerators device and host are the same memory."""
-        found = dict.fromkeys(("device", "host", "disk"), 0)
-        for part in self._parts:
-            for tier, num_bytes in part.store.tier_bytes().items():
-                found[tier] += num_bytes
+        found = _states_by_tier(self._parts)
         on_host = self._gradients is not None and self.offload.gradients == "host"
         found["host"] += max(self._others, self._gradients.largest_bytes if self._gradients and on_host else 0)
         found["disk"] += 0 if self._files is None else self._files.num_bytes
@@ -330,15 +348,29 @@ class OffloadedOptimizer(torch.optim.Optimizer):
             part.store.close()
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        if self._sealed:
-            raise InputError("the states of an offloaded optimizer are laid out when it is made: give all parameter "
-                             "groups to parallel.optimizer(kind, groups, ...)")
+        """As torch's; all ranks call this. Raises InputError on all, with nothing changed, where the states of the
+        group do not fit into the limits or onto the disk."""
         super().add_param_group(param_group)
+        if not self._sealed:
+            return
+        try:
+            made_equally("a parameter group", lambda: self._lay_out(len(self.param_groups) - 1), lambda _: "")
+        except BaseException:
+            self.param_groups.pop()
+            raise
 
     def _check_whole(self) -> None:
         if self._broken:
             raise InputError(f"the optimizer's states are not whole ({self._broken}): load the last checkpoint with a "
                              "new optimizer, parallel.load(folder, parallel.optimizer(...))")
+
+
+def _states_by_tier(parts: Iterable[_Part]) -> dict[str, int]:
+    found = dict.fromkeys(("device", "host", "disk"), 0)
+    for part in parts:
+        for tier, num_bytes in part.store.tier_bytes().items():
+            found[tier] += num_bytes
+    return found
 
 
 def _others_on_host(offload: Offload, parameters: Sequence[Tensor], gradients: Sequence[Tensor | None]) -> int:

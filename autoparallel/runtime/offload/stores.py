@@ -66,7 +66,7 @@ class Memory:
         return self.whole(region, dtype)
 
     def whole(self, region: Region, dtype: torch.dtype) -> States:
-        return {name: kept[region.offset : region.end].view(dtype) for name, kept in self._kept.items()}
+        return {name: _alone(kept, region, dtype) for name, kept in self._kept.items()}
 
     def tier_bytes(self) -> Mapping[str, int]:
         return {self.tier: sum(kept.untyped_storage().nbytes() for kept in self._kept.values())}
@@ -143,6 +143,13 @@ class Disk:
 
 def _sum(memory: memoryview) -> int:
     return int(np.frombuffer(memory, np.int64).sum())  # numpy's: torch's would take threads of the step's
+
+
+def _alone(kept: Tensor, region: Region, dtype: torch.dtype) -> Tensor:
+    """A region's memory as a storage of its own: `torch.save` writes whole storages, and takes no DTensor of a shard
+    that begins within one."""
+    own = kept.untyped_storage()[region.offset : region.end]
+    return torch.empty(0, dtype=dtype, device=kept.device).set_(own, 0, (region.size,), (1,))
 
 
 def _tensor(memory: mmap.mmap, dtype: torch.dtype, offset: int, count: int) -> Tensor:

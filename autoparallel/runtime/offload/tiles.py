@@ -41,10 +41,10 @@ class Tile:
     regions: tuple[Region, ...]
 
 
-def regions_of(bounds: Sequence[tuple[int, int]], item_bytes: Sequence[int]) -> tuple[Region, ...]:
-    """A region for each parameter, of its elements between ``bounds``; empty ones too."""
+def regions_of(bounds: Sequence[tuple[int, int]], item_bytes: Sequence[int], first: int = 0) -> tuple[Region, ...]:
+    """A region for each parameter from number ``first`` on, of its elements between ``bounds``; empty ones too."""
     found, offset = list[Region](), 0
-    for number, ((start, stop), width) in enumerate(zip(bounds, item_bytes, strict=True)):
+    for number, ((start, stop), width) in enumerate(zip(bounds, item_bytes, strict=True), first):
         found.append(Region(number, start, stop, width, offset))
         offset = int(padded(found[-1].end))
     return tuple(found)

@@ -1,0 +1,61 @@
+"""Whether a joint search with training state in a tier is worth its time: by bounds, then by estimates."""
+
+from __future__ import annotations
+
+from autoparallel import clock
+from autoparallel.partition import Splits
+from autoparallel.planning.joint_candidates import JointSearch
+from autoparallel.planning.joint_plan import fixed_by, kept_of
+from autoparallel.planning.options import Options
+from autoparallel.pricing.op_costs import kept_precision
+from cost_models import Cluster
+from cost_models.offload import host_step
+
+#: The share of the time limit in which combinations are estimated.
+ESTIMATING = 0.25
+
+
+class TierBounds:
+    """Of one program on one cluster, on any mesh, or on that of ``mesh_shape``."""
+
+    def __init__(self, split: Splits, cluster: Cluster, mesh_shape: tuple[int, ...] | None) -> None:
+        self.split, self.cluster, self.mesh_shape = split, cluster, mesh_shape
+
+    def may_fit(self, options: Options) -> bool:
+        """Whether a combination is left by the bounds of their memory."""
+        search = self._search(options, float("inf"))
+        return any(map(search.bounds.may_fit, search.space.first_round()))
+
+    def may_beat(self, options: Options, seconds: float) -> bool:
+        """Whether some combination may take less than so many seconds a step: by work that is divided evenly over all
+        devices, then by estimates on the reduced-depth model, as the joint search makes them."""
+        search = self._search(options, seconds)
+        may_fit = [c for c in search.space.first_round() if search.bounds.may_fit(c)]
+        work_s = min((search.bounds.work_s(c) / c.hybrid.pipeline_ranks for c in may_fit), default=float("inf"))
+        if work_s + self.update_s(options) >= seconds:
+            return False
+        found = search.run(clock.now() + ESTIMATING * options.time_limit_s)
+        return any(candidate.estimate_s < seconds for candidate in found.candidates)
+
+    def update_s(self, options: Options) -> float:
+        """A lower bound of the optimizer's step: what leaves the device of each parameter, divided evenly."""
+        away, found = options.tier, 0.0
+        if not away.is_away:
+            return found
+        for node in self.split.graph.of_kind("parameter"):
+            if (meta := node.outputs[0]).requires_grad:
+                step = host_step(meta.num_elements * away.fraction / self.cluster.num_devices,
+                                 kept_precision(meta, self.cluster), options.optimizer, self.cluster,
+                                 away.states == "disk", away.moves_gradients, away.moves_parameters,
+                                 away.in_tier("disk"))
+                found += float(step.total_s)
+        return found
+
+    def _search(self, options: Options, known_s: float) -> JointSearch:
+        return JointSearch(self.split.graph, self.cluster, fixed_by(options, self.mesh_shape), options.optimizer,
+                           options.limit_bytes(self.cluster), known_s=known_s,
+                           wider_limits=options.wider_limits(self.cluster),
+                           kept=kept_of(self.split, self.cluster, options.optimizer))
+
+
+__all__ = ["TierBounds"]
