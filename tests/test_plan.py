@@ -285,6 +285,15 @@ def test_tensor_parallel_is_two_all_reduces_per_layer_each_way() -> None:
     }
 
 
+@pytest.mark.parametrize("how", [{"baseline": "tensor_parallel", "mesh_shape": (2,)}, {"by_hand": "tp=2"}], ids=str)
+def test_tensor_parallel_cuts_matrices_that_autocast_converts(how: dict[str, Any]) -> None:
+    model = torch.nn.Sequential(torch.nn.Linear(64, 256), torch.nn.ReLU(), torch.nn.Linear(256, 64))
+    with torch.autocast("cpu", torch.bfloat16):
+        made = autoparallel.plan(model, Cluster.load("h100-sxm", num_devices=2),
+                                 example_inputs=(torch.zeros(8, 16, 64),), **how)
+    assert [name for key, (name, *_) in made.strategies.items() if key.startswith("linear")] == ["n", "k"]
+
+
 def test_sequence_parallel_is_pairs_instead() -> None:
     """An all-gather before each pair of products and before the head, a reduce-scatter after each pair.
 

@@ -16,6 +16,7 @@ from typing import Any
 
 import torch
 
+#: Of bias and weight: the order in which autograd has those of a linear layer.
 Gradients = tuple[torch.Tensor | None, torch.Tensor | None]
 
 
@@ -32,7 +33,7 @@ class _State:
         gradients, where they are differentiated)."""
         (compute, self.gradients), (placeholder, self.placeholder) = (self.gradients, None), (self.placeholder, None)
         assert compute is not None and placeholder is not None
-        for made, other in zip(compute(), carried, strict=False):
+        for made, other in zip(compute()[-len(carried):], carried, strict=True):
             if other is None or made is None:
                 yield made if other is None else other
             else:
@@ -75,12 +76,12 @@ class _Linear(torch.autograd.Function):
         rows = gradient.reshape(-1, gradient.shape[-1])
 
         def gradients() -> Gradients:
-            made = rows.t().mm(x.reshape(-1, x.shape[-1])) if of_weight else None
-            return made, rows.sum(0) if of_bias else None
+            summed = rows.sum(0) if of_bias else None
+            return summed, rows.t().mm(x.reshape(-1, x.shape[-1])) if of_weight else None
 
         input_gradient = rows.mm(weight).view(x.shape) if of_x else None
         if torch.is_grad_enabled():  # these are differentiated again
-            return None, input_gradient, *gradients()
+            return None, input_gradient, *gradients()[::-1]
         nothing = gradient.new_zeros(())  # in place of what `_Later` computes
         if of_weight or of_bias:
             ctx.state.gradients, ctx.state.placeholder = gradients, nothing
@@ -91,8 +92,8 @@ class _Linear(torch.autograd.Function):
 def later(weight: torch.Tensor, bias: torch.Tensor | None = None) -> Later:
     """The parameters of a linear layer, whose gradients backward computes where it comes to this call."""
     state = _State()
-    made = _Later.apply(state, *(x for x in (weight, bias) if x is not None))
-    return Later(state, made[0], made[1] if bias is not None else None)
+    made = _Later.apply(state, *(x for x in (bias, weight) if x is not None))
+    return Later(state, made[-1], made[0] if bias is not None else None)
 
 
 def linear(x: torch.Tensor, parameters: Later) -> torch.Tensor:

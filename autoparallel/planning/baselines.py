@@ -38,6 +38,7 @@ from autoparallel.capture import TensorMeta
 from autoparallel.errors import PlanError
 from autoparallel.layout import Placement, RedistributionTable
 from autoparallel.layout.redistribution import ACTIONS, COLLECTIVES
+from autoparallel.pricing.chains import is_cast
 from autoparallel.strategies.space import StrategySpace, TensorUse
 from cost_models.compute import MATRIX
 
@@ -134,12 +135,12 @@ class Baseline:
 
     @cached_property
     def _of_parameters(self) -> frozenset[int]:
-        """Parameters, shared reads of them and their views."""
+        """Parameters, shared reads of them, their views and casts."""
         found: set[int] = set()
-        for decision, s in zip(self.space.decisions, self.space.strategy_sets, strict=True):
-            passes_on = decision.kind == "shared_read" or (s.rule is not None and s.rule.alias)
+        for decision in self.space.decisions:
             sources = {use.source for use in self.space.uses_by.get(decision.index, ())}
-            if decision.kind == "parameter" or (passes_on and sources and sources <= found):
+            passes_on = _passes_on(self.space, decision.index) and sources <= found
+            if decision.kind == "parameter" or (passes_on and sources):
                 found.add(decision.index)
         return frozenset(found)
 
@@ -214,26 +215,30 @@ def step_penalty(role: str, of_parameter: bool, meta: TensorMeta, source: Placem
     return LITTLE if pair in ("PI", "PR", "IR") else 1.0  # statistics over the batch
 
 
+def _passes_on(space: StrategySpace, index: int) -> bool:
+    """Whether a decision's result is its input, in another form: a shared read, a view, a cast (as under autocast)."""
+    rule = space.strategy_sets[index].rule
+    return space.decisions[index].kind == "shared_read" or (rule is not None and (rule.alias or is_cast(space, index)))
+
+
 def _expert_parameters(space: StrategySpace) -> frozenset[int]:
-    """Decisions of parameters whose first dim numbers experts, also through views."""
+    """Decisions of parameters whose first dim numbers experts, also through views and casts."""
     found: set[int] = set()
     for use in reversed(space.uses):
         rule = space.strategy_sets[use.target].rule
-        passes_on = (rule is not None and rule.alias) or space.decisions[use.target].kind == "shared_read"
         numbered = rule is not None and rule.inputs[use.position][:1] == ("e",) and "e" in rule.sizes
-        if numbered or (passes_on and use.target in found):
+        if numbered or (use.target in found and _passes_on(space, use.target)):
             found.add(use.source)
     return frozenset(found)
 
 
 def _matrix_parameters(space: StrategySpace) -> frozenset[int]:
-    """Decisions of parameters that matrix products or convolutions read, also through views."""
+    """Decisions of parameters that matrix products or convolutions read, also through views and casts."""
     found: set[int] = set()
     for use in reversed(space.uses):
         rule = space.strategy_sets[use.target].rule
-        passes_on = (rule is not None and rule.alias) or space.decisions[use.target].kind == "shared_read"
         product = rule is not None and rule.op_class in ("matmul", "conv")
-        if product or (passes_on and use.target in found):
+        if product or (use.target in found and _passes_on(space, use.target)):
             found.add(use.source)
     return frozenset(found)
 

@@ -78,13 +78,14 @@ def with_losses(space: StrategySpace, found: Sequence[InChain | None]) -> list[I
         if decision.kind == "op" and LOSS in space.graph.nodes[decision.node].op_name:
             made[index] = InChain((), False, False, loss=True)
             source = space.uses_by[index][0].source
-            while _passes_on(space, source) or _is_cast(space, source):
-                made[source] = FREE if _is_cast(space, source) else made[source]
+            while _passes_on(space, source) or is_cast(space, source):
+                made[source] = FREE if is_cast(space, source) else made[source]
                 source = space.uses_by[source][0].source
     return made
 
 
-def _is_cast(space: StrategySpace, index: int) -> bool:
+def is_cast(space: StrategySpace, index: int) -> bool:
+    """Whether a decision changes a tensor's dtype and nothing else."""
     s = space.strategy_sets[index]
     if space.decisions[index].kind != "op" or not _is_one(space, index):
         return False

@@ -176,7 +176,8 @@ class _Builder:
         single = [self._buffer(buffer) for buffer in self.counts.buffers]
         if self.counts.hybrid.prefetches:
             single += [edge for use in self.space.uses if self.counts.prefetches(use) for edge in self._gathered(use)]
-        single += self._gradients() + self._in_tiers() + list(self.pricer.windows.edges(self.costs, self.chosen))
+        single += self.pricer.windows.edges(self.costs, self.chosen)
+        single += self._gradients() + self._in_tiers()    # last, where the record looks for them
         return Problem(self.nodes(), edges.followed_by(single), self.pricer.limit_bytes, "strategy space")
 
     def _picks(self) -> np.ndarray:

@@ -197,7 +197,7 @@ def memory_profile(pricer: SpacePricer, problem: Problem, strategies: Sequence[S
     """Bytes by kind on the fullest rank along a step, from the same rows by which the search judged memory."""
     space, counts = pricer.space, pricer.counts
     usages = problem.usages.take(problem.cells(pricer.choice_of(strategies)))
-    split = _split(pricer, strategies, usages)
+    split = _split(pricer, strategies, usages, problem.ends[:, 0])
     length = 2 * len(space) + 2
     begin, end = problem.intervals.T
     ranks = max(1, len(counts.hybrid.groups) if counts.hybrid.stages > 1 else 1)
@@ -209,8 +209,8 @@ def memory_profile(pricer: SpacePricer, problem: Problem, strategies: Sequence[S
     return _sampled(pricer, live[rank * length : rank * length + 2 * len(space) + 1] / pricer.live.share(rank))
 
 
-def _split(pricer: SpacePricer, strategies: Sequence[Strategy], usages: np.ndarray) -> np.ndarray:
-    """``usages`` of nodes and edges by kind; shape (nodes and edges, kinds)."""
+def _split(pricer: SpacePricer, strategies: Sequence[Strategy], usages: np.ndarray, sources: np.ndarray) -> np.ndarray:
+    """``usages`` of nodes and edges by kind; shape (nodes and edges, kinds). ``sources``: of the edges."""
     space, counts, numbers = pricer.space, pricer.counts, pricer.costs.kinds.numbers(strategies)
     found = np.zeros((len(usages), len(KINDS)))
     column = {kind: number for number, kind in enumerate(KINDS)}
@@ -241,7 +241,9 @@ def _split(pricer: SpacePricer, strategies: Sequence[Strategy], usages: np.ndarr
     found[first : first + uses, column["activations"]] = np.where(of_parameter, 0, usages[first : first + uses])
     rest = slice(first + uses, first + uses + len(counts.buffers))
     found[rest, column["communication buffers"]] = usages[rest]
-    found[rest.stop :, column["gathered parameters"]] = usages[rest.stop :]
+    gathers = np.logical_or(counts.of_parameter, counts.views)[sources[rest.stop - first :]]
+    found[rest.stop :, column["gathered parameters"]] = np.where(gathers, usages[rest.stop :], 0)
+    found[rest.stop :, column["activations"]] = np.where(gathers, 0, usages[rest.stop :])    # in async windows
     if leaving := sum(map(pricer.costs.gradients.leave, range(len(space)))):
         found[-leaving:] = 0
         found[-leaving:, column["gradients"]] = usages[-leaving:]
