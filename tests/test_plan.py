@@ -294,6 +294,19 @@ def test_tensor_parallel_cuts_matrices_that_autocast_converts(how: dict[str, Any
     assert [name for key, (name, *_) in made.strategies.items() if key.startswith("linear")] == ["n", "k"]
 
 
+def test_sequence_parallel_cuts_matrices_that_autocast_converts() -> None:
+    """A converted weight is not gathered as the sequence's activations are."""
+    args, kwargs = CASES["llama"].inputs(8)
+
+    def cut(enabled: bool) -> list[str]:
+        with torch.autocast("cpu", torch.bfloat16, enabled=enabled):
+            made = autoparallel.plan(CASES["llama"].build(), Cluster.load("h100-sxm", num_devices=4),
+                                     example_inputs=args, example_kwargs=kwargs, by_hand="tp=4,sequence_parallel")
+        return [name for key, (name, *_) in made.strategies.items() if key.startswith("linear") and ":" not in key]
+
+    assert cut(True) == cut(False) and set(cut(True)) == {"n", "k"}
+
+
 def test_sequence_parallel_is_pairs_instead() -> None:
     """An all-gather before each pair of products and before the head, a reduce-scatter after each pair.
 

@@ -183,17 +183,12 @@ class Baseline:
         return step_penalty(role, of_parameter, use.meta, source, target)
 
     def reads_parameter(self, use: TensorUse) -> bool:
-        """Whether a use reads a parameter, by itself or through a shared read."""
-        return self.space.decisions[use.source].kind == "parameter" or self._is_parameter_read(use.source)
+        """Whether a use reads a parameter, by itself or through shared reads, views and casts."""
+        return use.source in self._of_parameters
 
     def role_of(self, use: TensorUse, axis: int) -> str:
         """The role of an axis for what a use reads: experts stay where they are."""
         return "tensor" if use.source in self._experts and self.roles[axis] in _EXPERT else self.roles[axis]
-
-    def _is_parameter_read(self, index: int) -> bool:
-        if self.space.decisions[index].kind != "shared_read":
-            return False
-        return all(self.space.decisions[k.source].kind == "parameter" for k in self.space.uses_by[index])
 
 
 def step_penalty(role: str, of_parameter: bool, meta: TensorMeta, source: Placement, target: Placement) -> float:
