@@ -38,9 +38,7 @@ from autoparallel.kernels import groups, rng
 from autoparallel.kernels.groups import Axis
 from autoparallel.layout import Box, Layout, local_boxes, local_shape
 from autoparallel.lower import Program, check, emit
-from autoparallel.lower.activation_pass import overlap_activations
-from autoparallel.lower.overlap_pass import overlap
-from autoparallel.lower.whole_norms import whole_norms
+from autoparallel.lower.overlapped import overlapped
 from autoparallel.partition import Splits
 from autoparallel.planning.meshes import best_of, mesh_shapes
 from autoparallel.planning.options import Options
@@ -245,18 +243,20 @@ class Ranks:
 
 
 def run_without_data(candidate: Candidate, cluster: Cluster, device: str = "cuda",
-                     coordinates: Sequence[Coordinate] | None = None) -> None:
+                     coordinates: Sequence[Coordinate] | None = None) -> bool:
     """Forward of each rank's program (or of those at ``coordinates``) as it runs on ``device``, on tensors there that
-    have no data: what an op would refuse, tensors of several devices together first of all, it refuses here; as far as
-    no op needs values (of which expert a token goes to). Raises its error. (For "cuda" torch's build must be for CUDA,
-    or `benchmarks.cuda_without_gpu.load_guard` be called; a GPU is not needed, but backward would need one.)"""
+    have no data: what an op would refuse, tensors of several devices together first of all, it refuses here. False: an
+    op needed values (to which expert a token goes), and nothing behind it ran. Raises an op's error. (For "cuda" torch
+    must be built for CUDA, or `benchmarks.cuda_without_gpu.load_guard` be called; a GPU is not needed, but backward
+    would need one.)"""
     space = candidate.space
-    path = Prices(space, cluster, direct=candidate.direct).path
+    path, whole = Prices(space, cluster, direct=candidate.direct).path, True
     for coordinate in coordinates or all_coordinates(space.mesh_shape):
         program = emit(space, candidate.strategies, path, coordinate, device)
-        module = overlap_activations(whole_norms(overlap(program.module, Hybrid())), Hybrid())
+        module = overlapped(program.module, Hybrid())
         axes = {name: Axis(name, size, coordinate[n], str(n)) for n, (name, size) in enumerate(
             zip(space.axis_names, space.mesh_shape, strict=True))}
+        ran = False
         with suppress(DynamicOutputShapeException, DataDependentOutputException), FakeTensorMode(), groups.use(
                 axes), rng.use_seed(1), torch.no_grad():
             local = [_without_data(space, decision, layout, coordinate, device) for decision, layout in zip(
@@ -264,6 +264,9 @@ def run_without_data(candidate: Candidate, cluster: Cluster, device: str = "cuda
             made = itertools.chain(*module(*local)[:2])
             if elsewhere := {value.device.type for value in made if isinstance(value, torch.Tensor)} - {device}:
                 raise RuntimeError(f"results on {', '.join(elsewhere)} of a program for {device}")
+            ran = True
+        whole = whole and ran
+    return whole
 
 
 def _without_data(space: StrategySpace, decision: Decision, layout: Layout, coordinate: Coordinate, device: str

@@ -8,14 +8,14 @@ from unittest.mock import patch
 import pytest
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import autoparallel
 from autoparallel.errors import InputError
 from autoparallel.runtime.offload.gradients import HostGradients
 from tests.support.models import CASES
-from tests.support.offloaded import Options, differing, local, same, trained
+from tests.support.offloaded import Net, Options, differing, local, same, trained
 from tests.support.ranks import mesh_of
 from tests.support.reference import Trained, assert_same_parameters, train_reference
 from tests.support.tiers import slow
@@ -48,17 +48,6 @@ def test_gradients_states_and_parameters_are_those_of_device_memory(
         everything = Trained(0, [], {}, expected.parameters | moved[0]["whole"], {})
         assert moved[0]["losses"][:3] == pytest.approx(expected.losses, rel=1e-5)
         assert_same_parameters(everything.parameters, expected, 1e-4)
-
-
-class Net(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        with torch.random.fork_rng():
-            torch.manual_seed(0)
-            self.a, self.b = nn.Linear(8, 24), nn.Linear(24, 8)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.b(self.a(x).tanh()).square().mean()
 
 
 def compiled(tier: str, **options: Any) -> Any:

@@ -9,27 +9,16 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 import autoparallel
 from autoparallel.errors import InputError
-from tests.support.offloaded import local
+from tests.support.offloaded import Net, local
 from tests.support.ranks import mesh_of
 from tests.support.reference import gathered
 
 TIERS = ("host", "parameters", "disk", "device/host/disk", "host/disk/disk", "disk/disk/disk")
 X = torch.linspace(-1, 1, 64).view(8, 8)
-
-
-class Net(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        with torch.random.fork_rng():
-            torch.manual_seed(0)
-            self.a, self.b = nn.Linear(8, 24), nn.Linear(24, 8)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.b(self.a(x).tanh()).square().mean()
 
 
 def compiled(tier: str, folder: Path, **more: Any) -> Any:

@@ -11,24 +11,26 @@ from autoparallel import clock
 from autoparallel.planning.candidates import Candidate
 from autoparallel.schedule.step_config import RECOMPUTE
 
-#: The logarithm of estimate / bound before any estimate, for each factor of two that is unusual; how sure that is, of
-#: the level, of a step along a coordinate, and of what is not linear, over so many steps; and how far equal candidates
-#: may differ (standard deviations), estimates and plans by hand.
+#: Mean of log(estimate / bound) for each factor of two of `CandidateBounds.oddity`. Standard deviations: of the
+#: constant, of the slope along a coordinate, of the Laplacian kernel (its length scale is `REACH` steps), of the noise
+#: of an estimate and of a plan by hand.
 UNUSUAL, LEVEL, SLOPE, CURVE, REACH, NOISE, BY_HAND = 0.12, 1.0, 0.15, 0.4, 4.0, 0.05, 0.15
-#: So many standard deviations below the mean is a candidate expected.
+#: Standard deviations below the mean at which a candidate is expected (a lower confidence bound).
 HOPE = 0.5
-#: So many times the seconds are expected where a candidate did not fit, which decays over `REACH` steps; before any
-#: estimate, times the probability that it does not: half of those whose bound of memory is so full do not, and how
-#: steeply that rises (of 531 combinations of DeepSeek-V3 at 0.3 to 0.4 every second, at 0.6 all).
+#: Factor on the expected seconds of a candidate like one that did not fit; its logarithm decays over `REACH` steps, and
+#: counts by the probability of not fitting before that is known. That is 1/2 at `HALF_FULL`, the lower bound of memory
+#: as a share of the limit; `STEEP`: the exponent (of 531 combinations of DeepSeek-V3 47 % at 0.3 to 0.4, nearly all at
+#: 0.6).
 UNFIT, HALF_FULL, STEEP = 4.0, 0.38, 6.0
 #: Steps between ZeRO-3 and other stages, whose ratios say little about each other.
 FAR = 3.0
 
 
 class Ratios:
-    """Ratios of estimate to bound that candidates are expected to have, from those that are known: log(ratio) as a
-    Gaussian process over their ``coordinates`` (Rasmussen and Williams 2006, algorithm 2.1), with the mean ``prior``,
-    and a covariance that is linear in each coordinate, with one that decays with the sum of the differences."""
+    """Expected ratios of estimate to lower bound, by regression on known ratios.
+
+    log(ratio) is a Gaussian process over ``coordinates`` (candidates, dims); Rasmussen and Williams 2006, algorithm
+    2.1. Its mean is ``prior`` (by candidate); its covariance a constant, a linear kernel and a Laplacian kernel."""
 
     def __init__(self, coordinates: np.ndarray, prior: np.ndarray) -> None:
         self.coordinates, self.prior = coordinates, prior
@@ -39,7 +41,7 @@ class Ratios:
         self._middle = coordinates.mean(axis=0) if len(coordinates) else 0.0
 
     def learn(self, point: np.ndarray, prior: float, log_ratio: float, noise: float) -> None:
-        """Learn the ratio at a point, where the prior is so much; ``noise``: its standard deviation."""
+        """Add an observation at ``point``, whose prior mean is ``prior``; ``noise``: its standard deviation."""
         self._noises.append(noise)
         self._points.append(point)
         self._residuals.append(log_ratio - prior)

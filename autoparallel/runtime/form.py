@@ -20,10 +20,8 @@ from autoparallel.capture.passes import autocast
 from autoparallel.capture.tracing.hf_caches import cached_leaves
 from autoparallel.errors import InputError
 from autoparallel.layout import Layout
-from autoparallel.lower.activation_pass import overlap_activations
 from autoparallel.lower.emit import Program
-from autoparallel.lower.overlap_pass import overlap
-from autoparallel.lower.whole_norms import whole_norms
+from autoparallel.lower.overlapped import overlapped
 from autoparallel.partition import MicroBatches, Stages
 from autoparallel.plans import Plan
 from autoparallel.runtime.guards import Guards
@@ -62,7 +60,7 @@ class Compiled:
         compiled at its first call if the backend compiles."""
         hybrid = self.plan.hybrid
         if self.backend == EAGER and hybrid.recompute == "none" and hybrid.zero_stage < 3:
-            return overlap_activations(whole_norms(overlap(self.program.module, hybrid)), hybrid)
+            return overlapped(self.program.module, hybrid)
         return Forward(self.program, hybrid, self.backend)
 
     @cached_property

@@ -18,10 +18,8 @@ from autoparallel.backends import EAGER
 from autoparallel.errors import InputError
 from autoparallel.kernels.groups import Axis
 from autoparallel.kernels.regather import regathering
-from autoparallel.lower.activation_pass import overlap_activations
 from autoparallel.lower.emit import Program
-from autoparallel.lower.overlap_pass import overlap
-from autoparallel.lower.whole_norms import whole_norms
+from autoparallel.lower.overlapped import overlapped
 from autoparallel.plans import Hybrid
 from autoparallel.runtime.offload.gradients import HostGradients
 from autoparallel.runtime.stage_module import StageModule, _kept_less, compiled_by, gathered_blocks, in_blocks
@@ -35,8 +33,7 @@ class Forward(nn.Module):
         self.regathers = hybrid.zero_stage == 3 and (backend == EAGER or in_blocks(program.module))
         self.bucket_bytes = hybrid.bucket_bytes
         if backend == EAGER:
-            overlapped = overlap(program.module, hybrid, gathered_blocks(hybrid))
-            self.module = _kept_less(overlap_activations(whole_norms(overlapped), hybrid), hybrid)
+            self.module = _kept_less(overlapped(program.module, hybrid, gathered_blocks(hybrid)), hybrid)
         else:
             self.module = compiled_by(backend, program.module, hybrid, overlaps=True)
 

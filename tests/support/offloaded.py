@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 import autoparallel
 from tests.support.models import CASES
@@ -16,6 +16,19 @@ from tests.support.reference import ADAMW_EPS, gathered, scalar
 
 ADAMW = {"lr": 1e-3, "eps": ADAMW_EPS, "fused": True}
 Options = dict[str, Any]
+
+
+class Net(nn.Module):
+    """Two layers and a loss, equal on all ranks."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        with torch.random.fork_rng():
+            torch.manual_seed(0)
+            self.a, self.b = nn.Linear(8, 24), nn.Linear(24, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.b(self.a(x).tanh()).square().mean()
 
 
 def local(value: Any) -> Tensor:

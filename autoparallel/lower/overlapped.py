@@ -1,0 +1,19 @@
+"""A program as it runs eagerly: with its communication overlapped, and batch norms as one op where that is possible."""
+
+from __future__ import annotations
+
+from torch.fx import GraphModule
+
+from autoparallel.lower.activation_pass import overlap_activations
+from autoparallel.lower.overlap_pass import BlockOf, overlap
+from autoparallel.lower.whole_norms import whole_norms
+from autoparallel.schedule.step_config import Hybrid
+
+
+def overlapped(module: GraphModule, hybrid: Hybrid, block_of: BlockOf | None = None) -> GraphModule:
+    """The program with the communication of parameters (``block_of``: as for `overlap`) and of activations
+    overlapped."""
+    return overlap_activations(whole_norms(overlap(module, hybrid, block_of)), hybrid)
+
+
+__all__ = ["overlapped"]
