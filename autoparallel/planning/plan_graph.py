@@ -127,6 +127,8 @@ def _plan_jointly(split: Splits, cluster: Cluster, mesh_shape: Sequence[int] | N
     usual, ends = UsualPlans({}, (), options.limit_bytes(cluster)), started + options.time_limit_s
     if mesh_shape is None and not options.pins:
         usual = usual_plans(split, cluster, options, options.time_limit_s * USUAL_SHARE)
+        if options.progress is not None and usual.fastest is not None:
+            options.progress("usual plans", usual.fastest[1].prediction.step_s, -math.inf)
         usual = tuned(usual, split, cluster, options, clock.now() + options.time_limit_s * TUNING_SHARE)
     others = [usual.fastest[1]] if usual.fastest is not None else []
     if usual.plain_fits and options.is_open:
@@ -153,7 +155,7 @@ def _below(progress: Progress | None, known_s: float) -> Progress | None:
     if progress is None:
         return None
     if known_s < math.inf:
-        progress("usual plans", known_s, -math.inf)
+        progress("tuned usual plans", known_s, -math.inf)
     return lambda phase, best_s, bound_s: progress(phase, min(best_s, known_s), bound_s)
 
 
