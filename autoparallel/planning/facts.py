@@ -27,9 +27,12 @@ def facts_of(graph: OpGraph, body: OpGraph, cuts: Sequence[str]) -> ModelFacts:
 
 
 def whole_state(graph: OpGraph, cluster: Cluster, options: Options) -> TrainingState:
-    """Bytes of all weights, and of the trained weights' gradients and optimizer states."""
+    """Bytes of all weights, and of the trained weights' gradients and optimizer states, but for tables that the options
+    put on the host."""
     found = TrainingState(0.0, 0.0, 0.0)
     for node in graph.of_kind("parameter"):
+        if node.path in options.on_host:
+            continue
         meta = node.outputs[0]
         own = TrainingState(float(meta.num_bytes), 0.0, 0.0)
         if meta.requires_grad:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from typing import Protocol
 
@@ -27,7 +27,11 @@ LEAST_GAIN = 0.01
 #: Tiers with states on disk, in the order in which they are tried.
 ON_DISK = tuple(place for place in PLACES if offload_of(place).states == "disk")
 
+#: A table of a smaller share of the largest is not worth the host's memory.
+LEAST_TABLE = 0.01
+
 Make = Callable[[Options], Plan]
+StateOf = Callable[[Options], TrainingState]
 
 
 class Bounds(Protocol):
@@ -40,23 +44,25 @@ class Bounds(Protocol):
         """Whether its step may take less than so many seconds."""
 
 
-def fastest_tier(options: Options, cluster: Cluster, make: Make, state: TrainingState | None = None,
-                 bounds: Bounds | None = None) -> Plan:
+def fastest_tier(options: Options, cluster: Cluster, make: Make, state: StateOf | None = None,
+                 bounds: Bounds | None = None, tables: Sequence[tuple[str, int]] = ()) -> Plan:
     """The fastest of the plans by ``make`` with states on the device, on the host in part or whole, and with parameters
-    there; on disk only where none of these fits: states alone, then gradients and parameters on the host, then these on
-    disk too. Tiers are left out where memory does not bind, where ``state`` (all parameters, gradients and optimizer
-    states, in bytes) exceeds what its hosts have, where the cluster's description does not say how fast they are, or
-    where ``bounds`` rule them out: then parts of the states are tried first, and what more leaves the device only where
-    it may be faster. Raises InfeasibleError (that of the device) if none fits."""
-    return _Tiers(options, cluster, make, state, bounds).fastest()
+    there, and with the largest of ``tables`` (name and bytes, the largest first) looked up there, as few as memory
+    requires, or all; on disk only where none of these fits: states alone, then gradients and parameters on the host,
+    then these on disk too. Tiers are left out where memory does not bind, where ``state`` (all parameters, gradients
+    and optimizer states under some options, in bytes) exceeds what its hosts have, where the cluster's description does
+    not say how fast they are, or where ``bounds`` rule them out: then parts of the states are tried first, and what
+    more leaves the device only where it may be faster. Raises InfeasibleError (that of the device) if none fits."""
+    return _Tiers(options, cluster, make, state, bounds, tables).fastest()
 
 
 class _Tiers:
     """The plans of one call by tier. ``why``: of tiers without one, the reason."""
 
-    def __init__(self, options: Options, cluster: Cluster, make: Make, state: TrainingState | None,
-                 bounds: Bounds | None) -> None:
+    def __init__(self, options: Options, cluster: Cluster, make: Make, state: StateOf | None,
+                 bounds: Bounds | None, tables: Sequence[tuple[str, int]]) -> None:
         self.options, self.make, self.cluster, self.state, self.bounds = options, make, cluster, state, bounds
+        self.tables = _worth_moving(tables, options) if options.looks_up else []
         self.most_s = math.inf    # of a plan that is of use
         self.ends = clock.now() + options.time_limit_s
         self.tiers = [tier for tier in _known(cluster) if tier in options.tiers]
@@ -65,7 +71,7 @@ class _Tiers:
 
     def fastest(self) -> Plan:
         try:
-            if said := self._exceeded(ON_DEVICE):
+            if said := self._exceeded(self.options, ON_DEVICE):
                 raise InfeasibleError(f"no plan fits: {said}")
             here = self._plan(self._within("none"))
         except InfeasibleError as error:
@@ -78,19 +84,21 @@ class _Tiers:
         if best is here or _step_s(best) >= self.most_s:
             return here
         return _because(best, f"{_step_s(here) / _step_s(best):.2f} times as fast as with states in device memory, "
-                        "which bind it")
+                        f"which bind it{self._told_of_tables(best)}")
 
     def _elsewhere(self, error: InfeasibleError) -> Plan:
         self._try_tiers()
         if not self.found:
             self._try_disk()
         if self.found:
-            return _because(min(self.found, key=_least), "states in device memory do not fit")
+            best = min(self.found, key=_least)
+            return _because(best, "states in device memory do not fit" + self._told_of_tables(best))
         error.args = (f"{error} ({'; '.join(self.why or [self.nothing])})",)
         raise error
 
     def _try_tiers(self) -> None:
-        """On the host: all, and as few as memory requires; with parameters, where recompute or nothing else fits."""
+        """On the host: all, and as few as memory requires; with parameters, where recompute or nothing else fits; and
+        tables."""
         if "host" in self.tiers and self.bounds is not None:
             self._fewer()
             self._add("host")
@@ -99,6 +107,21 @@ class _Tiers:
         binds = not self.found or any(plan.hybrid.recompute != "none" for plan in self.found)
         if "parameters" in self.tiers and binds:
             self._add("parameters")
+        if "host" in self.tiers and self.tables:
+            self._try_tables()
+
+    def _try_tables(self) -> None:
+        """The largest tables on the host, as few as memory requires, by bisection; or all, with all states there."""
+        low, high = 1, len(self.tables)
+        if not self._add("none", tables=high):
+            self._add("host", tables=high)
+            return
+        while low < high:
+            middle = (low + high) // 2
+            if self._add("none", tables=middle):
+                high = middle
+            else:
+                low = middle + 1
 
     def _try_disk(self) -> None:
         """The first of `ON_DISK` that fits with parameters on the device, and the first with these elsewhere."""
@@ -107,32 +130,35 @@ class _Tiers:
             if tier in self.tiers and (elsewhere or not self.found) and self._add(tier) and elsewhere:
                 return
 
-    def _add(self, tier: str, fraction: float | None = None) -> bool:
-        """Whether a plan was found, or would be of no use if it were."""
+    def _add(self, tier: str, fraction: float | None = None, tables: int = 0) -> bool:
+        """Whether a plan was found, or would be of no use if it were. ``tables``: so many more are on the host."""
         within, best_s = self._within(tier, fraction), min(map(_step_s, self.found), default=self.most_s)
-        said = self._exceeded(offload_of(tier, fraction or 1.0))
+        named = f"offload={tier!r}" if not tables else f"{tables} tables on the host with offload={tier!r}"
+        within = replace(within, on_host=(*within.on_host, *self.tables[:tables]))
+        said = self._exceeded(within, offload_of(tier, fraction or 1.0))
         if not said and self.bounds is not None and not self.bounds.may_fit(within):
             said = "no combination of pipeline, mesh and micro-batches fits"
         if said:
-            self.why.append(f"offload={tier!r}: {said}")
+            self.why.append(f"{named}: {said}")
             return False
         if self.bounds is not None and best_s < math.inf and not self.bounds.may_beat(within, best_s):
             return True
         try:
             self.found.append(self._plan(within))
         except (InfeasibleError, SearchError, PlanError) as error:
-            self.why.append(f"offload={tier!r}: {error}")
+            self.why.append(f"{named}: {error}")
             return False
         return True
 
-    def _exceeded(self, away: Offload) -> str:
+    def _exceeded(self, options: Options, away: Offload) -> str:
         """Why no plan keeps the state of this tier in the memory of hosts or devices, divided evenly; "" if one may."""
         if self.state is None:
             return ""
-        sizes = {"parameters": self.state.parameters, "gradients": self.state.gradients,
-                 "optimizer states": self.state.optimizer * away.fraction}
+        state = self.state(options)
+        sizes = {"parameters": state.parameters, "gradients": state.gradients,
+                 "optimizer states": state.optimizer * away.fraction}
         (host, *_), (device, _) = tier_limits(self.cluster, self.options), self.options.wider_limits(self.cluster)
-        stays = {"host": 0.0, "device": self.state.optimizer * (1 - away.fraction)}
+        stays = {"host": 0.0, "device": state.optimizer * (1 - away.fraction)}
         for tier, limit in (("host", host), ("device", device)):
             needed = (sum(sizes[what] for what in away.in_tier(tier)) + stays[tier]) / self.cluster.num_devices
             if needed > limit:
@@ -149,6 +175,11 @@ class _Tiers:
                 high = middle
             else:
                 low = middle + 1
+
+    def _told_of_tables(self, plan: Plan) -> str:
+        """Which tables are on the host that no pin puts there."""
+        chosen = [name for name in plan.hybrid.on_host if name not in self.options.on_host]
+        return f"; {listed(chosen)} on the host, looked up there" if chosen else ""
 
     def _within(self, tier: str, fraction: float | None = None) -> Options:
         """The options of plans with states in a tier, with the time that is left."""
@@ -178,10 +209,16 @@ def _step_s(plan: Plan) -> float:
     return plan.prediction.step_s
 
 
-def _least(plan: Plan) -> tuple[float, bool, float]:
+def _least(plan: Plan) -> tuple[float, bool, float, int]:
     """The order of plans in tiers: by seconds, then by how much leaves the device."""
     away = plan.hybrid.offload
-    return _step_s(plan), away.moves_parameters, away.fraction
+    return _step_s(plan), away.moves_parameters, away.fraction, len(plan.hybrid.on_host)
+
+
+def _worth_moving(tables: Sequence[tuple[str, int]], options: Options) -> list[str]:
+    """Names of the tables that are not on the host yet, the largest first; without those that are small beside it."""
+    left = [(name, size) for name, size in tables if name not in options.on_host]
+    return [name for name, size in left if size >= LEAST_TABLE * left[0][1]]
 
 
 def _because(plan: Plan, why: str) -> Plan:

@@ -30,8 +30,10 @@ class HostGradients:
                 and len(self.counts.stages_of[index]) == 1 and len(self.counts.ranks_with(index)) < 2)
 
     def _trains(self, index: int) -> bool:
+        """Whether a parameter has a gradient, which is not on the host from the beginning."""
         decision, s = self.space.decisions[index], self.space.strategy_sets[index]
-        return decision.kind == "parameter" and s.output_metas[0].requires_grad
+        return (decision.kind == "parameter" and s.output_metas[0].requires_grad
+                and index not in self.counts.lookups.tables)
 
     def bytes_of(self, s: StrategySet) -> np.ndarray:
         """Bytes of a parameter's gradient."""

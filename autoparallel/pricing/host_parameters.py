@@ -29,7 +29,8 @@ class HostParameters:
 
     def fetches(self, use: TensorUse) -> bool:
         """Whether a use reads a parameter where it is stored."""
-        return self.go and self.space.decisions[use.source].kind == "parameter"
+        return (self.go and self.space.decisions[use.source].kind == "parameter"
+                and use.source not in self.counts.lookups.tables)
 
     def away_bytes(self, s: StrategySet) -> np.ndarray:
         """Bytes of a parameter in its tier."""

@@ -12,15 +12,15 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, distribute_tensor
 
 from autoparallel.errors import InputError
-from autoparallel.kernels.host_copies import host_memory
-from autoparallel.layout import INVARIANT, Layout, local_shape, to_torch
+from autoparallel.kernels.host_copies import host_memory, table_memory
+from autoparallel.layout import INVARIANT, Layout, local_boxes, local_shape, to_torch
 from autoparallel.runtime.agree import made_equally
 from autoparallel.runtime.corrected_ops import correct_ops
 from autoparallel.runtime.dtensors import watch
 from autoparallel.runtime.form import Compiled
 from autoparallel.runtime.guards import Places, SharedAttributes
 from autoparallel.runtime.hints import add_hints
-from autoparallel.runtime.initialise import Keep, as_dtensor, container, elsewhere, live_elsewhere
+from autoparallel.runtime.initialise import Keep, as_dtensor, container, elsewhere, live_elsewhere, outside
 from autoparallel.runtime.mixing import mix_scalars
 from autoparallel.runtime.offload.gradients import HostGradients
 from autoparallel.runtime.offload.mapped import MappedFiles
@@ -31,6 +31,9 @@ from autoparallel.runtime.state import State
 from autoparallel.runtime.whole_draws import draw_whole
 from autoparallel.runtime.whole_means import take_whole_means
 from autoparallel.schedule.tiers import BUCKETS_IN_FLIGHT
+
+#: Bytes of a table's rows that are on the device at a time, while it is brought to the hosts of all ranks.
+ROWS_BYTES = 64 * 2**20
 
 
 def place(root: nn.Module, state: State, compiled: Compiled) -> None:
@@ -51,9 +54,8 @@ def place(root: nn.Module, state: State, compiled: Compiled) -> None:
     state.parts = _make_parts(root, model)
     root.training, state.original_modes = model.training, [module.training for module in state.parts]
     placed: dict[int, nn.Parameter | torch.Tensor] = {}
-    state.offload = compiled.plan.hybrid.offload
+    state.offload, tables = compiled.plan.hybrid.offload, frozenset(compiled.plan.hybrid.on_host)
     state.files = _files(state, compiled)
-    keep = _keep(state)
     for name, parameter in model.named_parameters(remove_duplicate=False):
         value = _same_on_pipeline(state, parameter.detach())
         if compiled.micro.whole.aliases.get(name, name) in absent:
@@ -62,11 +64,8 @@ def place(root: nn.Module, state: State, compiled: Compiled) -> None:
         if id(parameter) not in placed:
             layout = layouts.get(name, everywhere)
             state.layouts[name] = layout
-            shard = _shard_of(value, mesh, layout, state.device)
-            placed[id(parameter)] = nn.Parameter(shard if keep is None else elsewhere(shard, keep),
-                                                 parameter.requires_grad)
-            if keep is not None:
-                live_elsewhere(placed[id(parameter)], keep)
+            is_table = compiled.micro.whole.aliases.get(name, name) in tables
+            placed[id(parameter)] = _placed(state, value, layout, parameter.requires_grad, is_table)
             _take_hooks(parameter, placed[id(parameter)])
         owner._parameters[leaf] = placed[id(parameter)]  # type: ignore[assignment]
     for path, owner_module in model.named_modules():
@@ -88,6 +87,20 @@ def place(root: nn.Module, state: State, compiled: Compiled) -> None:
         state.host_gradients = HostGradients(state.device, in_flight, state.files if on_disk else None)
     state.attributes, state.places = SharedAttributes(state.parts), Places(root)
     state.originals = Originals(model, placed)
+
+
+def _placed(state: State, value: torch.Tensor, layout: Layout, requires_grad: bool, is_table: bool) -> nn.Parameter:
+    """A parameter of the parallel module, in the memory where it lives; ``is_table``: on the host, looked up there."""
+    keep = table_memory if is_table else _keep(state)
+    if is_table:
+        shard = _shard_on_host(value, state.mesh, layout, state.device)
+    else:
+        shard = _shard_of(value, state.mesh, layout, state.device)
+        shard = shard if keep is None else elsewhere(shard, keep)
+    made = nn.Parameter(shard, requires_grad)
+    if keep is not None:
+        live_elsewhere(made, keep)
+    return made
 
 
 def _keep(state: State) -> Keep | None:
@@ -164,6 +177,26 @@ def _shard_of(value: torch.Tensor, mesh: DeviceMesh, layout: Layout, device: tor
         return distribute_tensor(value.to(device, copy=True), mesh, to_torch(layout))
     shape = local_shape(tuple(value.shape), layout, mesh.shape, mesh.get_coordinate() or ())
     return as_dtensor(torch.empty(shape, dtype=value.dtype, device="meta"), mesh, layout, tuple(value.shape))
+
+
+def _shard_on_host(value: torch.Tensor, mesh: DeviceMesh, layout: Layout, device: torch.device) -> DTensor:
+    """As `_shard_of`, in host memory: of a table that is larger than the device's, of which a few rows are there at a
+    time."""
+    if value.device.type == "meta":
+        return _shard_of(value, mesh, layout, device)
+    shape, coordinate = tuple(value.shape), mesh.get_coordinate() or ()
+    made = torch.empty(local_shape(shape, layout, mesh.shape, coordinate), dtype=value.dtype)
+    rows = max(1, ROWS_BYTES // max(1, value[:1].nbytes))
+    for start in range(0, shape[0], rows):
+        part = _same_everywhere(value[start : start + rows], mesh, device)
+        for box in local_boxes(shape, layout, mesh.shape, coordinate):
+            first, end = max(start, box.offsets[0]), min(start + rows, box.offsets[0] + box.shape[0])
+            if first < end:
+                to = first - box.offsets[0] + box.local_offsets[0]
+                columns = slice(box.offsets[1], box.offsets[1] + box.shape[1])
+                at = slice(box.local_offsets[1], box.local_offsets[1] + box.shape[1])
+                made[to : to + end - first, at] = part[first - start : end - start, columns]
+    return outside(made, mesh, layout, shape)
 
 
 def _same_everywhere(value: torch.Tensor, mesh: DeviceMesh, device: torch.device) -> torch.Tensor:

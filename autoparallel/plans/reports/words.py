@@ -219,6 +219,9 @@ def _settings(plan: Plan) -> Iterator[str]:
         some = "" if h.offload.fraction == 1 else f"{h.offload.fraction:.0%} of "
         yield "; ".join(f"{some}{listed(there)} {words}" for tier, words in (
             ("host", "in the memory of the host"), ("disk", "on disk")) if (there := h.offload.in_tier(tier)))
+    if h.on_host:
+        some = h.on_host[0] if len(h.on_host) == 1 else f"{len(h.on_host)} tables ({h.on_host[0]}, ...)"
+        yield f"{some} looked up in the memory of the host"
     if h.reduce_dtype:
         yield f"gradients summed in {h.reduce_dtype}"
 

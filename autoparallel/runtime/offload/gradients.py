@@ -21,6 +21,7 @@ from torch.distributed.tensor import DTensor
 from autoparallel.errors import InputError
 from autoparallel.kernels import host_copies
 from autoparallel.kernels.host_copies import Copies
+from autoparallel.runtime.initialise import is_table
 from autoparallel.runtime.offload.mapped import MappedFiles
 
 #: A DTensor's mark: its shard is in host memory.
@@ -53,6 +54,8 @@ class HostGradients:
         self._parameters = dict(parameters)
         for name, parameter in self._parameters.items():
             hooks = (getattr(parameter, "_post_accumulate_grad_hooks", None) or {}).values()
+            if is_table(parameter):
+                continue    # whose gradient is made there
             if parameter.requires_grad and not any(isinstance(hook, _Arrived) for hook in hooks):
                 arrived = _Arrived(weakref.ref(self), name)
                 parameter.register_hook(arrived.comes)

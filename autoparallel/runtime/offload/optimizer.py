@@ -16,6 +16,7 @@ from torch import Tensor
 from autoparallel.errors import InputError, shown
 from autoparallel.kernels import host_copies
 from autoparallel.runtime.agree import made_equally
+from autoparallel.runtime.initialise import is_table
 from autoparallel.runtime.offload.gradients import HostGradients
 from autoparallel.runtime.offload.mapped import MappedFiles
 from autoparallel.runtime.offload.stores import Disk, Memory, Store
@@ -198,7 +199,8 @@ class OffloadedOptimizer(torch.optim.Optimizer):
 
     def _fetched(self, part: _Part, gradients: Sequence[Tensor | None]) -> Iterator[tuple[Tile, list[Work]]]:
         """Each tile with its states, parameters and gradients; written back when the next is asked for."""
-        stream = host_copies.current(local_of(self._parameters[0]).device)
+        places = [local_of(parameter).device for parameter in self._parameters]
+        stream = host_copies.current(next((place for place in places if place.type != "cpu"), places[0]))
 
         def fetch(tile: Tile) -> list[Work]:
             part.store.read(tile, any(region.parameter in self._scalars for region in tile.regions))
@@ -374,9 +376,15 @@ def _states_by_tier(parts: Iterable[_Part]) -> dict[str, int]:
 
 
 def _others_on_host(offload: Offload, parameters: Sequence[Tensor], gradients: Sequence[Tensor | None]) -> int:
-    """Bytes of gradients and parameters in host memory, if they are there."""
-    gradient = sum(g.nbytes for g in gradients if g is not None) if offload.gradients == "host" else 0
-    return gradient + (sum(local_of(p).nbytes for p in parameters) if offload.parameters == "host" else 0)
+    """Bytes of gradients and parameters in host memory: of all, if the tier is there, or of tables."""
+    found = 0
+    for parameter, gradient in zip(parameters, gradients, strict=True):
+        there = is_table(parameter)
+        if gradient is not None and (there or offload.gradients == "host"):
+            found += gradient.nbytes
+        if there or offload.parameters == "host":
+            found += local_of(parameter).nbytes
+    return found
 
 
 def _beside(parameter: Tensor, scalars: Mapping[str, Any], fused: bool) -> dict[str, Any]:
