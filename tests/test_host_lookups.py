@@ -27,6 +27,44 @@ def local_bytes(value: Any) -> int:
     return (value._local_tensor if isinstance(value, DTensor) else value).nbytes
 
 
+#: Rows of the largest table of a model that no devices hold: 1.6 MB of weights, four times with gradient and states.
+ROWS_BEYOND, LIMIT = 50_000, 2e5
+
+
+def beyond(kind: type[nn.Module]) -> tuple[nn.Module, tuple[Tensor, ...]]:
+    """The example with a large table."""
+    model, batch = example(kind)
+    name = "wide" if kind is WideAndDeep else "tables.2"
+    width = model.get_submodule(name).embedding_dim
+    model.set_submodule(name, nn.EmbeddingBag(ROWS_BEYOND * 8 // width, width, mode="sum"))
+    return model, batch
+
+
+def by_itself(kind: type[nn.Module], devices: int, optimizer: str) -> tuple[list[float], dict[str, Tensor], Plan]:
+    """Trained where the search has to find room for the table."""
+    model, batch = beyond(kind)
+    parallel = autoparallel.compile(model, mesh_of(devices), example_inputs=batch, offload="auto",
+                                    memory_limit_bytes=LIMIT, optimizer=optimizer.lower())
+    return *trained(parallel, batch, optimizer), parallel.plan
+
+
+@pytest.mark.ranks
+@pytest.mark.parametrize(("kind", "devices", "optimizer"), [
+    (DLRM, 2, "Adagrad"), slow(DLRM, 4, "AdamW"), slow(WideAndDeep, 2, "SGD"), slow(WideAndDeep, 4, "Adagrad"),
+    slow(DLRM, 4, "SGD"), slow(WideAndDeep, 2, "AdamW")])
+def test_a_table_beyond_all_devices_goes_to_the_host_by_itself(ranks: Any, kind: type[nn.Module], devices: int,
+                                                               optimizer: str) -> None:
+    losses, parameters = trained(*beyond(kind), optimizer)
+    large = max(parameters, key=lambda name: parameters[name].numel())
+    assert parameters[large].nbytes / devices > LIMIT    # even a shard of it alone does not fit
+    for found, made, plan in ranks(devices).run(by_itself, kind, devices, optimizer, timeout_s=120):
+        assert large in plan.hybrid.on_host and plan.prediction.peak_bytes <= LIMIT
+        assert f"{large} on the host" in plan.evidence.stop_reason.replace(" and ", " on the host ")
+        assert found == pytest.approx(losses, rel=1e-5)
+        for name, wanted in parameters.items():
+            assert float((made[name] - wanted).abs().max()) <= 1e-4 * max(float(wanted.abs().max()), 0.05), name
+
+
 def on_ranks(kind: type[nn.Module], shape: tuple[int, ...], options: dict[str, Any], optimizer: str, ours: bool
              ) -> dict[str, Any]:
     """Four steps, then a call in eval mode without gradients; what tables, their gradients and states take."""
@@ -231,6 +269,13 @@ def crossings() -> list[tuple[str, str]]:
     parallel = autoparallel.compile(model, mesh_of(1), example_inputs=batch, pins=ALL)
     (program,) = next(iter(parallel._state.forms.values())).programs.values()
     return [node.args[1:] for node in program.module.graph.nodes if node.target is cross]
+
+
+@pytest.mark.ranks
+def test_programs_have_the_crossings_as_nodes(ranks: Any) -> None:
+    """Of each lookup its ids down and its rows up, and nothing else."""
+    down, up = ("cpu", "host"), ("host", "cpu")
+    assert ranks(1).run(crossings, timeout_s=60)[0] == [down, up] * 3
 
 
 # --- the search decides -----------------------------------------------------------------------------------------------

@@ -43,6 +43,10 @@ class HostLookupPrices:
         """Whether a decision is a table on the host, or a shared read of one."""
         return index in self.counts.lookups.tables
 
+    def touches(self, index: int) -> bool:
+        """Whether a decision is either."""
+        return self.runs(index) or self.is_table(index)
+
     def price(self, s: StrategySet) -> LookupPrice:
         """Of one execution of a lookup."""
         (result, *_), zeros = s.output_metas, np.zeros(len(s.strategies))

@@ -90,7 +90,7 @@ class StepCosts:
         times, moves = counts.op_times(index, stage), counts.offloads(index)
         readers = int(self.kinds.readers[index]) if kind == "shared_read" else 0
         key = (id(s), kind, readers, self.prices.chains[index], times, moves, counts.ranks_with(index),
-               self.gradients.leave(index), self._on_host(index), id(prices))
+               self.gradients.leave(index), self.lookups.touches(index), id(prices))
         return self.memo.once(("cost", *key), lambda: self._cost(index, times, prices))
 
     def _cost(self, index: int, times: tuple[int, int], prices: Prices) -> StepCost:
@@ -171,10 +171,6 @@ class StepCosts:
             return max(0.0, 1 - beside_s / moved_s) if moved_s else 0.0
 
         return 1.0 if self.prices.cluster.host.shared_memory else self.memo.once("exposed copies", found)
-
-    def _on_host(self, index: int) -> bool:
-        """Whether a decision is a table on the host, or runs there."""
-        return self.lookups.is_table(index) or self.lookups.runs(index)
 
     def _nothing(self, size: int) -> tuple[np.ndarray, np.ndarray]:
         return self.memo.once(("nothing", size), lambda: (np.zeros(size),) * 2)
