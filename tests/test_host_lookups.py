@@ -130,6 +130,62 @@ def test_equal_to_one_process(ranks: Any, kind: type[nn.Module], shape: tuple[in
         assert max(one["held"] for one in found) == pytest.approx(found[0]["host"], rel=0.05)
 
 
+class Bags(nn.Module):
+    """A table that is looked up twice, once in bags with trained weights; bags of several lengths; one frozen table."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.twice, self.ragged = nn.EmbeddingBag(40, 8, mode="sum"), nn.EmbeddingBag(30, 8, mode="max")
+        self.frozen, self.weights = nn.Embedding(20, 8), nn.Parameter(torch.randn(3))
+        self.frozen.weight.requires_grad_(False)
+        self.head = nn.Linear(8, 1)
+
+    def forward(self, ids: Tensor, flat: Tensor, offsets: Tensor) -> Tensor:
+        x = self.twice(ids, per_sample_weights=self.weights.expand(len(ids), 3)) + self.twice(ids.flip(1))
+        x = x + self.ragged(flat, offsets) + self.frozen(ids[:, 0] % 20)
+        return self.head(x).square().mean()
+
+
+def bags(meta: bool = False) -> tuple[nn.Module, tuple[Tensor, ...]]:
+    torch.manual_seed(1)
+    batch = torch.randint(0, 40, (8, 3)), torch.randint(0, 30, (20,)), torch.tensor([0, 2, 2, 7, 8, 12, 15, 19])
+    with torch.device("meta" if meta else "cpu"):
+        return Bags(), batch
+
+
+def clipped(model: Any, batch: tuple[Tensor, ...], clip: Any) -> tuple[list[float], dict[str, Tensor]]:
+    """Losses and norms of three steps; the parameters after them."""
+    optimizer, told = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=0.05), []
+    for _ in range(3):
+        optimizer.zero_grad()
+        loss = model(*batch)
+        loss.backward()
+        told += [float(loss.detach()), float(clip(model))]
+        optimizer.step()
+    return told, {name: (p.full_tensor() if isinstance(p, DTensor) else p).detach()
+                  for name, p in model.named_parameters()}
+
+
+def bags_on_ranks(shape: tuple[int, ...], meta: bool, pins: dict[str, Any]) -> Any:
+    model, batch = bags(meta)
+    parallel = autoparallel.compile(model, mesh_of(*shape), example_inputs=batch, pins=pins)
+    if meta:
+        parallel.load_state_dict(bags()[0].state_dict())
+    return *clipped(parallel, batch, lambda model: model.clip_grad_norm_(0.1)), parallel.plan.hybrid.on_host
+
+
+@pytest.mark.ranks
+@pytest.mark.parametrize(("shape", "meta"), [((2,), False), ((2, 2), True)])
+def test_bags_and_norms_are_those_of_one_process(ranks: Any, shape: tuple[int, ...], meta: bool) -> None:
+    pins = {"twice": "host", "ragged": "host", "frozen.*": "host"}
+    losses, parameters = clipped(*bags(), lambda model: nn.utils.clip_grad_norm_(model.parameters(), 0.1))
+    for found, made, on_host in ranks(2 ** len(shape)).run(bags_on_ranks, shape, meta, pins, timeout_s=120):
+        assert found == pytest.approx(losses, rel=1e-5)
+        assert set(on_host) == {"twice.weight", "ragged.weight", "frozen.weight"}
+        for name, wanted in parameters.items():
+            assert float((made[name] - wanted).abs().max()) <= 1e-4 * max(float(wanted.abs().max()), 0.05), name
+
+
 def saved_and_loaded(folder: Path, pins: list[dict[str, Any]]) -> list[float]:
     """The loss after a step that follows a checkpoint under the first pins, continued under each of them."""
     found = []
@@ -267,7 +323,7 @@ def test_compiled_backends_are_refused(ranks: Any) -> None:
 def crossings() -> list[tuple[str, str]]:
     model, batch = example(WideAndDeep)
     parallel = autoparallel.compile(model, mesh_of(1), example_inputs=batch, pins=ALL)
-    (program,) = next(iter(parallel._state.forms.values())).programs.values()
+    (program,) = parallel._state.forms.first().programs.values()
     return [node.args[1:] for node in program.module.graph.nodes if node.target is cross]
 
 
