@@ -264,6 +264,16 @@ def test_priced_by_the_hosts_memory_and_the_link() -> None:
     assert "lookups on the host" in text and "in the host's memory" in text
 
 
+def test_micro_batches_add_up_gradients_on_the_host() -> None:
+    """Twice the lookups of half the samples; between them a gradient and the sum are read, and the sum is written."""
+    whole, halves = planned({"embed": "host"}), planned({"embed": "host"}, micro_batches=2)
+    table_s = TABLE * DIM * 4 / (8 * 35.3e9)
+    assert halves.prediction.host_bytes == whole.prediction.host_bytes
+    more = halves.prediction.lookups_backward_s - whole.prediction.lookups_backward_s
+    assert more == pytest.approx(4 * table_s + 5e-6)
+    assert halves.prediction.crossings_s - whole.prediction.crossings_s == pytest.approx(3 * 5e-6)
+
+
 def test_plan_files_have_it(tmp_path: Path) -> None:
     plan = planned({"embed*": "host"}, (2,))
     plan.save(tmp_path / "plan.json")

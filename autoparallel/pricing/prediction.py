@@ -573,7 +573,9 @@ def _add_use(pricer: SpacePricer, strategies: Sequence[Strategy], move: Move, co
     if counts.sums(use):
         summed_s = count * float(pricer.costs.sums_s(use)[ends])
         stage.backward += summed_s
-        if space.blocks[use.target]:
+        if pricer.costs.lookups.is_table(use.source):
+            stage.lookups_backward += summed_s
+        elif space.blocks[use.target]:
             stage.ahead_backward.add(_Ahead(summed_s, summed_s))
     if counts.offloads_copy(use):
         there, back = pricer.costs.offload_copy_s(use)
