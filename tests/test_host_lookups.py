@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import copy
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -11,9 +13,11 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
 import autoparallel
-from autoparallel.errors import PinError, PlanError
+from autoparallel.errors import InfeasibleError, PinError, PlanError
 from autoparallel.kernels.host_lookups import cross
 from autoparallel.plans import Plan
+from autoparallel.runtime import placing
+from autoparallel.runtime.initialise import is_table
 from cost_models import Cluster
 from tests.support.ranks import mesh_of
 from tests.support.recommenders import DLRM, WideAndDeep, example, trained
@@ -186,6 +190,38 @@ def test_bags_and_norms_are_those_of_one_process(ranks: Any, shape: tuple[int, .
             assert float((made[name] - wanted).abs().max()) <= 1e-4 * max(float(wanted.abs().max()), 0.05), name
 
 
+def placed_in_parts(shape: tuple[int, ...], pins: dict[str, Any]) -> Any:
+    """Parameters that come to the hosts a few rows at a time; those of a copy; whether all tables of a model on the meta
+    device have values after `init_weights`, in the host's memory."""
+    model, batch = example(DLRM)
+    with patch.object(placing, "ROWS_BYTES", 100):
+        parallel = autoparallel.compile(model, mesh_of(*shape), example_inputs=batch, pins=pins)
+    copied = copy.deepcopy(parallel)
+    parallel.step(*batch)
+    torch.optim.SGD(parallel.parameters(), lr=0.1).step()
+    with torch.device("meta"):
+        empty, _ = example(DLRM)
+    drawn = autoparallel.compile(empty, mesh_of(*shape), example_inputs=batch, pins=pins)
+    drawn.init_weights()
+    tables = [p for name, p in drawn.named_parameters() if name in drawn.plan.hybrid.on_host]
+    good = len(tables) == 4 and all(is_table(p) and bool(p.full_tensor().std() > 0.5) for p in tables)
+    return *({name: p.full_tensor().detach() for name, p in one.named_parameters()} for one in (copied, parallel)), good
+
+
+@pytest.mark.ranks
+@pytest.mark.parametrize(("shape", "placements"), [((4,), (Shard(0),)), ((2, 2), (Shard(1), Shard(0)))])
+def test_tables_come_to_their_hosts_by_rows(ranks: Any, shape: tuple[int, ...], placements: Any) -> None:
+    model, batch = example(DLRM)
+    before = {name: p.detach().clone() for name, p in model.named_parameters()}
+    model(*batch).backward()
+    torch.optim.SGD(model.parameters(), lr=0.1).step()
+    pins = {**HOST, "tables.*.weight": placements}
+    for copied, stepped, good in ranks(4).run(placed_in_parts, shape, pins, timeout_s=120):
+        assert good and all(torch.equal(copied[name], value) for name, value in before.items())
+        for name, value in model.named_parameters():
+            assert torch.allclose(stepped[name], value.detach(), atol=1e-6), name
+
+
 def saved_and_loaded(folder: Path, pins: list[dict[str, Any]]) -> list[float]:
     """The loss after a step that follows a checkpoint under the first pins, continued under each of them."""
     found = []
@@ -295,6 +331,15 @@ def test_tables_are_read_as_they_are_stored() -> None:
             assert plan.prediction.host_bytes == pytest.approx(whole, rel=1e-3)
 
 
+def test_the_hosts_memory_is_limited() -> None:
+    """Where a whole table on each rank is too much, it is cut; where a shard is too, the error says what is lacking."""
+    state = 4 * TABLE * DIM * 4.0
+    cut = planned({"embed": "host"}, (2,), host_memory_limit_bytes=0.6 * state)
+    assert cut.prediction.host_bytes == state / 2 and cut.strategies["embed.weight"][0].startswith("S")
+    with pytest.raises(InfeasibleError, match=r"a plan with 1 tables on the host needs .* of the host's memory for"):
+        planned({"embed": "host"}, (2,), host_memory_limit_bytes=0.4 * state)
+
+
 class Tied(nn.Module):
     def __init__(self) -> None:
         super().__init__()
@@ -349,7 +394,7 @@ def test_programs_have_the_crossings_as_nodes(ranks: Any) -> None:
 
 def test_auto_moves_a_table_where_the_device_lacks_memory_and_nothing_else() -> None:
     limit = 2 * TABLE * DIM * 4.0
-    with pytest.raises(autoparallel.errors.InfeasibleError):
+    with pytest.raises(InfeasibleError):
         planned(None, memory_limit_bytes=limit)
     found = planned(None, memory_limit_bytes=limit, offload="auto")
     assert found.hybrid.on_host == ("embed.weight",)
