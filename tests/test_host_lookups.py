@@ -191,8 +191,8 @@ def test_bags_and_norms_are_those_of_one_process(ranks: Any, shape: tuple[int, .
 
 
 def placed_in_parts(shape: tuple[int, ...], pins: dict[str, Any]) -> Any:
-    """Parameters that come to the hosts a few rows at a time; those of a copy; whether all tables of a model on the meta
-    device have values after `init_weights`, in the host's memory."""
+    """Parameters that come to the hosts a few rows at a time; those of a copy; whether all tables of a model on the
+    meta device have values after `init_weights`, in the host's memory."""
     model, batch = example(DLRM)
     with patch.object(placing, "ROWS_BYTES", 100):
         parallel = autoparallel.compile(model, mesh_of(*shape), example_inputs=batch, pins=pins)
