@@ -69,6 +69,7 @@ def plan(
     reduce_dtype: str | None = None,
     bucket_bytes: float | None = None,
     copies: int | None = None,
+    pieces: int | None = None,
     offload: str | None = None,
     offload_fraction: float | None = None,
     host_memory_limit_bytes: float | None = None,
@@ -107,7 +108,7 @@ def plan(
                  "baseline": baseline, "micro_batches": micro_batches, "pipeline_stages": pipeline_stages,
                  "stage_replicas": stage_replicas, "schedule": schedule, "recompute": recompute,
                  "zero_stage": zero_stage, "reduce_dtype": reduce_dtype, "bucket_bytes": bucket_bytes,
-                 "copies": copies, "offload": offload, "offload_fraction": offload_fraction,
+                 "copies": copies, "pieces": pieces, "offload": offload, "offload_fraction": offload_fraction,
                  "disk_limit_bytes": disk_limit_bytes, "host_memory_limit_bytes": host_memory_limit_bytes}
         if taken := sorted(name for name, value in given.items() if value is not None and value is not False):
             raise PlanError(f"{', '.join(taken)} belong to a training step: leave them out, or leave out phase, "
@@ -163,6 +164,7 @@ def compile(
     reduce_dtype: str | None = None,
     bucket_bytes: float | None = None,
     copies: int | None = None,
+    pieces: int | None = None,
     offload: str | None = None,
     offload_fraction: float | None = None,
     host_memory_limit_bytes: float | None = None,

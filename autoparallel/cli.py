@@ -60,6 +60,8 @@ def plan(
     bucket_bytes: Annotated[float | None, typer.Option(help="of gradients or parameters that are sent together, "
                                                        "at most (25 MiB)")] = None,
     copies: Annotated[int | None, typer.Option(help="micro-batches that run at a time (multi-copy)")] = None,
+    pieces: Annotated[int | None, typer.Option(help="of layers whose operand or result is sent: one travels while the "
+                                               "next is computed")] = None,
     offload: Annotated[str | None, typer.Option(help="optimizer states on: none (the device), host (gradients too), "
                                                   "parameters (these too), disk, these three's tiers as "
                                                   "host/host/disk; auto: by price")] = None,
@@ -107,7 +109,8 @@ def plan(
             micro_batches=micro_batches, schedule=schedule,
             stage_replicas=_sizes(stage_replicas, "the stages' ranks", ",", "1,3"),
             zero_stage=zero_stage, recompute=recompute, reduce_dtype=reduce_dtype,
-            bucket_bytes=bucket_bytes, copies=copies, offload=offload, offload_fraction=offload_fraction,
+            bucket_bytes=bucket_bytes, copies=copies, pieces=pieces, offload=offload,
+            offload_fraction=offload_fraction,
             host_memory_limit_bytes=bytes_of(host_memory_limit), disk_limit_bytes=bytes_of(disk_limit),
             progress=progress,
         )

@@ -79,8 +79,8 @@ def plan_jointly(split: Splits, cluster: Cluster, mesh_shape: Sequence[int] | No
 
     found = search_jointly(graph, cluster, fixed, options.optimizer, options.limit_bytes(cluster),
                            options.time_limit_s, in_full, recompute_less if open_ else None,
-                           [_again(plan) for plan in starts], options.progress, options.wider_limits(cluster),
-                           [_again(plan) for plan in by_hand], kept_of(split, cluster, options.optimizer))
+                           [_again(plan, fixed) for plan in starts], options.progress, options.wider_limits(cluster),
+                           [_again(plan, fixed) for plan in by_hand], kept_of(split, cluster, options.optimizer))
     best = found.plan
     if open_ and best.hybrid.recompute != "none":
         ends = min(deadline, clock.now() + FEWER_S)
@@ -118,12 +118,13 @@ def fixed_by(options: Options, mesh_shape: Sequence[int] | None) -> Fixed:
     return Fixed(options.micro_batches, stages, options.schedule,
                  None if options.recompute == "auto" else options.recompute, options.zero_stage,
                  tuple(mesh_shape) if mesh_shape is not None else None, options.replicas, copies=options.copies,
-                 **options.given)
+                 pieces=options.pieces or 1, **options.given)
 
 
-def _again(plan: Plan) -> Candidate:
+def _again(plan: Plan, fixed: Fixed) -> Candidate:
     """The combination of a plan, to begin with its strategies."""
-    return Candidate(replace(plan.hybrid, cuts=()), plan.mesh_shape, plan.prediction.step_s, plan.strategies_on)
+    hybrid = replace(plan.hybrid, cuts=(), pieces=fixed.pieces)
+    return Candidate(hybrid, plan.mesh_shape, plan.prediction.step_s, plan.strategies_on)
 
 
 def _with_others(recorder: Callable[[], Record], trials: tuple[Trial, ...], others: tuple[Alternative, ...]) -> Record:

@@ -28,6 +28,7 @@ from autoparallel.planning.baselines import baseline
 from autoparallel.planning.block_summary import block_layouts
 from autoparallel.planning.candidates import First
 from autoparallel.planning.facts import facts_of, whole_state
+from autoparallel.planning.faster_pieces import in_faster_pieces
 from autoparallel.planning.offloading import fastest_tier, tier_limits
 from autoparallel.planning.options import Options
 from autoparallel.planning.recompute import fewest_recomputed
@@ -124,6 +125,7 @@ def plan_in(space: StrategySpace, micro: MicroBatches, cluster: Cluster, options
         return _plan_of(pricer, pricer.full(), solution, strategies, options, laps, stages, micro)
     if options.search != "local":  # which is of trial plans
         solution = _faster_hiding(searched, table, solution, options, laps)
+        pricer = in_faster_pieces(pricer, pricer.strategies_of(solution.choice), solution.objective, options)
     make = partial(_plan_of, pricer, problem, options=options, laps=laps, stages=stages, micro=micro)
     elsewhere = partial(_elsewhere, pricer, solution, micro, options, placed, stages)
     study = Study(pricer, problem, solution, lambda strategies, found: make(found, strategies), elsewhere)

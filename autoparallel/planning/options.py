@@ -62,6 +62,8 @@ OPTIONS = f"""
     reduce_dtype: the dtype in which gradients are summed ("float32", "bfloat16", "float16"); None: the parameter's.
     bucket_bytes: of a bucket of parameter gathers and gradient reductions, at most; None: 25 MiB.
     copies: micro-batches that run at a time (multi-copy): one's activations are sent while another computes.
+    pieces: linear layers whose operand or result is sent run in so many pieces, one of which travels while the next is
+        computed (asynchronous tensor parallelism); None: the search decides.
     offload: the tier of optimizer states between steps: "none" (the device), "host" memory, where gradients go too,
         "parameters": these as well (by ZeRO-3, copied to the device for each use), "disk", the tiers of parameters,
         gradients and states, as "host/host/disk" and "disk/disk/disk", or "auto": the fastest of the plans that fit
@@ -81,8 +83,8 @@ TILES_SHARE = 0.25
 MODEL_AND_CALL = "(model, example inputs, example keyword inputs)"
 #: Options that a ready plan leaves no room for.
 DECIDED_BY_A_PLAN = frozenset({"pins", "baseline", "micro_batches", "pipeline_stages", "stage_replicas", "schedule",
-                               "recompute", "zero_stage", "reduce_dtype", "bucket_bytes", "copies", "offload",
-                               "offload_fraction"})
+                               "recompute", "zero_stage", "reduce_dtype", "bucket_bytes", "copies", "pieces",
+                               "offload", "offload_fraction"})
 #: Of these, those that a plan by hand leaves open.
 _BESIDE_BY_HAND = {"reduce_dtype", "bucket_bytes", "offload", "offload_fraction"}
 
@@ -107,6 +109,7 @@ class Options:
     reduce_dtype: str | None = None
     bucket_bytes: float | None = None
     copies: int | None = None
+    pieces: int | None = None
     offload: str | None = None
     offload_fraction: float | None = None
     host_memory_limit_bytes: float | None = None
@@ -133,7 +136,7 @@ class Options:
         zero_stage = (2 if micro_batches == 1 else 1) if self.zero_stage is None else self.zero_stage
         return Hybrid(micro_batches, self.stages, pipeline_ranks, self.schedule or usual(), zero_stage=zero_stage,
                       recompute="none" if self.recompute in (None, "auto") else self.recompute,
-                      replicas=self.replicas, copies=self.copies or 1, **self.given)
+                      replicas=self.replicas, copies=self.copies or 1, pieces=self.pieces or 1, **self.given)
 
     @property
     def given(self) -> dict[str, Any]:
@@ -312,6 +315,7 @@ _WANTED: Mapping[str, tuple[Any, ...] | _Wanted] = {
     "reduce_dtype": REDUCE_DTYPES,
     "bucket_bytes": _Wanted("bytes of a bucket as a number, 0 or more", _is_amount),
     "copies": _COUNT,
+    "pieces": _COUNT,
     "offload": (*PLACES, "auto"),
     "offload_fraction": _Wanted("a share above 0, at most 1", lambda value: _is_number(value) and 0 < value <= 1),
     "host_memory_limit_bytes": _Wanted("bytes per device as a number, 0 or more", _is_amount),

@@ -37,7 +37,7 @@ def hidden(pricer: SpacePricer, strategies: Sequence[Strategy], stages: Sequence
     slowdown = pricer.prices.device.overlap_slowdown
 
     def of(stage: int) -> Hidden:
-        return pricer.costs.memo.once(("hidden", tuple(strategies), stage),
+        return pricer.costs.memo.once(("hidden", tuple(strategies), stage, pricer.counts.hybrid.pieces),
                                       lambda: RankStep(pricer, strategies, stage, _hides_activations(pricer)
                                                        ).hidden(slowdown))
 

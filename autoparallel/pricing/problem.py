@@ -6,6 +6,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from copy import copy
+from dataclasses import replace
 from functools import cached_property, partial
 from typing import Protocol
 
@@ -122,6 +123,13 @@ class SpacePricer:
         other = copy(self)
         other.costs = copy(self.costs)
         other.costs.exposed = share
+        return other
+
+    def in_pieces(self, pieces: int) -> SpacePricer:
+        """A copy with layers in so many ``Hybrid.pieces``, which changes no cost but what overlap saves."""
+        other = copy(self)
+        other.counts = copy(self.counts)
+        other.counts.hybrid = replace(self.counts.hybrid, pieces=pieces)
         return other
 
     def full_like(self, problem: Problem) -> Problem:

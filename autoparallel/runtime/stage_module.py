@@ -35,6 +35,7 @@ from autoparallel.lower.parameter_reads import (
     repeats,
     split_reads,
 )
+from autoparallel.lower.pieces_pass import in_pieces
 from autoparallel.lower.recompute_pass import gather_again, gather_once, gathers_of_stored, with_recompute
 from autoparallel.lower.whole_norms import whole_norms
 from autoparallel.plans import Hybrid
@@ -51,7 +52,7 @@ def split_step(program: Program, hybrid: Hybrid, backend: str = EAGER) -> SplitP
     micro_batch = split.micro_batch
     if hybrid.overlaps_each:
         micro_batch = overlap(micro_batch, hybrid, gathered_blocks(hybrid))
-    micro_batch = overlap_activations(whole_norms(micro_batch), hybrid)
+    micro_batch = overlap_activations(in_pieces(whole_norms(micro_batch), hybrid), hybrid)
     if hybrid.copies > 1:
         values = len(split.reads.graph.output_node().args[0])  # type: ignore[arg-type]
         micro_batch = in_copies(micro_batch, values, hybrid.copies)
@@ -73,6 +74,7 @@ def compiled_by(backend: str, program: GraphModule, hybrid: Hybrid, overlaps: bo
     communication is overlapped with compute."""
     regathers = hybrid.zero_stage == 3
     how = Lowering(backend == INDUCTOR, regathers, hybrid.recompute, _recomputed(hybrid), hybrid.bucket_bytes)
+    program = in_pieces(program, hybrid)
     in_parts = in_blocks(program)
     if not in_parts and not hybrid.gathers_once:
         return compiled(program, how)

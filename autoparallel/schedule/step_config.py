@@ -47,7 +47,8 @@ class Hybrid:
     more precise than the parameter's (None: the parameter's). ``bucket_bytes``: the largest bucket of parameter gathers
     and gradient reductions (a single larger parameter is allowed). ``copies``: micro-batches that run at
     a time (multi-copy): one's activations are sent while another computes, for the activations of so many. ``offload``:
-    where the optimizer's states live, and gradients and parameters.
+    where the optimizer's states live, and gradients and parameters. ``pieces``: linear layers whose operand or result
+    is redistributed run in so many pieces, of which one travels while another is computed (`schedule.pieces`).
     """
 
     micro_batches: int = 1
@@ -63,9 +64,10 @@ class Hybrid:
     bucket_bytes: float = BUCKET_BYTES
     copies: int = 1
     offload: Offload = ON_DEVICE
+    pieces: int = 1
 
     def __post_init__(self) -> None:
-        for name in ("micro_batches", "stages", "pipeline_ranks", "copies"):
+        for name in ("micro_batches", "stages", "pipeline_ranks", "copies", "pieces"):
             if not 1 <= getattr(self, name) <= MOST:
                 raise PlanError(f"{name} is {shown(getattr(self, name))}: give a number from 1 to {MOST:,}")
         if not 0 <= self.bucket_bytes < math.inf:
@@ -96,6 +98,8 @@ class Hybrid:
         _check_schedule(self)
         if self.copies > 1:
             _check_copies(self)
+        if self.pieces > 1:
+            _check_pieces(self)
 
     @property
     def pipelining(self) -> Schedule:
@@ -239,6 +243,16 @@ def _check_copies(hybrid: Hybrid) -> None:
     if hybrid.recompute != "none":
         raise PlanError(f"copies={hybrid.copies} with recompute={hybrid.recompute!r}: recomputed blocks run as one "
                         "piece, so micro-batches cannot alternate inside; leave out one of the two")
+
+
+def _check_pieces(hybrid: Hybrid) -> None:
+    if hybrid.copies > 1:
+        raise PlanError(f"pieces={hybrid.pieces} with copies={hybrid.copies}: one hides communication of activations "
+                        "beside products of the same micro-batch, the other beside another one's; leave out one of "
+                        "the two")
+    if hybrid.puts_off_weights:
+        raise PlanError(f"pieces={hybrid.pieces} with schedule {hybrid.schedule!r}, which runs backward in two parts: "
+                        "leave pieces out, or take another schedule")
 
 
 def _check_replicas(hybrid: Hybrid) -> None:

@@ -210,6 +210,8 @@ def _settings(plan: Plan) -> Iterator[str]:
     if h.micro_batches > 1:
         yield f"{h.micro_batches} micro-batches" + (
             f", of which {h.copies} at a time interleave (multi-copy)" if h.copies > 1 else "")
+    if h.pieces > 1:
+        yield f"layers beside communication in {h.pieces} pieces"
     if h.recompute != "none":
         how = "saved tensors in the host's memory" if h.recompute == "offload" else f"{h.recompute} recompute"
         every = {path for block in plan.blocks for path in block.paths if path != "outside blocks"}
