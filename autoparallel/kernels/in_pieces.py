@@ -2,15 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 
 from autoparallel.kernels import groups
-from autoparallel.kernels.async_communication import Gradients, Moved
-from autoparallel.kernels.collectives import Sizes, act
+from autoparallel.kernels.async_communication import Moved
+from autoparallel.kernels.collectives import (
+    Finish,
+    Sizes,
+    act,
+    begin_action,
+    begin_gathered_view,
+    begin_scattered_view,
+)
+from autoparallel.kernels.groups import Axis
+from autoparallel.kernels.tracing import is_traced
 from autoparallel.layout import Placement, dual
 from autoparallel.layout.redistribution import ACTIONS, COLLECTIVES
 
@@ -30,14 +39,27 @@ class _Whole:
     made: torch.Tensor | None = None
     number: int = 0
 
-    def add(self, piece: torch.Tensor) -> torch.Tensor:
-        """Put the next piece in its place; returns it."""
+    def _next(self, like: torch.Tensor, shape: Sequence[int]) -> torch.Tensor:
+        """The place of the next piece, of this shape."""
         at = self.dim + self.inside
         if self.made is None:
-            self.made = piece.new_empty(*piece.shape[:at], self.count * piece.shape[at], *piece.shape[at + 1 :])
-        self.made.narrow(at, self.number * piece.shape[at], piece.shape[at]).copy_(piece)
+            self.made = like.new_empty(*shape[:at], self.count * shape[at], *shape[at + 1 :])
         self.number += 1
-        return piece
+        return self.made.narrow(at, (self.number - 1) * shape[at], shape[at])
+
+    def add(self, piece: torch.Tensor) -> torch.Tensor:
+        """Put the next piece in its place; returns it there."""
+        return self._next(piece, piece.shape).copy_(piece)
+
+    def multiply(self, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
+        """Compute the next piece, x @ weight + bias, in its place if that is contiguous; returns it there."""
+        rows, place = x.reshape(-1, x.shape[-1]), self._next(x, (*x.shape[:-1], weight.shape[-1]))
+        if is_traced() or not place.is_contiguous():
+            made = rows.mm(weight) if bias is None else torch.addmm(bias, rows, weight)
+            return place.copy_(made.view(place.shape))
+        out = place.view(-1, weight.shape[-1])
+        torch.mm(rows, weight, out=out) if bias is None else torch.addmm(bias, rows, weight, out=out)
+        return place
 
     @property
     def tensor(self) -> torch.Tensor:
@@ -47,20 +69,19 @@ class _Whole:
 
 @dataclass(frozen=True)
 class _Pieces:
-    """The pieces of a redistribution: ``moved`` of the whole tensor, ``each`` of a piece."""
+    """The pieces of a redistribution: ``moved`` of the whole tensor; ``each``: the sizes of the source's and target's
+    shards of a piece."""
 
     moved: Moved
-    each: Moved
+    each: tuple[Sizes, Sizes]
     cut: Cut
 
     @classmethod
     def of(cls, axis: str, source: str, target: str, source_sizes: Sizes, target_sizes: Sizes, cut: Cut) -> _Pieces:
         there = groups.current(axis)
         before, after = Placement.parse(source), Placement.parse(target)
-        moved = each = Moved(there, before, after, source_sizes, target_sizes)
-        if cut[2]:    # a shard is one row of (rank, place)
-            ones = (1,) * there.size
-            each = Moved(there, before, after, ones if before.is_shard else (), ones if after.is_shard else ())
+        moved, ones = Moved(there, before, after, source_sizes, target_sizes), (1,) * there.size
+        each = (ones, ones) if cut[2] else (source_sizes, target_sizes)    # inside, a shard is a row of (rank, place)
         return cls(moved, each, cut)
 
     def split(self, x: torch.Tensor, placement: Placement) -> list[torch.Tensor]:
@@ -78,21 +99,24 @@ class _Pieces:
         """Whether gradients communicate."""
         return ACTIONS[dual(self.moved.target).kind, dual(self.moved.source).kind][0] in COLLECTIVES
 
-    def send(self, x: torch.Tensor) -> Callable[[], torch.Tensor]:
-        """Begin the step of a piece."""
-        finish = self.each.forward((x,))
-        return lambda: finish()[0]
+    def send(self, x: torch.Tensor) -> Finish:
+        """Begin the step of a piece, whose result may lie in any order in memory."""
+        return _begin(x, self.moved.axis, self.moved.source, self.each[0], self.moved.target, self.each[1])
 
-    def send_back(self, gradient: torch.Tensor) -> Callable[[], torch.Tensor]:
-        """Begin the step of a piece's gradient."""
-        finish = self.each.backward((gradient,))
-        return lambda: _there(finish())
+    def send_back(self, gradient: torch.Tensor) -> Finish:
+        """Begin the step of a piece's gradient, as `send`."""
+        return _begin(gradient, self.moved.axis, dual(self.moved.target), self.each[1], dual(self.moved.source),
+                      self.each[0])
 
 
-def _there(gradients: Gradients) -> torch.Tensor:
-    (gradient,) = gradients
-    assert gradient is not None
-    return gradient
+def _begin(x: torch.Tensor, axis: Axis, source: Placement, source_sizes: Sizes, target: Placement, target_sizes: Sizes
+           ) -> Finish:
+    action = ACTIONS[source.kind, target.kind][0]
+    if action == "all_gather":
+        return begin_gathered_view(x, axis, source.dim, source_sizes)
+    if action == "reduce_scatter":
+        return begin_scattered_view(x, axis, target.dim, target_sizes)
+    return begin_action(action, x, axis, source, source_sizes, target, target_sizes)
 
 
 class _Gathered(torch.autograd.Function):
@@ -108,7 +132,8 @@ class _Gathered(torch.autograd.Function):
         for finish in begun:
             piece = operand.add(finish())
             for result, (weight, bias) in zip(made, layers, strict=True):
-                result.add(torch.ops.aten.linear.default(piece, weight, bias))
+                assert weight is not None
+                result.multiply(piece, weight.t(), bias)
         ctx.pieces = pieces
         ctx.save_for_backward(x, operand.tensor, *parameters[::2])    # x: for gradients of gradients alone
         return tuple(result.tensor for result in made)
@@ -124,7 +149,7 @@ class _Gathered(torch.autograd.Function):
             m = pieces.moved
             whole = act(x, m.axis, m.source, m.target, m.source_sizes, m.target_sizes)
             return None, back, *_of_parameters(gradients, whole, wanted)
-        begun = list[Callable[[], torch.Tensor]]()
+        begun = list[Finish]()
         for parts in zip(*(pieces.split(g, pieces.moved.target) for g, _ in some), strict=True):
             sums = None
             for part, (_, weight) in zip(parts, some, strict=True):
@@ -164,7 +189,7 @@ class _Reduced(torch.autograd.Function):
         begun = [pieces.send_back(part) for part in pieces.split(gradient, pieces.moved.target)]
         whole, back = pieces.whole(), pieces.whole()
         for finish in begun:
-            back.add(_of_operand(whole.add(finish()), weight))
+            back.multiply(whole.add(finish()), weight)
         return None, back.tensor, *_of_parameters([whole.tensor], x, wanted)
 
 

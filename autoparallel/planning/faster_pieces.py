@@ -22,14 +22,15 @@ def in_faster_pieces(pricer: SpacePricer, strategies: Sequence[Strategy], object
     hybrid = pricer.counts.hybrid
     if options.pieces is not None or options.baseline or hybrid.copies > 1 or hybrid.puts_off_weights:
         return pricer
-    best, most = pricer, hidden_s(pricer, strategies)
-    least = LEAST_GAIN * (objective - most)
+    whole_s = hidden_s(pricer, strategies)
+    best, most_s = pricer, whole_s + LEAST_GAIN * (objective - whole_s)
     for pieces in TRIED:
         other = pricer.in_pieces(pieces)
-        saved = hidden_s(other, strategies)
-        if saved <= most + (least if best is pricer else 0.0):
+        saved_s = hidden_s(other, strategies)
+        if saved_s == whole_s:    # no layer of this plan runs in pieces
             break
-        best, most = other, saved
+        if saved_s > most_s:
+            best, most_s = other, saved_s
     return best
 
 

@@ -36,10 +36,12 @@ from autoparallel.strategies.space import Strategy
 
 
 class Hidden(NamedTuple):
-    """Seconds of a step saved by overlap: where all micro-batches save as much, and the rest."""
+    """Seconds of a step saved by overlap: where all micro-batches save as much, and the rest. ``activations``: of
+    communication of activations, with the constants of software; without them it is in the other two."""
 
     each: float = 0.0
     once: float = 0.0
+    activations: float = 0.0
 
     @property
     def total(self) -> float:

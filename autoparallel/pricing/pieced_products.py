@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from autoparallel.layout import Step
+from autoparallel.layout.shapes import largest_local_shape
 from autoparallel.pricing.rank_reads import RankReads, Timed, TimedStep
 from autoparallel.pricing.redistribution_costs import PricedStep
 from autoparallel.pricing.step_cost import prices_of
@@ -95,7 +98,7 @@ def pieced_step(reads: RankReads, use: TensorUse, priced: PricedStep, whole: Tim
                 ) -> PiecedStep:
     """The tasks of layers in pieces by the step ``priced`` of a use; ``whole``: the step of the whole tensor."""
     pieces, counts = reads.counts.hybrid.pieces, reads.counts
-    forward_s = operand_s = weights_s = made = 0.0
+    forward_s = operand_s = weights_s = made = read = 0.0
     times = counts.op_times(pieced.layers[0], reads.stage)[1]
     parts = [whole.forward.seconds, whole.backward.seconds]
     for layer in pieced.layers:
@@ -108,13 +111,30 @@ def pieced_step(reads: RankReads, use: TensorUse, priced: PricedStep, whole: Tim
         parts[1] += float(cost.backward[number])
         s = reads.space.strategy_sets[layer]
         made += float(prices.local_bytes(s.output_metas[0], s.outputs[0][number : number + 1])[0])
-    space, itemsize = reads.space.spaces(use.meta), use.meta.dtype.itemsize
-    before, after = (itemsize * float(space.local_elements[space.index(layout)])
-                     for layout in (priced.step.before, priced.step.after))
-    copied = (after, before + after) if pieced.behind else (after + made, before)
-    joined = [times * float(collectives.copy_s(num_bytes, reads.pricer.prices.device)) for num_bytes in copied]
+        read = float(prices.local_bytes(s.input_metas[0], s.inputs[0][number : number + 1])[0])
+    joined = [times * float(collectives.copy_s(num_bytes, reads.pricer.prices.device))
+              for num_bytes in _copied(reads, use, priced.step, pieced, read, made)]
     return PiecedStep(place, pieced.layers, pieced.behind, pieces, reads.piece_of(use, priced, pieces), forward_s,
                       operand_s, weights_s, (joined[0], joined[1]), (parts[0], parts[1]))
+
+
+def _copied(reads: RankReads, use: TensorUse, step: Step, pieced: Pieced, read: float, made: float
+            ) -> tuple[float, float]:
+    """Bytes that pieces copy (forward, backward) and whole layers do not. ``read``, ``made``: of the layers' operand,
+    and of their results.
+
+    What is received is put in its place: a copy, where the whole tensor needs none. Products are made in their place,
+    from pieces as they lie, if these are contiguous.
+    """
+    meta, mesh_shape = use.meta, reads.space.mesh_shape
+    before, after = (math.prod(largest_local_shape(meta.shape, layout, mesh_shape)) * meta.dtype.itemsize
+                     for layout in (step.before, step.after))
+    received = all(placement.in_order for placement in (step.source, step.target) if placement.is_shard)
+    leading = largest_local_shape(meta.shape, step.before, mesh_shape)[: pieced.cut.dim]
+    apart = pieced.cut.inside or math.prod(leading) > 1
+    if pieced.behind:
+        return received * after + apart * read, received * before + apart * read
+    return received * after + apart * made, received * before + apart * made
 
 
 __all__ = ["OF_WEIGHT", "PiecedStep", "pieced_step"]

@@ -157,12 +157,12 @@ class Prices:
         return self.op(self.space.strategy_sets[index], self.chains[index])
 
     def piece_of(self, index: int, pieces: int) -> OpPrice:
-        """The unit costs of one of so many equal pieces of the op of a decision, memoised."""
+        """The unit costs of one of so many equal pieces of the product of a decision, memoised."""
         s = self.space.strategy_sets[index]
         key = (id(s), pieces)
         if key not in self._pieces:
             self._pieces[key] = self._price_op(s, None, costs_of(self.space.spaces, self.kinds, self.training,
-                                                                 self.spread * pieces))
+                                                                 self.spread, pieces=pieces))
         return self._pieces[key]
 
     def host_and_device(self, index: int) -> tuple[OpPrice, OpPrice] | None:
