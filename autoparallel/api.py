@@ -20,6 +20,7 @@ from autoparallel.planning.options import (
     check_call,
     check_cluster,
     check_disk_path,
+    check_groups,
     check_joint,
     compared_by_hand,
     options_of,
@@ -69,7 +70,7 @@ def plan(
     reduce_dtype: str | None = None,
     bucket_bytes: float | None = None,
     copies: int | None = None,
-    offload: str | None = None,
+    offload: str | Mapping[str, str] | None = None,
     offload_fraction: float | None = None,
     host_memory_limit_bytes: float | None = None,
     disk_limit_bytes: float | None = None,
@@ -120,6 +121,7 @@ def plan(
     chosen = options_of(locals())
     cluster = check_cluster(cluster)
     check_call(model, example_inputs, example_kwargs)
+    check_groups(offload, model)
     check_axes(mesh_shape, axis_names, cluster.num_devices)
     check_joint(joint, chosen, axis_names)
     if by_hand is not None:
@@ -163,7 +165,7 @@ def compile(
     reduce_dtype: str | None = None,
     bucket_bytes: float | None = None,
     copies: int | None = None,
-    offload: str | None = None,
+    offload: str | Mapping[str, str] | None = None,
     offload_fraction: float | None = None,
     host_memory_limit_bytes: float | None = None,
     disk_limit_bytes: float | None = None,
@@ -209,6 +211,7 @@ def compile(
 
     chosen = options_of(locals())
     check_call(model, example_inputs, example_kwargs)
+    check_groups(offload, model)
     taken = Inputs.of(model, inputs, check_inputs)
     if isinstance(max_forms, bool) or not isinstance(max_forms, int) or max_forms < 2:
         raise PlanError(f"max_forms is {shown(max_forms)}: give the number of compiled programs to keep, 2 or more")
