@@ -177,7 +177,7 @@ def test_bytes_of_each_tier(ranks: Any, tmp_path: Path, micro_batches: int) -> N
         assert memory["disk"] == pytest.approx(p.disk_bytes, rel=0.05) == pytest.approx((2 + 4) * each, rel=0.05)
         tiles = 3 * 2 * 2 * each
         assert memory["host"] == pytest.approx(p.host_bytes, rel=0.05) == pytest.approx(4 * each + tiles, rel=0.05)
-        assert memory["device"] == pytest.approx(2 * each, rel=0.05)
+        assert memory["device"] == pytest.approx(2 * each, rel=0.05, abs=2 * 4096)    # whole blocks
         assert p.state_bytes == pytest.approx((2 + 4) * each, rel=0.05)
         assert where == {"layers.0.weight": (False, False), "layers.1.weight": (False, False),
                          "layers.2.weight": (True, True), "layers.3.weight": (False, False)}

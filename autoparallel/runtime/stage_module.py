@@ -220,7 +220,8 @@ class StageModule(nn.Module):
         """The gradient of parameter ``number`` is reduced: add it to what is on the host."""
         name = self.names[number]
         if self.gradients is not None and name is not None and leaf.grad is not None:
-            self.on_host[number] = self.gradients.take(name, leaf.grad, self.on_host.get(number))
+            self.on_host[number] = self.gradients.take(leaf.grad, self.on_host.get(number),
+                                                       self.gradients.files_of(name))
             leaf.grad = None
 
     def _take_from_host(self) -> None:

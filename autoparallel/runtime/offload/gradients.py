@@ -54,7 +54,7 @@ class HostGradients:
         """Whether it moves the gradient of a parameter."""
         return leaves_by_itself(self._tiers[name])
 
-    def _files_of(self, name: str) -> MappedFiles | None:
+    def files_of(self, name: str) -> MappedFiles | None:
         """The files in which a parameter's gradient lives; None: in the memory of the host."""
         return self._files if self._tiers[name].gradients == "disk" else None
 
@@ -82,10 +82,10 @@ class HostGradients:
         """Add a gradient that `take` made to that of a parameter, in the parameter's dtype."""
         parameter = self._parameters[name]
         if shard.dtype != parameter.dtype:
-            shard = _made(shard.shape, parameter.dtype, self._files_of(name)).copy_(shard)
+            shard = _made(shard.shape, parameter.dtype, self.files_of(name)).copy_(shard)
         known: Any = parameter.grad
         if known is not None and not hasattr(known, _MARK):
-            self.take(name, known._local_tensor, shard)
+            self.take(known._local_tensor, shard)
             known = None
         elif known is not None:
             known._local_tensor.add_(shard)
@@ -115,10 +115,10 @@ class HostGradients:
             gradient = gradient.redistribute(placements=wanted)
         before: Any = self._before.pop(name, None)
         if before is None:
-            shard, files = gradient._local_tensor, self._files_of(name)
-            parameter.grad = _on_host(gradient, shard if files and files.holds(shard) else self.take(name, shard))
+            shard, files = gradient._local_tensor, self.files_of(name)
+            parameter.grad = _on_host(gradient, shard if files and files.holds(shard) else self.take(shard, files=files))
         else:
-            self.take(name, gradient._local_tensor, before._local_tensor)
+            self.take(gradient._local_tensor, before._local_tensor)
             torch.autograd.graph.increment_version(before)
             parameter.grad = before
 
@@ -135,20 +135,19 @@ class HostGradients:
     def note(self, gradients: Mapping[str, Tensor]) -> None:
         """These gradients have left the device, by names of their parameters, of which some may be of the same."""
         there = {id(self._parameters[name]): shard.nbytes for name, shard in gradients.items()
-                 if self._files_of(name) is None}
+                 if self.files_of(name) is None}
         self.largest_bytes = max(self.largest_bytes, sum(there.values()))
 
     # --- copies -----------------------------------------------------------------------------------------------------
 
     @torch.no_grad()
-    def take(self, name: str, gradient: Tensor, into: Tensor | None = None) -> Tensor:
-        """The tensor in the tier of a parameter's gradients that will have a copy of ``gradient``, or ``into`` (there),
-        to which it will be added; read it after `wait`."""
+    def take(self, gradient: Tensor, into: Tensor | None = None, files: MappedFiles | None = None) -> Tensor:
+        """The tensor in host memory, or in ``files``, that will have a copy of ``gradient``, or ``into`` (there), to
+        which it will be added; read it after `wait`."""
         while self._moving and self._moving_bytes + gradient.nbytes > self.in_flight_bytes:
             self._wait_for_one()
         if self._pool is None:
             self._pool = ThreadPoolExecutor(1, "autoparallel-gradients")
-        files = self._files_of(name)
         if gradient.device.type == "cpu":
             made = _made(gradient.shape, gradient.dtype, files) if into is None else into
             work: Callable[[], Any] = partial(made.copy_ if into is None else made.add_, gradient)
