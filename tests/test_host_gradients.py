@@ -101,9 +101,9 @@ def order() -> list[str]:
     """Of a backward: its products, and gradients that go to the host."""
     parallel, seen, take = compiled("host", zero_stage=0), list[str](), HostGradients.take
 
-    def taken(*given: Any) -> Tensor:
+    def taken(*given: Any, **more: Any) -> Tensor:
         seen.append("gradient")
-        return take(*given)
+        return take(*given, **more)
 
     loss = parallel(torch.ones(8, 8))
     with patch.object(HostGradients, "take", taken), _Order(seen):
