@@ -281,6 +281,13 @@ def test_what_is_no_group_is_refused(away: Any, told: str) -> None:
         planned(offload=away)
 
 
+def test_a_tied_parameter_has_one_name() -> None:
+    args, kwargs = CASES["gpt2"].inputs(8)
+    with pytest.raises(PlanError, match=r"'lm_head\*' matches is known as transformer\.wte\.weight, to which"):
+        autoparallel.plan(CASES["gpt2"].build(), PLAIN, example_inputs=args, example_kwargs=kwargs,
+                          offload={"lm_head*": "host"})
+
+
 @pytest.mark.parametrize(("options", "told"), [
     ({"zero_stage": 1, "offload": {"model.layers.0.*": "parameters"}}, "zero_stage=1: take zero_stage=3"),
     ({"offload": {"model.layers.0.*": "host"}, "offload_fraction": 0.5}, "offload_fraction=0.5 is of offload='host'"),

@@ -212,9 +212,9 @@ def check_groups(offload: Any, model: nn.Module) -> None:
     """Raises PlanError for a pattern of the option ``offload`` by which no parameter of the model gets its tier."""
     if not isinstance(offload, Mapping):
         return
-    names = left = [name for name, _ in model.named_parameters()]
-    shared = {name: next(first for first, other in model.named_parameters() if other is p)
-              for name, p in model.named_parameters(remove_duplicate=False)}
+    first = {id(p): name for name, p in model.named_parameters()}
+    names = left = list(first.values())
+    shared = {name: first[id(p)] for name, p in model.named_parameters(remove_duplicate=False)}
     for pattern in offload:
         if pattern == "*":
             continue
@@ -222,14 +222,14 @@ def check_groups(offload: Any, model: nn.Module) -> None:
         if not mine and any(fnmatchcase(name, pattern) for name in names):
             raise PlanError(f"offload: patterns before {pattern!r} have all parameters that it matches, and the first "
                             "holds: give it before them, or leave it out")
-        if tied := {first for name, first in shared.items() if fnmatchcase(name, pattern)} if not mine else ():
+        if tied := {known for name, known in shared.items() if fnmatchcase(name, pattern)} if not mine else ():
             raise PlanError(f"offload: what {pattern!r} matches is known as {', '.join(sorted(tied))}, to which it is "
                             "tied: write that")
         if not mine:
             near = difflib.get_close_matches(pattern, names, 8, 0.3) or names[:8]
             raise PlanError(f"offload: no parameter's name matches {pattern!r}; of {len(names)} there are {near}: "
                             "write '*' for any letters, as 'layers.0.*' for all of a block")
-        left = [name for name in left if name not in set(mine)]
+        left = [name for name in left if not fnmatchcase(name, pattern)]
 
 
 def compared_by_hand(options: Options, given: Any, devices: int) -> Options:

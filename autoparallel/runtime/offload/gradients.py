@@ -116,7 +116,8 @@ class HostGradients:
         before: Any = self._before.pop(name, None)
         if before is None:
             shard, files = gradient._local_tensor, self.files_of(name)
-            parameter.grad = _on_host(gradient, shard if files and files.holds(shard) else self.take(shard, files=files))
+            there = files is not None and files.holds(shard)
+            parameter.grad = _on_host(gradient, shard if there else self.take(shard, files=files))
         else:
             self.take(gradient._local_tensor, before._local_tensor)
             torch.autograd.graph.increment_version(before)
