@@ -23,11 +23,13 @@ from autoparallel.planning.offloading import fastest_tier
 from autoparallel.planning.options import Options
 from autoparallel.planning.reduced_model import reduced_model
 from autoparallel.plans import Plan
-from autoparallel.schedule.tiers import offload_of
+from autoparallel.schedule.tiers import ON_DEVICE, offload_of
 from cost_models import Cluster
+from tests.support.ranks import mesh_of
 from tests.support.tiers import slow
 
 ONE = Cluster.load("a100-sxm", num_devices=1, software="none")
+SLOW = replace(ONE.host, to_device_bytes_per_s=1e8, from_device_bytes_per_s=1e8)
 BLOCKS = tuple(f"layers.{number}" for number in range(8))
 
 
@@ -102,7 +104,7 @@ def test_a_slower_plan_of_some_blocks_is_not_taken() -> None:
 @pytest.mark.parametrize("joint", [False, slow(True)])
 def test_auto_moves_some_blocks_over_a_slow_link(joint: bool) -> None:
     """Where fetches are what takes long: the plan fits, and is no slower than with all parameters on the host."""
-    link = replace(ONE, host=replace(ONE.host, to_device_bytes_per_s=1e8, from_device_bytes_per_s=1e8))
+    link = replace(ONE, host=SLOW)
     fixed: dict[str, Any] = {"cluster": link, "joint": joint, "zero_stage": 3, "recompute": "none", "micro_batches": 1,
                              "bucket_bytes": 2**16, "time_limit_s": 4.0, **({} if joint else {"mesh_shape": (1,)})}
     whole, host = planned(**fixed, offload="parameters"), planned(**fixed, offload="host")
@@ -181,3 +183,36 @@ def test_the_command_line(tmp_path: Path) -> None:
                                     "--sequence-length", "32", "--offload", "none,model.layers.0.*=host",
                                     "--time-limit", "1"])
     assert fits.exit_code == 0 and "model.layers.0.*=host" in fits.output
+
+
+def trained(away: dict[str, Any]) -> tuple[list[float], list[Tensor], Any]:
+    """Losses, shards, and the plan's tiers."""
+    torch.manual_seed(0)
+    x, model = torch.linspace(-1, 1, 64 * 256).view(64, 256), Deep()
+    for number, p in enumerate(model.parameters()):
+        torch.nn.init.normal_(p, std=0.05, generator=torch.Generator().manual_seed(number))
+    fixed: dict[str, Any] = {} if "plan" in away else {"zero_stage": 3, "recompute": "none", "micro_batches": 1,
+                                                   "bucket_bytes": 2**16}
+    parallel = autoparallel.compile(model, mesh_of(1), example_inputs=(x,), **fixed, **away,
+                                    cluster=replace(ONE, host=SLOW))
+    optimizer, losses = parallel.optimizer(torch.optim.AdamW, lr=0.01, fused=True), list[float]()
+    for _ in range(3):
+        losses.append(parallel.step(x).item())
+        optimizer.step()
+        optimizer.zero_grad()
+    return losses, [p.to_local().detach().clone() for p in parallel.parameters()], parallel.plan
+
+
+@pytest.mark.ranks
+def test_auto_trains_with_some_blocks_on_the_host(ranks: Any) -> None:
+    """Chosen under a memory limit, by `compile`: to the bit as the same layout with all in device memory."""
+    pool = ranks(1)
+    host, whole = (pool.run(trained, {"offload": tier}) for tier in ("host", "parameters"))
+    limit = (host[0][2].prediction.peak_bytes + whole[0][2].prediction.peak_bytes) / 2
+    some = pool.run(trained, {"offload": "auto", "memory_limit_bytes": limit})
+    plan = some[0][2]
+    kept = pool.run(trained, {"plan": replace(plan, hybrid=replace(plan.hybrid, offload=ON_DEVICE))})
+    for (losses, shards, _), (expected, before, _) in zip(some, kept, strict=True):
+        assert losses == expected and all(torch.equal(a, b) for a, b in zip(shards, before, strict=True))
+    assert plan.prediction.peak_bytes <= limit and plan.prediction.step_s <= whole[0][2].prediction.step_s
+    assert 0 < len(plan.hybrid.offload.groups) < 8 and plan.hybrid.offload.moves_parameters
