@@ -20,6 +20,7 @@ from autoparallel.planning.options import (
     check_call,
     check_cluster,
     check_disk_path,
+    check_groups,
     check_joint,
     compared_by_hand,
     options_of,
@@ -70,7 +71,7 @@ def plan(
     bucket_bytes: float | None = None,
     copies: int | None = None,
     pieces: int | None = None,
-    offload: str | None = None,
+    offload: str | Mapping[str, str] | None = None,
     offload_fraction: float | None = None,
     host_memory_limit_bytes: float | None = None,
     disk_limit_bytes: float | None = None,
@@ -121,6 +122,7 @@ def plan(
     chosen = options_of(locals())
     cluster = check_cluster(cluster)
     check_call(model, example_inputs, example_kwargs)
+    check_groups(offload, model)
     check_axes(mesh_shape, axis_names, cluster.num_devices)
     check_joint(joint, chosen, axis_names)
     if by_hand is not None:
@@ -165,7 +167,7 @@ def compile(
     bucket_bytes: float | None = None,
     copies: int | None = None,
     pieces: int | None = None,
-    offload: str | None = None,
+    offload: str | Mapping[str, str] | None = None,
     offload_fraction: float | None = None,
     host_memory_limit_bytes: float | None = None,
     disk_limit_bytes: float | None = None,
@@ -211,6 +213,7 @@ def compile(
 
     chosen = options_of(locals())
     check_call(model, example_inputs, example_kwargs)
+    check_groups(offload, model)
     taken = Inputs.of(model, inputs, check_inputs)
     if isinstance(max_forms, bool) or not isinstance(max_forms, int) or max_forms < 2:
         raise PlanError(f"max_forms is {shown(max_forms)}: give the number of compiled programs to keep, 2 or more")

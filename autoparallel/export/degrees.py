@@ -13,7 +13,6 @@ from autoparallel.planning.by_hand import ByHand
 from autoparallel.plans import Plan
 from autoparallel.plans.roles import AxisRole, Roles, roles_of
 from autoparallel.schedule.schedules import usual
-from autoparallel.schedule.tiers import listed
 from cost_models.unequal import told
 
 #: Roles from the slowest links to the fastest, as frameworks lay out their ranks.
@@ -268,10 +267,7 @@ def sharded_by_context(hand: ByHand) -> list[Lost]:
 
 def states_lost(plan: Plan) -> Lost:
     """Training state that leaves the device in the plan, and not in the export."""
-    away = plan.hybrid.offload
-    where = " and ".join(f"{listed(there)} {words}" for tier, words in (("host", "in the host's memory"),
-                                                                        ("disk", "on disk"))
-                         if (there := away.in_tier(tier)))
+    where = plan.hybrid.offload.told("in the host's memory", between=" and ")
     return Lost(where, "on the devices, in more of their memory")
 
 

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch.utils._python_dispatch import is_in_torch_dispatch_mode
 
 from autoparallel.kernels import groups
 from autoparallel.kernels.async_communication import Moved
@@ -54,7 +55,8 @@ class _Whole:
     def multiply(self, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
         """Compute the next piece, x @ weight + bias, in its place if that is contiguous; returns it there."""
         rows, place = x.reshape(-1, x.shape[-1]), self._next(x, (*x.shape[:-1], weight.shape[-1]))
-        if is_traced() or not place.is_contiguous():
+        # Selective recompute, a dispatch mode, keeps results of products, which nobody may write to.
+        if is_traced() or is_in_torch_dispatch_mode() or not place.is_contiguous():
             made = rows.mm(weight) if bias is None else torch.addmm(bias, rows, weight)
             return place.copy_(made.view(place.shape))
         out = place.view(-1, weight.shape[-1])

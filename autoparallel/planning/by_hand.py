@@ -125,6 +125,10 @@ class ByHand:
         if not isinstance(given, (str, Mapping)):
             raise PlanError(f"by_hand is {shown(given)}: give text such as {EXAMPLE}, or a mapping with these keys")
         values = dict(given) if isinstance(given, Mapping) else _parsed(given)
+        away = values.get("offload")
+        if isinstance(away, Mapping) or "=" in str(away) or any("*" in str(key) or "." in str(key) for key in values):
+            raise PlanError("by_hand has one offload for all parameters: give tiers by their names as the option "
+                            "beside it, offload={'embed*': 'disk', '*': 'host'}, --offload 'embed*=disk,*=host'")
         known = [field.name for field in fields(ByHand)]
         if unknown := sorted(set(map(str, values)) - set(known)):
             raise PlanError(f"by_hand: unknown key {unknown[0]!r}; there are {', '.join(known)}")

@@ -27,7 +27,7 @@ from autoparallel.partition import (
 from autoparallel.planning.baselines import baseline
 from autoparallel.planning.block_summary import block_layouts
 from autoparallel.planning.candidates import First
-from autoparallel.planning.facts import facts_of, whole_state
+from autoparallel.planning.facts import block_paths, facts_of, whole_state
 from autoparallel.planning.faster_pieces import in_faster_pieces
 from autoparallel.planning.offloading import fastest_tier, tier_limits
 from autoparallel.planning.options import Options
@@ -229,7 +229,7 @@ def _plan_call(space: StrategySpace, micro: MicroBatches, cluster: Cluster, opti
     if options.offload == "auto":
         state = whole_state(space.graph, cluster, options)
         return fastest_tier(options, cluster, lambda chosen: _plan_call(
-            space, micro, cluster, chosen, placed, _in_tier(hybrid, chosen)), state)
+            space, micro, cluster, chosen, placed, _in_tier(hybrid, chosen)), state, blocks=block_paths(space.graph))
     try:
         return plan_in(space, micro, cluster, options, placed, hybrid)
     except InfeasibleError as error:

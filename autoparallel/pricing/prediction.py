@@ -63,12 +63,11 @@ class _Ahead:
 
 @dataclass
 class _Parts:
-    """Seconds of one step and bytes, on each of the ``ranks`` ranks of a stage. ``tier_bytes``: of optimizer states in
-    their tier, if that is not the device; ``host_bytes``, ``disk_bytes``: of activations, gradients and parameters
-    there. ``once``: the seconds that do not depend on the number of micro-batches, ``once_forward`` those of them in
-    forward. ``again``: compute of recompute. ``by_class``: compute of ops by their class. ``outside``: by how much
-    launches prolong ops outside of blocks. All of these are in the others too, and so are ``ahead_forward`` and
-    ``ahead_backward``."""
+    """Seconds of one step and bytes, on each of the ``ranks`` ranks of a stage. ``host_bytes``, ``disk_bytes``: of
+    activations and training state there; ``tiled_bytes``: of optimizer states on disk. ``once``: the seconds that do
+    not depend on the number of micro-batches, ``once_forward`` those of them in forward. ``again``: compute of
+    recompute. ``by_class``: compute of ops by their class. ``outside``: by how much launches prolong ops outside of
+    blocks. All of these are in the others too, and so are ``ahead_forward`` and ``ahead_backward``."""
 
     forward: float = 0.0
     backward: float = 0.0
@@ -86,7 +85,7 @@ class _Parts:
     always_bytes: float = 0.0
     host_bytes: float = 0.0
     disk_bytes: float = 0.0
-    tier_bytes: float = 0.0
+    tiled_bytes: float = 0.0
     by_class: dict[str, float] = field(default_factory=dict)
     repeated: list[int] = field(default_factory=list)
     ranks: int = 1
@@ -162,8 +161,8 @@ def predict(pricer: SpacePricer, problem: Problem, strategies: Sequence[Strategy
         collectives=tuple(CollectiveUse(k, a, d, int(n), b, s, p) for (k, a, d, p), (n, b, s) in sorted(found.items())
                           if k in COLLECTIVES or " in " in k),
         repeated_ops=tuple(str(nodes[decisions[index].node]) for index in sorted(set(mean.repeated))),
-        host_bytes=max(s.host_bytes + pricer.costs.states.host_bytes(s.tier_bytes) for s in by_rank),
-        disk_bytes=max(s.disk_bytes + s.tier_bytes * (hybrid.offload.states == "disk") for s in by_rank),
+        host_bytes=max(s.host_bytes + pricer.costs.states.tiles_bytes(s.tiled_bytes) for s in by_rank),
+        disk_bytes=max(s.disk_bytes for s in by_rank),
         waiting_s=bubbles + waited,
         hidden_s=max(0.0, hidden),
         ahead_s=min(max(0.0, ahead), max(0.0, hidden)),
@@ -267,7 +266,7 @@ def _together(stages: Sequence[_Parts]) -> _Parts:
     made = _Parts(repeated=[index for s in stages for index in s.repeated])
     for name in ("forward", "backward", "optimizer", "forward_communication", "backward_communication", "once",
                  "once_forward", "again", "outside", "state_bytes", "live_bytes", "always_bytes", "host_bytes",
-                 "disk_bytes", "tier_bytes"):
+                 "disk_bytes", "tiled_bytes"):
         setattr(made, name, sum(getattr(s, name) for s in stages))
     for stage in stages:
         made.ahead_forward.add(stage.ahead_forward)
@@ -416,7 +415,6 @@ def _add_decisions(pricer: SpacePricer, strategies: Sequence[Strategy], stages: 
             elif decision.kind == "parameter":
                 _add_parameter(pricer, index, number, count, stage, found)
                 stage.state_bytes += count * float(pricer.costs.decision_bytes(index)[number])
-                stage.tier_bytes += count * float(pricer.costs.states.tier_bytes(strategy_set)[number])
 
 
 def _add_op(pricer: SpacePricer, index: int, number: int, count: int, place: int, stage: _Parts, found: Found) -> None:
@@ -468,8 +466,10 @@ def _add_parameter(pricer: SpacePricer, index: int, number: int, count: int, sta
                    float(pricer.costs.shared_bytes(index)[number]), shared / some)
     stage.backward_communication += count * (shared + moved)
     stage.once += count * (updated + shared + (0.0 if pricer.costs.gradients.leave(index) else moved))
-    stage.host_bytes += count * float(pricer.costs.tiers.others_in(index, "host")[number])
-    stage.disk_bytes += count * float(pricer.costs.tiers.others_in(index, "disk")[number])
+    tiers = pricer.costs.tiers
+    stage.host_bytes += count * float(tiers.bytes_in(index, "host")[number])
+    stage.disk_bytes += count * float(tiers.bytes_in(index, "disk")[number])
+    stage.tiled_bytes += count * float(tiers.tiled_bytes(index)[number])
 
 
 def _add_inside(pricer: SpacePricer, inside: Inside, number: int, times: tuple[int, int], stage: _Parts,

@@ -20,9 +20,9 @@ from autoparallel.runtime.dtensors import watch
 from autoparallel.runtime.form import Compiled
 from autoparallel.runtime.guards import Places, SharedAttributes
 from autoparallel.runtime.hints import add_hints
-from autoparallel.runtime.initialise import Keep, as_dtensor, container, elsewhere, live_elsewhere
+from autoparallel.runtime.initialise import Keep, as_dtensor, container, elsewhere, live_elsewhere, registered
 from autoparallel.runtime.mixing import mix_scalars
-from autoparallel.runtime.offload.gradients import HostGradients
+from autoparallel.runtime.offload.gradients import HostGradients, leaves_by_itself
 from autoparallel.runtime.offload.mapped import MappedFiles
 from autoparallel.runtime.optimizers import look_at_steps, offload_states
 from autoparallel.runtime.originals import Originals
@@ -53,13 +53,13 @@ def place(root: nn.Module, state: State, compiled: Compiled) -> None:
     placed: dict[int, nn.Parameter | torch.Tensor] = {}
     state.offload = compiled.plan.hybrid.offload
     state.files = _files(state, compiled)
-    keep = _keep(state)
     for name, parameter in model.named_parameters(remove_duplicate=False):
         value = _same_on_pipeline(state, parameter.detach())
         if compiled.micro.whole.aliases.get(name, name) in absent:
             continue
         owner, leaf = container(root, name)
         if id(parameter) not in placed:
+            keep = _keep(state, name)
             layout = layouts.get(name, everywhere)
             state.layouts[name] = layout
             shard = _shard_of(value, mesh, layout, state.device)
@@ -81,28 +81,28 @@ def place(root: nn.Module, state: State, compiled: Compiled) -> None:
                 if leaf in owner_module._non_persistent_buffers_set:
                     owner._non_persistent_buffers_set.add(leaf)
     if state.offload.is_away:
-        offload_states(state, (p for p in placed.values() if isinstance(p, nn.Parameter)), state.offload)
-    if state.offload.moves_gradients and (not state.offload.moves_parameters or state.offload.gradients == "disk"):
+        tiers = {name: state.offload.of(name) for name in state.layouts}
+        offload_states(state, {id(registered(root, name)): one for name, one in tiers.items() if one.is_away})
+    if any(map(leaves_by_itself, state.offload.each)):
         in_flight = BUCKETS_IN_FLIGHT * compiled.plan.hybrid.bucket_bytes
-        on_disk = state.offload.gradients == "disk"
-        state.host_gradients = HostGradients(state.device, in_flight, state.files if on_disk else None)
+        state.host_gradients = HostGradients(state.device, in_flight, state.offload, state.files)
     state.attributes, state.places = SharedAttributes(state.parts), Places(root)
     state.originals = Originals(model, placed)
 
 
-def _keep(state: State) -> Keep | None:
-    """The way to the memory in which parameters live; None: on the device."""
-    if state.offload.parameters == "disk":
+def _keep(state: State, name: str) -> Keep | None:
+    """The way to the memory in which a parameter lives; None: on the device."""
+    away = state.offload.of(name)
+    if away.parameters == "disk":
         assert state.files is not None
         return state.files.copy_of
-    return host_memory if state.offload.moves_parameters else None
+    return host_memory if away.moves_parameters else None
 
 
 def _files(state: State, compiled: Compiled) -> MappedFiles | None:
     """The files of this rank's parameters and gradients, if they live on disk. All ranks call this. Raises InputError
     on all where one has no room."""
-    there = state.offload.in_tier("disk")
-    if not {"parameters", "gradients"} & {*there}:
+    if not {"parameters", "gradients"} & {*state.offload.in_tier("disk")}:
         return None
     folder, hybrid, sizes, seen = state.limits.disk_path, compiled.plan.hybrid, list[int](), set[int]()
     assert folder is not None
@@ -111,6 +111,7 @@ def _files(state: State, compiled: Compiled) -> MappedFiles | None:
         if id(parameter) in seen:
             continue
         seen.add(id(parameter))
+        there = state.offload.of(name).in_tier("disk")
         layout = compiled.parameter_layouts.get(name, everywhere)
         count = math.prod(local_shape(tuple(parameter.shape), layout, state.mesh.shape, coordinate))
         width, sums = parameter.element_size(), hybrid.micro_batches > 1 and hybrid.sum_dtype

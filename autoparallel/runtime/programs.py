@@ -44,6 +44,9 @@ def _own(plan: Plan, space: StrategySpace, micro: MicroBatches, position: MeshPo
     for program in programs.values():
         check(program, space, position.coordinate)
         sum_gradients_in(program, plan.hybrid.sum_dtype)
-        if plan.hybrid.offload.moves_parameters:
-            fetch_parameters(program.module, space.mesh_shape, position.mesh.device_type)
+        away = plan.hybrid.offload
+        fetched = {one.index for one in program.placeholders
+                   if one.kind == "parameter" and away.of(one.path).moves_parameters}
+        if fetched:
+            fetch_parameters(program.module, fetched, space.mesh_shape, position.mesh.device_type)
     return Compiled(plan, space, micro, stages, programs, backend, cluster)

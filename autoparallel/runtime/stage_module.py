@@ -159,8 +159,8 @@ class StageModule(nn.Module):
         ):  # reduced gradients accumulate in separate leaves, so that parameters' hooks run once, with the sum
             self.parameters_read = [(p, self._leaf(p)) for p in parameters]
             parameters = [leaf for _, leaf in self.parameters_read]
-            for number, leaf in enumerate(parameters) if self.gradients is not None else ():
-                if leaf.requires_grad and self.names[number] is not None:
+            for number, (leaf, name) in enumerate(zip(parameters, self.names, strict=True)):
+                if leaf.requires_grad and self.gradients is not None and name and self.gradients.takes(name):
                     leaf.register_post_accumulate_grad_hook(partial(self._reduced, number))
         with groups.use(self.axes):
             self.values = self.reads(*parameters)
@@ -220,8 +220,10 @@ class StageModule(nn.Module):
 
     def _reduced(self, number: int, leaf: torch.Tensor) -> None:
         """The gradient of parameter ``number`` is reduced: add it to what is on the host."""
-        if self.gradients is not None and leaf.grad is not None:
-            self.on_host[number] = self.gradients.take(leaf.grad, self.on_host.get(number))
+        name = self.names[number]
+        if self.gradients is not None and name is not None and leaf.grad is not None:
+            self.on_host[number] = self.gradients.take(leaf.grad, self.on_host.get(number),
+                                                       self.gradients.files_of(name))
             leaf.grad = None
 
     def _take_from_host(self) -> None:
@@ -229,7 +231,7 @@ class StageModule(nn.Module):
         one of the device, get it through backward."""
         assert self.gradients is not None
         self.gradients.wait()
-        self.gradients.note(sum(summed.nbytes for summed in self.on_host.values()))
+        self.gradients.note({str(self.names[number]): summed for number, summed in self.on_host.items()})
         while self.on_host:
             number, summed = self.on_host.popitem()
             (_, leaf), name = self.parameters_read[number], self.names[number]

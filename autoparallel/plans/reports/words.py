@@ -11,7 +11,6 @@ from dataclasses import dataclass
 from autoparallel.plans.plan import Plan
 from autoparallel.plans.record import Workload
 from autoparallel.plans.roles import AxisRole, products_of, roles_of
-from autoparallel.schedule.tiers import listed
 
 ZERO = {1: "ZeRO-1", 2: "ZeRO-2", 3: "ZeRO-3 (FSDP)"}
 PARALLEL = {"data": "data parallel", "tensor": "tensor parallel", "context": "context parallel",
@@ -218,9 +217,7 @@ def _settings(plan: Plan) -> Iterator[str]:
         some = f"{len(h.recompute_blocks)} of " if h.recompute_blocks is not None else "all "
         yield f"{how} on {some}{len(every)} blocks"
     if h.offload.is_away:
-        some = "" if h.offload.fraction == 1 else f"{h.offload.fraction:.0%} of "
-        yield "; ".join(f"{some}{listed(there)} {words}" for tier, words in (
-            ("host", "in the memory of the host"), ("disk", "on disk")) if (there := h.offload.in_tier(tier)))
+        yield h.offload.told()
     if h.reduce_dtype:
         yield f"gradients summed in {h.reduce_dtype}"
 
