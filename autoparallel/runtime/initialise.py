@@ -65,12 +65,13 @@ def taking_any_gradient(output: torch.Tensor) -> torch.Tensor:
     return output
 
 
-def _single(gradient: torch.Tensor) -> torch.Tensor:
+def _single(gradient: torch.Tensor | None) -> torch.Tensor | None:
     """The gradient. Raises InputError for one of vmap's, of which ranks would read what is sent before it is there."""
     local = gradient._local_tensor if isinstance(gradient, DTensor) else gradient
-    if torch._C._functorch.is_legacy_batchedtensor(local) or torch._C._functorch.is_batchedtensor(local):
-        raise InputError("backward of several vectors at once (is_grads_batched=True, vectorize=True): ranks cannot send "
-                         "them\n  Call torch.autograd.grad(..., retain_graph=True) once for each vector.")
+    if local is not None and (torch._C._functorch.is_legacy_batchedtensor(local)
+                              or torch._C._functorch.is_batchedtensor(local)):
+        raise InputError("backward of several vectors at once (is_grads_batched=True, vectorize=True) cannot be sent\n "
+                         " Call torch.autograd.grad(..., retain_graph=True) once for each vector.")
     return gradient
 
 
