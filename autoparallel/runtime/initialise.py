@@ -58,11 +58,21 @@ def taking_any_gradient(output: torch.Tensor) -> torch.Tensor:
     if output.grad_fn is not None:
         if isinstance(output, DTensor):
             mesh, placements = output.device_mesh, [Replicate() if p.is_partial() else p for p in output.placements]
-            output.register_hook(lambda g: g if g is None or isinstance(g, DTensor) else distribute_tensor(
+            output.register_hook(lambda g: g if g is None or isinstance(_single(g), DTensor) else distribute_tensor(
                 g, mesh, placements, src_data_rank=None))
         else:
-            output.register_hook(lambda g: g.full_tensor() if isinstance(g, DTensor) else g)
+            output.register_hook(lambda g: g.full_tensor() if isinstance(_single(g), DTensor) else g)
     return output
+
+
+def _single(gradient: torch.Tensor | None) -> torch.Tensor | None:
+    """The gradient. Raises InputError for one of vmap's, of which ranks would read what is sent before it is there."""
+    local = gradient._local_tensor if isinstance(gradient, DTensor) else gradient
+    if local is not None and (torch._C._functorch.is_legacy_batchedtensor(local)
+                              or torch._C._functorch.is_batchedtensor(local)):
+        raise InputError("backward of several vectors at once (is_grads_batched=True, vectorize=True) cannot be sent\n "
+                         " Call torch.autograd.grad(..., retain_graph=True) once for each vector.")
+    return gradient
 
 
 class _LocalShards(torch.autograd.Function):

@@ -21,6 +21,7 @@ from autoparallel.runtime.form import Compiled
 from autoparallel.runtime.guards import Places, SharedAttributes
 from autoparallel.runtime.hints import add_hints
 from autoparallel.runtime.initialise import Keep, as_dtensor, container, elsewhere, live_elsewhere, registered
+from autoparallel.runtime.interleaved_views import view_rightly
 from autoparallel.runtime.mixing import mix_scalars
 from autoparallel.runtime.offload.gradients import HostGradients, leaves_by_itself
 from autoparallel.runtime.offload.mapped import MappedFiles
@@ -43,6 +44,7 @@ def place(root: nn.Module, state: State, compiled: Compiled) -> None:
     draw_whole()
     take_whole_means()
     correct_ops()
+    view_rightly()
     add_hints()
     mix_scalars()
     look_at_steps()
