@@ -20,6 +20,7 @@ from autoparallel.planning.options import (
     check_call,
     check_cluster,
     check_disk_path,
+    check_groups,
     check_joint,
     compared_by_hand,
     options_of,
@@ -69,7 +70,8 @@ def plan(
     reduce_dtype: str | None = None,
     bucket_bytes: float | None = None,
     copies: int | None = None,
-    offload: str | None = None,
+    pieces: int | None = None,
+    offload: str | Mapping[str, str] | None = None,
     offload_fraction: float | None = None,
     host_memory_limit_bytes: float | None = None,
     disk_limit_bytes: float | None = None,
@@ -107,7 +109,7 @@ def plan(
                  "baseline": baseline, "micro_batches": micro_batches, "pipeline_stages": pipeline_stages,
                  "stage_replicas": stage_replicas, "schedule": schedule, "recompute": recompute,
                  "zero_stage": zero_stage, "reduce_dtype": reduce_dtype, "bucket_bytes": bucket_bytes,
-                 "copies": copies, "offload": offload, "offload_fraction": offload_fraction,
+                 "copies": copies, "pieces": pieces, "offload": offload, "offload_fraction": offload_fraction,
                  "disk_limit_bytes": disk_limit_bytes, "host_memory_limit_bytes": host_memory_limit_bytes}
         if taken := sorted(name for name, value in given.items() if value is not None and value is not False):
             raise PlanError(f"{', '.join(taken)} belong to a training step: leave them out, or leave out phase, "
@@ -120,6 +122,7 @@ def plan(
     chosen = options_of(locals())
     cluster = check_cluster(cluster)
     check_call(model, example_inputs, example_kwargs)
+    check_groups(offload, model)
     check_axes(mesh_shape, axis_names, cluster.num_devices)
     check_joint(joint, chosen, axis_names)
     if by_hand is not None:
@@ -163,7 +166,8 @@ def compile(
     reduce_dtype: str | None = None,
     bucket_bytes: float | None = None,
     copies: int | None = None,
-    offload: str | None = None,
+    pieces: int | None = None,
+    offload: str | Mapping[str, str] | None = None,
     offload_fraction: float | None = None,
     host_memory_limit_bytes: float | None = None,
     disk_limit_bytes: float | None = None,
@@ -209,6 +213,7 @@ def compile(
 
     chosen = options_of(locals())
     check_call(model, example_inputs, example_kwargs)
+    check_groups(offload, model)
     taken = Inputs.of(model, inputs, check_inputs)
     if isinstance(max_forms, bool) or not isinstance(max_forms, int) or max_forms < 2:
         raise PlanError(f"max_forms is {shown(max_forms)}: give the number of compiled programs to keep, 2 or more")

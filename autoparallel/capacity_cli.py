@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from autoparallel.schedule.tiers import FITTED
+from autoparallel.schedule.tiers import FITTED, places_in
 
 if TYPE_CHECKING:
     from autoparallel.fitting import Fit
@@ -80,7 +80,8 @@ def fit(
                                                 "default")] = None,
     sequence_length: Annotated[int, typer.Option(min=1, help="tokens per sequence")] = 2048,
     most: Annotated[int, typer.Option(min=1, help="sequences of the largest batch to try")] = 4096,
-    offload: Annotated[str, typer.Option(help="tiers to try")] = ",".join(FITTED),
+    offload: Annotated[str, typer.Option(help="tiers to try; those by names, 'embed*=disk,layers.0.*=host', are "
+                                            "one")] = ",".join(FITTED),
     memory_limit: Annotated[str | None, typer.Option(help="of each device, for example 70GiB")] = None,
     host_memory_limit: Annotated[str | None, typer.Option(help="of host memory per device, for example 200GiB")] = None,
     software: Annotated[str | None, typer.Option(help="whose speed counts: torch-eager, megatron-core, ...")] = None,
@@ -95,20 +96,20 @@ def fit(
     """
     import autoparallel
     from autoparallel.errors import printable
-    from autoparallel.fitting import print_fitting
+    from autoparallel.fitting import print_fitting, tier_text
     from autoparallel.models import load_model
     from autoparallel.plans.reports.text import ReportConsole
     from autoparallel.plans.reports.units import bytes_of
 
     def tell(one: Fit) -> None:
         said = one.refused if one.plan is None else f"a batch of {one.batch} fits"
-        typer.echo(printable(f"offload {one.offload}: {said}"), err=True)
+        typer.echo(printable(f"offload {tier_text(one.offload)}: {said}"), err=True)
 
     limits: dict[str, Any] = {name: bytes_of(text) for name, text in (("memory_limit_bytes", memory_limit), (
         "host_memory_limit_bytes", host_memory_limit)) if text is not None}
     found = autoparallel.fit(
         lambda batch: load_model(model, batch, sequence_length, dtype), cluster, devices=devices, most=most,
-        tiers=[tier.strip() for tier in offload.split(",")], software=software, time_limit_s=time_limit, told=tell,
+        tiers=places_in(offload), software=software, time_limit_s=time_limit, told=tell,
         optimizer=optimizer, **limits)
     print_fitting(found, ReportConsole())
     raise typer.Exit(0 if found.fits else 1)

@@ -6,6 +6,7 @@ plan fits; 130 interrupted. What takes long is imported by the command that need
 
 from __future__ import annotations
 
+import math
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Annotated
@@ -17,6 +18,7 @@ from autoparallel.errors import AutoparallelError, InfeasibleError, InputError, 
 from autoparallel.models import load_model
 from autoparallel.plans.reports.units import bytes_of
 from autoparallel.schedule.schedules import SCHEDULES
+from autoparallel.schedule.tiers import places_in
 
 if TYPE_CHECKING:
     from autoparallel.planning.by_hand import ByHand
@@ -60,9 +62,12 @@ def plan(
     bucket_bytes: Annotated[float | None, typer.Option(help="of gradients or parameters that are sent together, "
                                                        "at most (25 MiB)")] = None,
     copies: Annotated[int | None, typer.Option(help="micro-batches that run at a time (multi-copy)")] = None,
+    pieces: Annotated[int | None, typer.Option(help="of layers whose operand or result is sent: one travels while the "
+                                               "next is computed")] = None,
     offload: Annotated[str | None, typer.Option(help="optimizer states on: none (the device), host (gradients too), "
                                                   "parameters (these too), disk, these three's tiers as "
-                                                  "host/host/disk; auto: by price")] = None,
+                                                  "host/host/disk; by names 'embed*=disk,*=host'; auto: by "
+                                                  "price")] = None,
     offload_fraction: Annotated[float | None, typer.Option(help="the share of them that moves, as 0.5")] = None,
     host_memory_limit: Annotated[str | None, typer.Option(help="of host memory per device, for example 200GiB")] = None,
     disk_limit: Annotated[str | None, typer.Option(help="of disk per device, for example 1TB")] = None,
@@ -88,9 +93,9 @@ def plan(
     plan_cli.check_output(trace, "--trace")
     plan_cli.check_page(html)
     shape = _mesh_shape(mesh)
-    count = devices if devices is not None else _product(shape) if shape else 8
-    if shape and _product(shape) != count:
-        raise InputError(f"--mesh {mesh} has {_product(shape)} devices and --devices says {count}: give one of them")
+    count = devices if devices is not None else math.prod(shape) if shape else 8
+    if shape and math.prod(shape) != count:
+        raise InputError(f"--mesh {mesh} has {math.prod(shape)} devices and --devices says {count}: give one of them")
     machine = autoparallel.Cluster.load(cluster, num_devices=count, software=software)
     by_hand, compare_by_hand = _by_hand(by_hand, count), _by_hand(compare_by_hand, count)
     if compare_by_hand is None and by_hand is None and baseline is None:
@@ -107,7 +112,8 @@ def plan(
             micro_batches=micro_batches, schedule=schedule,
             stage_replicas=_sizes(stage_replicas, "the stages' ranks", ",", "1,3"),
             zero_stage=zero_stage, recompute=recompute, reduce_dtype=reduce_dtype,
-            bucket_bytes=bucket_bytes, copies=copies, offload=offload, offload_fraction=offload_fraction,
+            bucket_bytes=bucket_bytes, copies=copies, pieces=pieces, offload=_tiers(offload),
+            offload_fraction=offload_fraction,
             host_memory_limit_bytes=bytes_of(host_memory_limit), disk_limit_bytes=bytes_of(disk_limit),
             progress=progress,
         )
@@ -144,8 +150,8 @@ def demo(
     from autoparallel import demo as job
 
     shape = _mesh_shape(mesh) or ((2, ranks // 2) if ranks % 2 == 0 and ranks > 2 else (ranks,))
-    if _product(shape) != ranks:
-        raise InputError(f"--mesh {mesh} has {_product(shape)} devices and there are {ranks} ranks")
+    if math.prod(shape) != ranks:
+        raise InputError(f"--mesh {mesh} has {math.prod(shape)} devices and there are {ranks} ranks")
     raise typer.Exit(0 if job.main(ranks, shape) else 1)
 
 
@@ -265,7 +271,7 @@ def _priced(searched: Plan, by_hand: ByHand, model: str, cluster: str | None) ->
     import autoparallel
 
     batch, *length = next(iter(searched.model.inputs.values()))
-    machine = autoparallel.Cluster.load(cluster or searched.cluster, num_devices=_product(searched.axes[0]))
+    machine = autoparallel.Cluster.load(cluster or searched.cluster, num_devices=math.prod(searched.axes[0]))
     network, args, kwargs = load_model(model, batch, length[0] if length else 1, searched.model.dtype)
     return autoparallel.plan(network, machine, example_inputs=args, example_kwargs=kwargs, by_hand=by_hand)
 
@@ -485,11 +491,13 @@ def _sizes(text: str | None, what: str, between: str, example: str) -> tuple[int
     return tuple(int(p) for p in parts)
 
 
-def _product(shape: tuple[int, ...]) -> int:
-    count = 1
-    for n in shape:
-        count *= n
-    return count
+def _tiers(text: str | None) -> str | dict[str, str] | None:
+    """The value of the option ``offload``, of one tier or by names."""
+    if text is None:
+        return None
+    if len(found := places_in(text)) > 1:
+        raise InputError(f"--offload {text}: give one tier for all parameters, or by names 'embed*=disk,*=host'")
+    return found[0]
 
 
 def main() -> None:

@@ -19,11 +19,11 @@ from autoparallel.api import plan
 from autoparallel.capture import capture, once_each
 from autoparallel.errors import InfeasibleError, PlanError, SearchError, shown
 from autoparallel.planning.joint_plan import times_that_may_fit
-from autoparallel.planning.options import MODEL_AND_CALL, check_call, options_of
+from autoparallel.planning.options import MODEL_AND_CALL, check_call, check_groups, options_of
 from autoparallel.plans import Plan
 from autoparallel.plans.reports.text import ReportConsole, as_text
 from autoparallel.plans.reports.units import bytes_str, count_str, seconds_str
-from autoparallel.schedule.tiers import FITTED, PLACES, listed, offload_of
+from autoparallel.schedule.tiers import FITTED, PLACES, offload_of
 from cost_models import Cluster
 from cost_models.errors import ClusterError
 
@@ -37,7 +37,7 @@ class Fit:
     of them at a time, or in micro-batches where the smallest fits so only; None: nothing does, and ``refused`` says
     why."""
 
-    offload: str
+    offload: str | Mapping[str, str]
     plan: Plan | None = None
     batch: int = 0
     refused: str = ""
@@ -67,7 +67,7 @@ def fit(
     devices: int | None = None,
     smallest: int | None = None,
     most: int = 4096,
-    tiers: Sequence[str] = FITTED,
+    tiers: Sequence[str | Mapping[str, str]] = FITTED,
     software: str | None = None,
     time_limit_s: float = 10.0,
     told: Callable[[Fit], None] = lambda fit: None,
@@ -79,7 +79,7 @@ def fit(
     cluster: a cluster, the name of a known one, or a TOML file.
     devices: of a cluster given by name; None: as many as its description says.
     smallest: samples of the smallest batch; None: one for each device. most: of the largest that is tried.
-    tiers: of ``offload``, as `autoparallel.plan` takes it, which are tried; each has an entry in the result.
+    tiers: values of ``offload``, as `autoparallel.plan` takes it, which are tried; each has an entry in the result.
     software: whose speed and memory count, by a name of `cost_models.profile.SOFTWARE`.
     time_limit_s: of the search for each batch.
     told: called with each tier when it is known.
@@ -97,12 +97,12 @@ def fit(
             told)))
 
 
-def _of_tiers(model: Model, machine: Cluster, tiers: Sequence[str], smallest: int, most: int,
+def _of_tiers(model: Model, machine: Cluster, tiers: Sequence[str | Mapping[str, str]], smallest: int, most: int,
               options: Mapping[str, Any], told: Callable[[Fit], None]) -> list[Fit]:
     found, calls = list[Fit](), cache(model)
     for tier in tiers:
-        nearer = next((one.offload for one in found if one.plan and offload_of(one.offload).moves_parameters), None)
-        if nearer is not None and offload_of(tier).moves_parameters:
+        nearer = next((one.offload for one in found if one.plan and _moves_all(one.offload)), None)
+        if nearer is not None and _moves_all(tier):
             found.append(Fit(tier, refused=f"not tried: as much is on the device with {nearer}, which fits"))
             told(found[-1])
             continue
@@ -111,13 +111,18 @@ def _of_tiers(model: Model, machine: Cluster, tiers: Sequence[str], smallest: in
     return found
 
 
+def _moves_all(tier: str | Mapping[str, str]) -> bool:
+    """Whether all parameters leave the device."""
+    return isinstance(tier, str) and offload_of(tier).moves_parameters
+
+
 @dataclass(frozen=True)
 class _Tier:
     """Plans of one tier: ``calls``: model and call of a batch."""
 
     calls: Model
     cluster: Cluster
-    offload: str
+    offload: str | Mapping[str, str]
     options: Mapping[str, Any]
 
     def largest(self, smallest: int, most: int) -> Fit:
@@ -161,14 +166,17 @@ class _Tier:
         if not isinstance(made, tuple) or len(made) != 3:
             raise PlanError(f"the model for a batch of {batch} is {shown(made)}: return {MODEL_AND_CALL}")
         check_call(*made)
+        check_groups(self.offload, made[0])
         return made
 
 
 def _check(model: Any, tiers: Any, devices: Any, smallest: Any, most: Any, told: Any) -> None:
     if not callable(model) or isinstance(model, type | nn.Module):
         raise PlanError(f"model is {shown(model)}: give a function of a global batch, which returns {MODEL_AND_CALL}")
-    if isinstance(tiers, str) or not isinstance(tiers, Sequence) or not tiers or set(tiers) - set(PLACES):
-        raise PlanError(f"tiers is {shown(tiers)}: give some of {list(PLACES)}")
+    if isinstance(tiers, str) or not isinstance(tiers, Sequence) or not tiers or not all(
+            isinstance(tier, Mapping) or tier in PLACES for tier in tiers):
+        raise PlanError(f"tiers is {shown(tiers)}: give some of {list(PLACES)}, or mappings to them from patterns of "
+                        "parameters' names")
     for name, value in (("devices", devices), ("smallest", smallest), ("most", most)):
         if (value is None and name != "most") or (isinstance(value, int) and not isinstance(value, bool) and value > 0):
             continue
@@ -177,14 +185,20 @@ def _check(model: Any, tiers: Any, devices: Any, smallest: Any, most: Any, told:
         raise PlanError(f"told is {shown(told)}: give a function")
 
 
-def _words(place: str) -> str:
+def tier_text(tier: str | Mapping[str, str]) -> str:
+    """
+    >>> tier_text("host"), tier_text({"embed*": "disk", "*": "host"})
+    ('host', 'embed*=disk,*=host')
+    """
+    return tier if isinstance(tier, str) else ",".join(f"{pattern}={place}" for pattern, place in tier.items())
+
+
+def _words(place: str | Mapping[str, str]) -> str:
     """
     >>> _words("host/host/disk")
     'parameters and gradients on the host and optimizer states on disk'
     """
-    away = offload_of(place)
-    return " and ".join(f"{listed(away.in_tier(tier))} {where}" for tier, where in (
-        ("host", "on the host"), ("disk", "on disk")) if away.in_tier(tier)) or "all on the device"
+    return offload_of(place).told("on the host", between=" and ") or "all on the device"
 
 
 def print_fitting(found: Fitting, console: ReportConsole) -> None:
@@ -200,14 +214,15 @@ def print_fitting(found: Fitting, console: ReportConsole) -> None:
     table = Table("offload", "batch", "step", "per second", "device", "host", "disk", "plan", box=None, pad_edge=False)
     for one in found.tiers:
         if one.plan is None:
-            table.add_row(one.offload, "-", "-", "-", "-", "-", "-", one.refused)
+            table.add_row(tier_text(one.offload), "-", "-", "-", "-", "-", "-", one.refused)
             continue
         p, record = one.plan.prediction, one.plan.known
         count = record.workload.count if record is not None else 0
-        table.add_row(one.offload, str(one.batch), seconds_str(p.step_s), count_str(count / p.step_s) if count else "-",
+        table.add_row(tier_text(one.offload), str(one.batch), seconds_str(p.step_s),
+                      count_str(count / p.step_s) if count else "-",
                       *(bytes_str(size) if size else "-" for size in (p.peak_bytes, p.host_bytes, p.disk_bytes)),
                       one.plan.summary().split("\n", 1)[0].rstrip("."))
     console.print(table)
 
 
-__all__ = ["Fit", "Fitting", "fit", "print_fitting"]
+__all__ = ["Fit", "Fitting", "fit", "print_fitting", "tier_text"]

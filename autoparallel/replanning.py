@@ -193,6 +193,8 @@ def _makers(plan: Plan, cluster: Cluster, model: nn.Module, example: tuple[Any, 
             "bucket_bytes": plan.hybrid.bucket_bytes, **options}
     if plan.hybrid.offload.is_away and "offload" not in options:
         kept["offload"] = plan.hybrid.offload.place
+        if plan.hybrid.offload.fraction != 1:
+            kept["offload_fraction"] = plan.hybrid.offload.fraction
     if plan.hybrid.on_host and "pins" not in options:
         kept["pins"] = dict.fromkeys(plan.hybrid.on_host, "host")
     args, kwargs = example

@@ -144,9 +144,11 @@ def _of_case(name: str, before: Fingerprint, after: Fingerprint) -> Iterator[Dif
         if not math.isclose(before[key], after[key], rel_tol=TOLERANCE):
             change = after[key] / before[key] - 1 if before[key] else math.inf
             yield Difference(name, "cost", key, f"{before[key]:.9g}", f"{after[key]:.9g} ({change:+.2g})")
-    default = asdict(Hybrid())  # of fields that the file is older than
+    default = json.loads(json.dumps(asdict(Hybrid())))    # of fields that the file is older than
     for key in {**before["hybrid"], **after["hybrid"]}:
-        old, new = (one["hybrid"].get(key, default.get(key, "-")) for one in (before, after))
+        known = default.get(key, "-")
+        old, new = ({**known, **one["hybrid"].get(key, {})} if isinstance(known, dict) else
+                    one["hybrid"].get(key, known) for one in (before, after))
         if old != new:
             yield Difference(name, "plan", f"hybrid.{key}", str(old), str(new))
     if before["strategies"] != after["strategies"]:

@@ -111,6 +111,7 @@ def test_a_convolution_of_summands_adds_its_bias_once(ranks: Any) -> None:
     (RuntimeError("aten.add.Tensor got mixed torch.Tensor and DTensor, need to"), 'outputs="whole"'),
     (NotImplementedError("Operator aten.histc does not have a sharding strategy registered."), "value.full_tensor()"),
     (RuntimeError("in-place operations that require placement changes are not supported."), "value.copy_("),
+    (RuntimeError("trying to differentiate twice a function that was marked with @once_differentiable"), "baseline="),
 ])
 def test_a_script_that_torch_ends_is_told_what_to_write(monkeypatch: pytest.MonkeyPatch, capsys: Any, error: Exception,
                                                          hint: str) -> None:

@@ -14,6 +14,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import autoparallel
 from autoparallel.errors import InputError
 from autoparallel.runtime.offload.gradients import HostGradients
+from autoparallel.schedule.tiers import Offload
 from tests.support.models import CASES
 from tests.support.offloaded import Net, Options, differing, local, same, trained
 from tests.support.ranks import mesh_of
@@ -100,9 +101,9 @@ def order() -> list[str]:
     """Of a backward: its products, and gradients that go to the host."""
     parallel, seen, take = compiled("host", zero_stage=0), list[str](), HostGradients.take
 
-    def taken(*given: Any) -> Tensor:
+    def taken(*given: Any, **more: Any) -> Tensor:
         seen.append("gradient")
-        return take(*given)
+        return take(*given, **more)
 
     loss = parallel(torch.ones(8, 8))
     with patch.object(HostGradients, "take", taken), _Order(seen):
@@ -146,7 +147,7 @@ def test_what_is_refused(ranks: Any) -> None:
 
 def test_no_more_than_the_cap_is_in_flight(monkeypatch: pytest.MonkeyPatch) -> None:
     """Whoever makes more waits; one gradient that is larger goes alone; errors of a copy are raised."""
-    moving, most = HostGradients(torch.device("cpu"), 100.0), 0
+    moving, most = HostGradients(torch.device("cpu"), 100.0, Offload("host")), 0
     for size in (5, 10, 12, 30, 1):
         gradient = torch.full((size,), float(size))
         made = moving.take(gradient)

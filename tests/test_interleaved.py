@@ -360,6 +360,7 @@ def changed(mesh_shape: tuple[int, ...]) -> tuple[int, list[str]]:
     value, at = torch.arange(24 * 8.0).view(24, 8), tuple(mesh.get_coordinate() or ())
     cuts = [INVARIANT, shard(0), shard(1), shard(0, 3), shard(1, 2)]
     layouts = [one for one in itertools.product(cuts, repeat=mesh.ndim) if layout_fits((24, 8), one, mesh_shape)]
+    nested = [(shard(0, 3), shard(0, 2)), (shard(1, 2), shard(1, 2)), (shard(1, 4), shard(1))] if mesh.ndim == 2 else []
     wrong, done = list[str](), 0
     for source in layouts:
         held = DTensor.from_local(cut_out(value, local_boxes((24, 8), source, mesh_shape, at)).contiguous(), mesh,
@@ -372,6 +373,11 @@ def changed(mesh_shape: tuple[int, ...]) -> tuple[int, list[str]]:
             done += 1
             if not torch.equal(found, wanted):
                 wrong.append(f"{source} to {target}")
+        for target in nested:
+            there = held.redistribute(placements=to_torch(target))
+            done += 1
+            if not torch.equal(there.full_tensor(), value) or there.placements != to_torch(target):
+                wrong.append(f"{source} to {target} and back")
     return done, wrong
 
 
@@ -380,6 +386,38 @@ def test_dtensors_change_placements_rightly(ranks: Any, mesh_shape: tuple[int, .
     """torch alone is wrong of some on two axes: `runtime/interleaved.py`."""
     for done, wrong in ranks(4).run(changed, mesh_shape, timeout_s=100):
         assert done >= 16 and not wrong, wrong[:5]
+
+
+VIEWS: tuple[tuple[int, ...], ...] = (
+    (3, 4, 8), (3, 2, 2, 8), (2, 6, 8), (4, 24), (6, 16), (2, 48), (96,), (12, 2, 4), (1, 12, 8), (3, 4, 2, 4))
+
+
+def viewed(mesh_shape: tuple[int, ...]) -> tuple[int, list[str]]:
+    """(how many views of interleaved DTensors, those of which values, gradient or sums per column are wrong)"""
+    mesh = autoparallel.compile(nn.Linear(2, 2), mesh_of(*mesh_shape), example_inputs=(torch.ones(2, 2),)).mesh
+    value, at = torch.linspace(-3, 3, 96).cos().view(12, 8), tuple(mesh.get_coordinate() or ())
+    cuts = [INVARIANT, shard(0), shard(0, 3), shard(0, 2), shard(1, 2), shard(1, 4)]
+    layouts = [one for one in itertools.product(cuts, repeat=mesh.ndim)
+               if layout_fits((12, 8), one, mesh_shape) and any(p.is_interleaved for p in one)]
+    wrong, done = list[str](), 0
+    for layout, shape in itertools.product(layouts, VIEWS):
+        local = cut_out(value, local_boxes((12, 8), layout, mesh_shape, at)).contiguous()
+        held = DTensor.from_local(local, mesh, to_torch(layout), run_check=False).requires_grad_()
+        found = held.view(shape)
+        weights = value.sin().view(shape)
+        (found.full_tensor() * weights).sum().backward()
+        pairs = ((found.full_tensor(), value.view(shape)), (held.grad.full_tensor(), value.sin()),
+                 (((held > 0).sum(0) // 2).full_tensor(), (value > 0).sum(0) // 2))
+        done += 1
+        wrong += [f"{layout} {shape}"] * any(not torch.allclose(a, b) for a, b in pairs)
+    return done, wrong
+
+
+@pytest.mark.parametrize("mesh_shape", [(2,), (2, 2)])
+def test_views_that_regroup_the_cut_dim_are_of_the_whole(ranks: Any, mesh_shape: tuple[int, ...]) -> None:
+    """torch alone gives other elements of some, and finds no placements for others."""
+    for done, wrong in ranks(math.prod(mesh_shape)).run(viewed, mesh_shape, timeout_s=100):
+        assert done >= 40 and not wrong, wrong[:5]
 
 
 def stepped_by(kind: str, mesh_shape: tuple[int, ...]) -> dict[str, float]:

@@ -295,7 +295,7 @@ def test_a_folder_of_another_machine_is_told_with_its_speed(tmp_path: Path, monk
 def test_tiles_cover_each_element_once() -> None:
     """Of parameters of all sizes; ends of files are whole blocks, of regions whole units."""
     sizes, widths = [0, 1, 4096, 5000, 3, 0, 100_000, 17], [4, 2, 8, 4, 1, 4, 2, 8]
-    regions = regions_of([(0, size) for size in sizes], widths)
+    regions = regions_of([(0, size) for size in sizes], widths, range(len(sizes)))
     for tile_bytes in (4096, 12288, 2**26):
         tiles = tiles_of(regions, tile_bytes)
         seen = [0] * len(sizes)

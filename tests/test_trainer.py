@@ -57,6 +57,16 @@ class Classified(nn.Module):
         return {"loss": nn.functional.cross_entropy(logits, labels[:, 0] % 4), "logits": logits}
 
 
+class Routed(Classified):
+    """With a loss of means over all samples, as routers of experts have, which is not the sum of the batches'."""
+
+    def forward(self, input_ids: Tensor, attention_mask: Tensor, labels: Tensor, **kwargs: Any) -> dict[str, Tensor]:
+        found = super().forward(input_ids, attention_mask, labels)
+        shares = found["logits"].softmax(-1)
+        balance = (shares.mean(0) * shares.square().mean(0)).sum()
+        return {**found, "loss": found["loss"] * len(labels) / kwargs.get("num_items_in_batch", len(labels)) + balance}
+
+
 def trainer_of(cls: Any, folder: Path, ranks: int, options: dict[str, Any], **more: Any) -> Any:
     """A Trainer; ``ranks``: among how many the same batch is divided."""
     arguments = {
@@ -131,6 +141,7 @@ FSDP, TENSOR = {"baseline": "fsdp"}, {"baseline": "tensor_parallel"}
          {"padded": False, "data_collator": collated, "gradient_accumulation_steps": 2, "max_steps": 3}, None),
     ((4,), {"baseline": "ddp"}, {"build": adapted, "gradient_accumulation_steps": 2}, None),
     ((4,), {"baseline": "ddp"}, {"build": Classified, "gradient_accumulation_steps": 2, "max_grad_norm": 0.1}, None),
+    ((4,), {"baseline": "ddp"}, {"build": Routed, "gradient_accumulation_steps": 2, "max_steps": 4}, None),
     ((4,), FSDP, {"given": True, "max_steps": 4}, 1),
     slow((4,), FSDP, {"optim": "adafactor", "max_steps": 4}, 1),
     slow((4,), {"zero_stage": 1, "baseline": "ddp"},

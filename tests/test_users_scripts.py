@@ -14,6 +14,7 @@ from torch.nn.utils import parametrizations, parametrize
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn, update_bn
 
 import autoparallel
+from autoparallel.errors import InputError
 from tests.support.ranks import mesh_of
 from tests.support.reference import gathered
 
@@ -113,6 +114,22 @@ def named(model: Any) -> Made:
     return {**state("model", model), **state("other", other), "loss": model.eval()(X, Y).detach()}
 
 
+def looked_at(model: Any) -> Made:
+    """Backward under anomaly detection; an optimizer steps in backward."""
+    optimizers = {parameter: torch.optim.SGD([parameter], lr=0.1) for parameter in model.parameters()}
+
+    def step(parameter: Tensor) -> None:
+        optimizers[parameter].step()
+        optimizers[parameter].zero_grad()
+
+    for parameter in model.parameters():
+        parameter.register_post_accumulate_grad_hook(step)
+    for number in range(2):
+        with torch.autograd.set_detect_anomaly(True):
+            model(X + number, Y).backward()
+    return state("model", model)
+
+
 class Positive(nn.Module):
     def forward(self, weight: Tensor) -> Tensor:
         return F.softplus(weight)
@@ -155,8 +172,22 @@ def is_equal_on(kind: type[nn.Module], baseline: str, script: Callable[[Any], Ma
 
 
 @pytest.mark.parametrize(("kind", "script"), [(Net, averaged), (Net, swapped), (Net, copied), (Named, named),
-                                              (Parametrised, regularised)])
+                                              (Net, looked_at), (Parametrised, regularised)])
 @pytest.mark.parametrize("baseline", ["ddp", pytest.param("fsdp", marks=pytest.mark.slow)])
 def test_a_script_is_equal_to_one_process(ranks: Any, kind: type[nn.Module], baseline: str,
                                           script: Callable[[Any], Made]) -> None:
     ranks(2).run(is_equal_on, kind, baseline, script)
+
+
+def batched(baseline: str) -> None:
+    x, vectors = X.clone().requires_grad_(), torch.tensor([1.0, 2.0])
+    torch.manual_seed(7)
+    parallel = autoparallel.compile(Net(), mesh_of(2), baseline=baseline, example_inputs=(X, Y))
+    with pytest.raises(InputError, match="once for each vector"):
+        torch.autograd.grad(parallel(x, Y), x, vectors, is_grads_batched=True)
+
+
+@pytest.mark.parametrize("baseline", ["ddp", "tensor_parallel"])
+def test_gradients_of_several_vectors_at_once_are_refused(ranks: Any, baseline: str) -> None:
+    """What is sent of them was read before it was there."""
+    ranks(2).run(batched, baseline)

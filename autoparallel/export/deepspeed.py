@@ -47,9 +47,9 @@ def deepspeed(plan: Plan, degrees: Degrees) -> tuple[dict[str, str], Degrees]:
 
 def _offloaded(plan: Plan, degrees: Degrees) -> dict[str, Any]:
     """Where the file says that optimizer states, and parameters, are: on the host with ZeRO, a part of the states, and
-    parameters, with ZeRO-3."""
+    parameters, with ZeRO-3. It says the same of all parameters."""
     away, zero = plan.hybrid.offload, degrees.hand.zero
-    if away.states != "host" or not zero or (away.fraction < 1 and zero < 3):
+    if away.groups or away.states != "host" or not zero or (away.fraction < 1 and zero < 3):
         return {}
     return {"offload_optimizer": {"device": "cpu", "pin_memory": True,
                                   **({"ratio": away.fraction} if away.fraction < 1 else {})},

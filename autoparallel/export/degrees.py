@@ -212,6 +212,8 @@ def _lost(plan: Plan, roles: Roles, layers: tuple[str, ...]) -> list[Lost]:
     if (copies := plan.hybrid.copies) > 1:
         found.append(Lost(f"{copies} micro-batches at a time (multi-copy)", "one after the other",
                           plan.prediction.hidden_communication_s))
+    if (pieces := plan.hybrid.pieces) > 1:
+        found.append(Lost(f"layers beside communication in {pieces} pieces", "whole layers"))
     if plan.devices:
         found.append(Lost("hosts in another order, so that equal ones share pipeline stages", "the hosts as they are "
                           f"listed: start the ranks on the cluster's devices {told(plan.devices)}"))
@@ -266,10 +268,7 @@ def sharded_by_context(hand: ByHand) -> list[Lost]:
 
 def states_lost(plan: Plan) -> Lost:
     """Training state that leaves the device in the plan, and not in the export."""
-    away = plan.hybrid.offload
-    where = " and ".join(f"{listed(there)} {words}" for tier, words in (("host", "in the host's memory"),
-                                                                        ("disk", "on disk"))
-                         if (there := away.in_tier(tier)))
+    where = plan.hybrid.offload.told("in the host's memory", between=" and ")
     return Lost(where, "on the devices, in more of their memory")
 
 
@@ -280,5 +279,4 @@ def tables_lost(plan: Plan) -> Lost:
 
 
 __all__ = ["Degrees", "Lost", "as_data", "degrees_of", "ep_by_hand", "experts_beside_tensor", "head_size",
-           "more_reductions_s", "sharded_by_context", "some", "states_lost",
-           "tables_lost"]
+           "more_reductions_s", "sharded_by_context", "some", "states_lost", "tables_lost"]

@@ -6,6 +6,7 @@ import os
 import warnings
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +19,7 @@ from torch.distributed.tensor import DTensor
 from transformers import Trainer
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
-from autoparallel.errors import InputError, shown
+from autoparallel.errors import InfeasibleError, InputError, shown
 from autoparallel.integrations.accelerator import AutoparallelAccelerator
 from autoparallel.integrations.batches import first_batches, one_of, rows_of
 from autoparallel.integrations.loss import with_loss
@@ -30,6 +31,8 @@ from autoparallel.runtime.tracing import first_form
 
 #: File of a checkpoint with the samples of a step on all ranks.
 _SAMPLES = "samples_per_step.txt"
+#: Options of `autoparallel.compile` that say how a step is split.
+_SPLITTING = frozenset({"plan", "micro_batches"})
 _Base: Any = object  # a Trainer, where the mixin is used
 
 
@@ -51,6 +54,7 @@ class AutoparallelTraining(_Base):
     def __init__(self, *args: Any, parallel: Mapping[str, Any] | None = None, **kwargs: Any) -> None:
         self._parallel_options = dict(parallel or {})
         self._waiting: list[dict[str, Any]] = []
+        self._apart = False  # whether a batch of gradient accumulation cannot be a micro-batch of one step
         self._evaluated = EvaluatedValues()
         super().__init__(*args, **kwargs)
         _check_beside(type(self))
@@ -104,11 +108,19 @@ class AutoparallelTraining(_Base):
         if not batches:
             raise InputError("the data loader is empty: the model is compiled for its first batch")
         options, joined = self.accelerator.preparation.options, _joined(batches)
-        if count > 1 and joined is not None and len(batches) == count and "plan" not in options:
-            options.setdefault("micro_batches", count)
+        splits = count > 1 and joined is not None and len(batches) == count and not options.keys() & _SPLITTING
+        if splits:
+            options["micro_batches"] = count
         self.model.train()
-        call = (), self._prepare_inputs(joined or batches[0])
-        parallel = self.accelerator.preparation.parallelise(self.model, call)
+        make = partial(self.accelerator.preparation.parallelise, self.model)
+        try:
+            parallel = make(((), self._prepare_inputs(joined or batches[0])))
+        except InfeasibleError:
+            if not splits or "pipeline_stages" in options:
+                raise
+            del options["micro_batches"]  # the model computes across samples, as routers' losses do
+            self._apart = True
+            parallel = make(((), self._prepare_inputs(batches[0])))
         if self.optimizer is not None:  # Trainer(optimizers=(...)), made of the original's parameters
             move_optimizer(self.optimizer, self.model, parallel)
         self.model = self.model_wrapped = parallel
@@ -131,7 +143,8 @@ class AutoparallelTraining(_Base):
         assert isinstance(model, ParallelModule)
         scaler = self.accelerator.scaler
         with nullcontext() if scaler is None else scaler.scaling():
-            joined = None if self._own_loss or not _reads_items(model) else _joined(batches)
+            apart = self._own_loss or self._apart or not _reads_items(model)
+            joined = None if apart else _joined(batches)
             if joined is not None:
                 return self._forward_and_backward(model, joined, 1.0, num_items_in_batch)
             share = 1.0 if _counts_items(self) and num_items_in_batch is not None else 1.0 / len(batches)

@@ -143,6 +143,12 @@ def begin_sums_of_shards(values: Sequence[torch.Tensor], axis: Axis) -> list[Fin
 
 
 def begin_all_gather(x: torch.Tensor, axis: Axis, dim: int, sizes: Sizes) -> Finish:
+    finish = begin_gathered_view(x, axis, dim, sizes)
+    return lambda: finish().contiguous()
+
+
+def begin_gathered_view(x: torch.Tensor, axis: Axis, dim: int, sizes: Sizes) -> Finish:
+    """All-gather along ``dim``; the result lies in memory as its parts came."""
     longest = max(sizes)
     gathered = _begin_whole(padded(_leading(x, dim), longest), axis)
 
@@ -150,18 +156,24 @@ def begin_all_gather(x: torch.Tensor, axis: Axis, dim: int, sizes: Sizes) -> Fin
         whole = gathered()
         if any(size != longest for size in sizes):
             whole = torch.cat([p[:size] for p, size in zip(whole.split(longest), sizes, strict=True)])
-        return whole.movedim(0, dim).contiguous()
+        return whole.movedim(0, dim)
 
     return finish
 
 
 def begin_reduce_scatter(x: torch.Tensor, axis: Axis, dim: int, sizes: Sizes) -> Finish:
+    finish = begin_scattered_view(x, axis, dim, sizes)
+    return lambda: finish().contiguous()
+
+
+def begin_scattered_view(x: torch.Tensor, axis: Axis, dim: int, sizes: Sizes) -> Finish:
+    """Reduce-scatter along ``dim``; the result lies in memory as it came."""
     longest = max(sizes)
     moved = _leading(x, dim)
     if any(size != longest for size in sizes):
         moved = torch.cat([padded(p, longest) for p in moved.split(list(sizes))])
     reduced = _begin(_c10d.reduce_scatter_tensor, moved, "sum", axis.size, axis.group_name)
-    return lambda: reduced()[: sizes[axis.rank]].movedim(0, dim).contiguous()
+    return lambda: reduced()[: sizes[axis.rank]].movedim(0, dim)
 
 
 def _begin_all_to_all(x: torch.Tensor, axis: Axis, received: Sequence[int], sent: Sequence[int]) -> Finish:

@@ -16,6 +16,7 @@ from torch.fx import Graph, GraphModule
 from torch.fx import Node as FxNode
 
 from autoparallel.kernels.async_communication import begin_step, end_step
+from autoparallel.kernels.in_pieces import reduced_product
 from autoparallel.kernels.put_off import later, linear
 from autoparallel.layout import COLLECTIVES
 from autoparallel.schedule.activation_windows import NOWHERE, PRODUCTS, Travel, activation_windows
@@ -42,7 +43,7 @@ class ProgramWindow:
 
 def windows_of(module: GraphModule, hybrid: Hybrid) -> list[ProgramWindow]:
     """The windows of a program."""
-    finder = _Finder(module)
+    finder = ActivationPaths(module)
     travels = [finder.travel(path) for path in finder.travelling]
     nodes = [node for node in finder.order if "decision" in node.meta]
     products = sorted({node.meta["decision"] for node in nodes if node.meta.get("op_class") in PRODUCTS})
@@ -61,11 +62,12 @@ def communicates_backward(step: FxNode) -> bool:
     return step.meta["step"].backward in COLLECTIVES and bool(step.meta["global_meta"].requires_grad)
 
 
-def _communicates(step: FxNode) -> bool:
+def communicates(step: FxNode) -> bool:
+    """Whether a step communicates, forward or backward."""
     return step.meta["step"].forward in COLLECTIVES or communicates_backward(step)
 
 
-class _Finder:
+class ActivationPaths:
     """``order``: the place of each node; ``travelling``: the paths of activations that communicate; ``layers``: by the
     last step of such a path, the linear layers that read its result and whose parameters are there by then."""
 
@@ -78,7 +80,7 @@ class _Finder:
                     paths[-1].append(node)
                 else:
                     paths.append([node])
-        self.travelling = [path for path in paths if any(map(_communicates, path)) and path[-1].users]
+        self.travelling = [path for path in paths if any(map(communicates, path)) and path[-1].users]
         self._path_of = {path[self.last(path)]: path for path in self.travelling}
         self.layers = defaultdict[FxNode, list[FxNode]](list)
         for node in self.order:
@@ -92,7 +94,7 @@ class _Finder:
     @staticmethod
     def last(path: Sequence[FxNode]) -> int:
         """The number of the last step of a path that communicates."""
-        return max(number for number, step in enumerate(path) if _communicates(step))
+        return max(number for number, step in enumerate(path) if communicates(step))
 
     def reader(self, path: Sequence[FxNode]) -> FxNode:
         """The first node that reads the result of a path."""
@@ -101,7 +103,7 @@ class _Finder:
     def travel(self, path: Sequence[FxNode]) -> Travel:
         source, target = path[0].all_input_nodes[0], path[0].meta["decision"]
         layers = tuple(node.meta["decision"] for node in self.layers[path[-1]])
-        by_op = source.op != "placeholder" and "step" not in source.meta
+        by_op = source.op != "placeholder" and "step" not in source.meta and source.target is not reduced_product
         reader = self.reader(path).meta.get("decision", target)
         return Travel(source.meta["decision"] if by_op else NOWHERE, target, reader, layers)
 
@@ -180,4 +182,4 @@ class _Writer:
         return made
 
 
-__all__ = ["ProgramWindow", "overlap_activations", "windows_of"]
+__all__ = ["ActivationPaths", "ProgramWindow", "communicates", "overlap_activations", "windows_of"]

@@ -171,7 +171,7 @@ class _Emitter:
             self._describe(node, self.space.decisions[use.target], use.meta, step.after)
             largest = math.prod(largest_local_shape(use.meta.shape, step.after, self.space.mesh_shape))
             node.meta.update(step=step, reads=value.meta["reads"], of_parameter=value.meta["of_parameter"],
-                             num_bytes=largest * use.meta.dtype.itemsize)
+                             num_bytes=largest * use.meta.dtype.itemsize, mesh_shape=self.space.mesh_shape)
             value = node
         return value
 

@@ -22,15 +22,14 @@ class Fetch:
     backward: str = "put"
 
 
-def fetch_parameters(program: GraphModule, mesh_shape: Sequence[int], device: str, tables: Collection[int] = ()
-                     ) -> None:
-    """Insert a `fetch` behind each parameter of an emitted program, but for ``tables`` (decisions), which are read on
-    the host; changes the program in place."""
+def fetch_parameters(program: GraphModule, fetched: Collection[int], mesh_shape: Sequence[int], device: str) -> None:
+    """Insert a `fetch` behind each parameter of an emitted program whose decision is ``fetched``; changes the program
+    in place."""
     nodes = list(program.graph.nodes)
     place = {node: number for number, node in enumerate(nodes)}
     last = next(node for node in reversed(nodes) if node.op == "call_function")
     for node in nodes:
-        if node.op == "placeholder" and node.meta["reads"] and node.users and node.meta["decision"] not in tables:
+        if node.op == "placeholder" and node.meta["reads"] and node.users and node.meta["decision"] in fetched:
             first = min(node.users, key=place.__getitem__)
             with program.graph.inserting_before(first):
                 made = program.graph.call_function(fetch, (node, "host", device))

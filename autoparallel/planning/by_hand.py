@@ -23,6 +23,8 @@
     | micro_batch       | sequences of a micro-batch on each data-parallel rank         | the batch in one; with pp  |
     |                   |                                                               | 1                          |
     | copies            | micro-batches that run at a time (multi-copy)                 | 1                          |
+    | pieces            | of layers whose operand or result is sent; one travels while  | 1                          |
+    |                   | the next is computed                                          |                            |
     | recompute         | none, selective, full, offload; auto: of whole blocks, as few | none                       |
     |                   | as memory requires                                            |                            |
     | offload           | host (states and gradients), parameters (these too), disk,    | none                       |
@@ -46,7 +48,7 @@ from autoparallel.schedule.schedules import SCHEDULES, usual
 from autoparallel.schedule.step_config import RECOMPUTE
 from autoparallel.schedule.tiers import PLACES, offload_of
 
-_COUNTS = ("dp", "tp", "pp", "cp", "ep", "shards", "virtual", "micro_batch", "copies")
+_COUNTS = ("dp", "tp", "pp", "cp", "ep", "shards", "virtual", "micro_batch", "copies", "pieces")
 SPLITS = ("work", "blocks", "ends")
 #: Recompute of whole blocks, as few as memory requires.
 AUTO = "auto"
@@ -69,6 +71,7 @@ class ByHand:
     virtual: int = 1
     micro_batch: int | None = None
     copies: int = 1
+    pieces: int = 1
     recompute: str = "none"
     offload: str = "none"
     sequence_parallel: bool = False
@@ -122,6 +125,10 @@ class ByHand:
         if not isinstance(given, (str, Mapping)):
             raise PlanError(f"by_hand is {shown(given)}: give text such as {EXAMPLE}, or a mapping with these keys")
         values = dict(given) if isinstance(given, Mapping) else _parsed(given)
+        away = values.get("offload")
+        if isinstance(away, Mapping) or "=" in str(away) or any("*" in str(key) or "." in str(key) for key in values):
+            raise PlanError("by_hand has one offload for all parameters: give tiers by their names as the option "
+                            "beside it, offload={'embed*': 'disk', '*': 'host'}, --offload 'embed*=disk,*=host'")
         known = [field.name for field in fields(ByHand)]
         if unknown := sorted(set(map(str, values)) - set(known)):
             raise PlanError(f"by_hand: unknown key {unknown[0]!r}; there are {', '.join(known)}")
@@ -177,7 +184,7 @@ class ByHand:
         schedule = self.schedule or usual(self.virtual)
         return Hybrid(batch // (ranks * each), self.pp * self.virtual if self.pp > 1 else 1, self.pp, schedule,
                       zero_stage=self.zero, recompute="none" if self.recompute == AUTO else self.recompute,
-                      copies=self.copies, offload=offload_of(self.offload))
+                      copies=self.copies, pieces=self.pieces, offload=offload_of(self.offload))
 
     def __str__(self) -> str:
         said = [f"{f.name}={getattr(self, f.name)}" for f in fields(self)

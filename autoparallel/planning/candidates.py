@@ -36,6 +36,7 @@ class Fixed:
     copies: int | None = None
     offload: Offload = ON_DEVICE
     on_host: tuple[str, ...] = ()
+    pieces: int = 1
 
 
 #: The step configuration and the stage mesh.
@@ -152,7 +153,7 @@ class CandidateSpace:
             yield Hybrid(micro_batches, stages, ranks, schedule, zero_stage=zero, recompute=recompute,
                          reduce_dtype=self.fixed.reduce_dtype, replicas=self.fixed.replicas,
                          bucket_bytes=self.fixed.bucket_bytes, offload=self.fixed.offload,
-                         copies=self.fixed.copies or copies, on_host=self.fixed.on_host)
+                         copies=self.fixed.copies or copies, on_host=self.fixed.on_host, pieces=self.fixed.pieces)
 
     def _schedules(self, ranks: int) -> list[tuple[str, int]]:
         """The first round's schedules and their numbers of stages."""

@@ -6,9 +6,11 @@ from collections import Counter
 from collections.abc import Sequence
 
 from autoparallel.capture import OpGraph, find_blocks
+from autoparallel.capture.blocks import block_path
 from autoparallel.planning.options import Options
 from autoparallel.plans.facts import ModelFacts
 from autoparallel.pricing.op_costs import kept_precision
+from autoparallel.schedule.tiers import ON_DEVICE, Offload
 from cost_models import Cluster
 from cost_models.memory import TrainingState, training_state
 
@@ -26,20 +28,27 @@ def facts_of(graph: OpGraph, body: OpGraph, cuts: Sequence[str]) -> ModelFacts:
                       _starts(body, cuts) if cuts else ())
 
 
-def whole_state(graph: OpGraph, cluster: Cluster, options: Options) -> TrainingState:
-    """Bytes of all weights, and of the trained weights' gradients and optimizer states, but for tables that the options
-    put on the host."""
+def whole_state(graph: OpGraph, cluster: Cluster, options: Options, away: Offload = ON_DEVICE) -> TrainingState:
+    """Bytes of all weights, and of the trained weights' gradients and optimizer states, but for what is ``away``, and
+    for tables that the options put on the host."""
     found = TrainingState(0.0, 0.0, 0.0)
     for node in graph.of_kind("parameter"):
         if node.path in options.on_host:
             continue
-        meta = node.outputs[0]
+        meta, tiers = node.outputs[0], away.of(node.path)
         own = TrainingState(float(meta.num_bytes), 0.0, 0.0)
         if meta.requires_grad:
             own = training_state(meta.num_elements, kept_precision(meta, cluster), options.optimizer)
-        found = TrainingState(found.parameters + float(own.parameters), found.gradients + float(own.gradients),
-                              found.optimizer + float(own.optimizer))
+        found = TrainingState(found.parameters + float(own.parameters) * (not tiers.moves_parameters),
+                              found.gradients + float(own.gradients) * (not tiers.moves_gradients),
+                              found.optimizer + float(own.optimizer) * (not tiers.is_away))
     return found
+
+
+def block_paths(graph: OpGraph) -> list[str]:
+    """The paths of blocks that have parameters, in order."""
+    owners = {block_path(node.path) for node in graph.of_kind("parameter")}
+    return [block.path for block in find_blocks(graph) if block.path in owners]
 
 
 def _starts(body: OpGraph, cuts: Sequence[str]) -> tuple[tuple[str, float], ...]:
@@ -64,4 +73,4 @@ def _experts(graph: OpGraph) -> int:
     return 0
 
 
-__all__ = ["facts_of", "whole_state"]
+__all__ = ["block_paths", "facts_of", "whole_state"]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 
@@ -20,6 +20,7 @@ from autoparallel.planning.step_bounds import StepBounds
 from autoparallel.pricing import ExecutionCounts, Prices, SpacePricer, equal_stages_s
 from autoparallel.pricing.hidden import least_exposed
 from autoparallel.pricing.prediction import estimate, evened
+from autoparallel.schedule.tiers import ON_DEVICE, Offload
 from autoparallel.search import plan_within
 from autoparallel.search.low_width.solve import Outcome
 from autoparallel.search.model.problem import Problem
@@ -61,8 +62,8 @@ class Kept:
     """What searches of one program on one cluster, for one optimizer, share: the reduced-depth model, its
     micro-batches, and its prices by micro-batches, pipeline ranks and stage mesh, which step configurations share."""
 
-    def __init__(self, graph: OpGraph) -> None:
-        self.reduced_model: ReducedModel = reduced_model(graph)
+    def __init__(self, graph: OpGraph, offload: Offload = ON_DEVICE, tables: Collection[str] = ()) -> None:
+        self.reduced_model: ReducedModel = reduced_model(graph, offload, tables)
         self.split = Splits(self.reduced_model.graph)
         self.prices, self.of_device = dict[object, Prices](), dict[object, Prices]()
 
@@ -84,7 +85,7 @@ class JointSearch:
         self.tell, self.known_s, self.by_hand = tell, known_s, by_hand
         self.known: dict[Combination, Candidate] = {}
         self.cluster, self.optimizer, self.limit = cluster, optimizer, limit_bytes
-        kept = kept or Kept(graph)
+        kept = kept or Kept(graph, fixed.offload, fixed.on_host)
         self.reduced_model, self.split = kept.reduced_model, kept.split
         self._prices, self._of_device = kept.prices, kept.of_device
         batch = batch_size(graph)

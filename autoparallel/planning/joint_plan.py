@@ -24,6 +24,7 @@ from autoparallel.plans.record import Alternative, Record, Trial
 from autoparallel.plans.reports.asked import alternative_of
 from autoparallel.pricing import Prices
 from autoparallel.schedule.schedules import SCHEDULES
+from autoparallel.schedule.tiers import ON_DEVICE
 from autoparallel.strategies.space import StrategySpace
 from cost_models import Cluster
 
@@ -79,8 +80,8 @@ def plan_jointly(split: Splits, cluster: Cluster, mesh_shape: Sequence[int] | No
 
     found = search_jointly(graph, cluster, fixed, options.optimizer, options.limit_bytes(cluster),
                            options.time_limit_s, in_full, recompute_less if open_ else None,
-                           [_again(plan) for plan in starts], options.progress, options.wider_limits(cluster),
-                           [_again(plan) for plan in by_hand], kept_of(split, cluster, options.optimizer))
+                           [_again(plan, fixed) for plan in starts], options.progress, options.wider_limits(cluster),
+                           [_again(plan, fixed) for plan in by_hand], kept_of(split, cluster, options))
     best = found.plan
     if open_ and best.hybrid.recompute != "none":
         ends = min(deadline, clock.now() + FEWER_S)
@@ -107,9 +108,12 @@ def times_that_may_fit(graph: OpGraph, cluster: Cluster, options: Options, most:
     return found
 
 
-def kept_of(split: Splits, cluster: Cluster, optimizer: str) -> Kept:
-    """What joint searches of a program share."""
-    return split.once(("joint search", id(cluster), optimizer), lambda: Kept(split.graph))
+def kept_of(split: Splits, cluster: Cluster, options: Options) -> Kept:
+    """What joint searches of a program share, with the same groups of parameters in tiers of their own and the same
+    tables on the host."""
+    away, tables = options.tier if options.tier.groups else ON_DEVICE, frozenset(options.on_host)
+    return split.once(("joint search", id(cluster), options.optimizer, away, tables),
+                      lambda: Kept(split.graph, away, tables))
 
 
 def fixed_by(options: Options, mesh_shape: Sequence[int] | None) -> Fixed:
@@ -118,12 +122,13 @@ def fixed_by(options: Options, mesh_shape: Sequence[int] | None) -> Fixed:
     return Fixed(options.micro_batches, stages, options.schedule,
                  None if options.recompute == "auto" else options.recompute, options.zero_stage,
                  tuple(mesh_shape) if mesh_shape is not None else None, options.replicas, copies=options.copies,
-                 **options.given)
+                 pieces=options.pieces or 1, **options.given)
 
 
-def _again(plan: Plan) -> Candidate:
+def _again(plan: Plan, fixed: Fixed) -> Candidate:
     """The combination of a plan, to begin with its strategies."""
-    return Candidate(replace(plan.hybrid, cuts=()), plan.mesh_shape, plan.prediction.step_s, plan.strategies_on)
+    hybrid = replace(plan.hybrid, cuts=(), pieces=fixed.pieces)
+    return Candidate(hybrid, plan.mesh_shape, plan.prediction.step_s, plan.strategies_on)
 
 
 def _with_others(recorder: Callable[[], Record], trials: tuple[Trial, ...], others: tuple[Alternative, ...]) -> Record:

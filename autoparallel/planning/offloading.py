@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Protocol
 
@@ -15,8 +15,10 @@ from autoparallel.schedule.tiers import ON_DEVICE, PLACES, Offload, listed, offl
 from cost_models import Cluster
 from cost_models.memory import TrainingState
 
-#: Shares of the states on the host that are tried where all of them are more than memory requires.
+#: Shares of the states on the host that are tried where all of them are more than memory requires; and of the blocks.
 FRACTIONS = (0.25, 0.5, 0.75)
+#: By tiers of all parameters that take these from the device, the tiers of the others where some blocks leave only.
+_OTHERS = {"parameters": "host", "host/host/disk": "device/host/disk"}
 #: The least share of the time limit for a search beyond the first.
 LEAST_SHARE = 0.25
 #: The share of the memory limit from which on memory counts as what binds a plan with states on the device.
@@ -32,6 +34,8 @@ LEAST_TABLE = 0.01
 
 Make = Callable[[Options], Plan]
 StateOf = Callable[[Options], TrainingState]
+#: Values of the options ``offload`` and ``offload_fraction``.
+Choice = tuple[str | Mapping[str, str], float | None]
 
 
 class Bounds(Protocol):
@@ -45,22 +49,25 @@ class Bounds(Protocol):
 
 
 def fastest_tier(options: Options, cluster: Cluster, make: Make, state: StateOf | None = None,
-                 bounds: Bounds | None = None, tables: Sequence[tuple[str, int]] = ()) -> Plan:
+                 bounds: Bounds | None = None, blocks: Sequence[str] = (), tables: Sequence[tuple[str, int]] = ()
+                 ) -> Plan:
     """The fastest of the plans by ``make`` with states on the device, on the host in part or whole, and with parameters
-    there, and with the largest of ``tables`` (name and bytes, the largest first) looked up there, as few as memory
-    requires, or all; on disk only where none of these fits: states alone, then gradients and parameters on the host,
-    then these on disk too. Tiers are left out where memory does not bind, where ``state`` (all parameters, gradients
-    and optimizer states under some options, in bytes) exceeds what its hosts have, where the cluster's description does
+    there; on disk only where none of these fits: states alone, then gradients and parameters on the host, then these on
+    disk too. Where parameters leave, those of as few of the ``blocks`` (their paths) as memory requires alone are tried
+    too; and with the largest of ``tables`` (name and bytes, the largest first) looked up on the host, as few as memory
+    requires, or all. Tiers are left out where memory does not bind, where ``state`` (all parameters, gradients and
+    optimizer states under some options, in bytes) exceeds what its hosts have, where the cluster's description does
     not say how fast they are, or where ``bounds`` rule them out: then parts of the states are tried first, and what
     more leaves the device only where it may be faster. Raises InfeasibleError (that of the device) if none fits."""
-    return _Tiers(options, cluster, make, state, bounds, tables).fastest()
+    return _Tiers(options, cluster, make, state, bounds, blocks, tables).fastest()
 
 
 class _Tiers:
     """The plans of one call by tier. ``why``: of tiers without one, the reason."""
 
-    def __init__(self, options: Options, cluster: Cluster, make: Make, state: StateOf | None,
-                 bounds: Bounds | None, tables: Sequence[tuple[str, int]]) -> None:
+    def __init__(self, options: Options, cluster: Cluster, make: Make, state: StateOf | None, bounds: Bounds | None,
+                 blocks: Sequence[str], tables: Sequence[tuple[str, int]]) -> None:
+        self.blocks = blocks
         self.options, self.make, self.cluster, self.state, self.bounds = options, make, cluster, state, bounds
         self.tables = _worth_moving(tables, options) if options.looks_up else []
         self.most_s = math.inf    # of a plan that is of use
@@ -99,23 +106,20 @@ class _Tiers:
     def _try_tiers(self) -> None:
         """On the host: all, and as few as memory requires; with parameters, where recompute or nothing else fits; and
         tables."""
-        if "host" in self.tiers and self.bounds is not None:
-            self._fewer()
-            self._add("host")
-        elif "host" in self.tiers and self._add("host"):
-            self._fewer()
+        if "host" in self.tiers:
+            self._fewest("host", [("host", share) for share in FRACTIONS])
         binds = not self.found or any(plan.hybrid.recompute != "none" for plan in self.found)
         if "parameters" in self.tiers and binds:
-            self._add("parameters")
+            self._fewest("parameters", self._some_blocks("parameters"))
         if "host" in self.tiers and self.tables:
             self._try_tables()
 
     def _try_tables(self) -> None:
         """The largest tables on the host, as few as memory requires, by bisection; or all, with all states there."""
-        low, high = 1, len(self.tables)
-        if not self._add("none", tables=high):
-            self._add("host", tables=high)
+        if not self._add("none", tables=len(self.tables)):
+            self._add("host", tables=len(self.tables))
             return
+        low, high = 1, len(self.tables)
         while low < high:
             middle = (low + high) // 2
             if self._add("none", tables=middle):
@@ -127,13 +131,38 @@ class _Tiers:
         """The first of `ON_DISK` that fits with parameters on the device, and the first with these elsewhere."""
         for tier in ON_DISK:
             elsewhere = offload_of(tier).moves_parameters
-            if tier in self.tiers and (elsewhere or not self.found) and self._add(tier) and elsewhere:
+            if tier in self.tiers and (elsewhere or not self.found) and self._fewest(
+                    tier, self._some_blocks(tier) if elsewhere else ()) and elsewhere:
                 return
 
-    def _add(self, tier: str, fraction: float | None = None, tables: int = 0) -> bool:
+    def _fewest(self, tier: str, some: Sequence[Choice]) -> bool:
+        """A plan with all in a tier, and of ``some`` choices, in the order in which more leaves the device, the first
+        that fits, by bisection; with bounds these are tried before. Returns whether any was found, or would be of no
+        use if it were."""
+        any_fits = self.bounds is None and self._add(tier)
+        low, high = 0, len(some) if any_fits or self.bounds is not None else 0
+        while low < high:
+            middle = (low + high) // 2
+            if self._add(*some[middle]):
+                high, any_fits = middle, True
+            else:
+                low = middle + 1
+        return self._add(tier) or any_fits if self.bounds is not None else any_fits
+
+    def _some_blocks(self, tier: str) -> list[Choice]:
+        """The first blocks in a tier, a quarter of all to three; the other parameters on the device."""
+        count = len(self.blocks)
+        if tier not in _OTHERS or count < 2:
+            return []
+        numbers = sorted({math.ceil(share * count) for share in FRACTIONS})
+        return [({**{f"{path}.*": tier for path in self.blocks[:number]}, "*": _OTHERS[tier]}, None)
+                for number in numbers]
+
+    def _add(self, tier: str | Mapping[str, str], fraction: float | None = None, tables: int = 0) -> bool:
         """Whether a plan was found, or would be of no use if it were. ``tables``: so many more are on the host."""
+        said_of = repr(tier) if isinstance(tier, str) else f"some blocks' {offload_of(tier).told()}"
         within, best_s = self._within(tier, fraction), min(map(_step_s, self.found), default=self.most_s)
-        named = f"offload={tier!r}" if not tables else f"{tables} tables on the host with offload={tier!r}"
+        named = f"{tables} tables on the host with offload={said_of}" if tables else f"offload={said_of}"
         within = replace(within, on_host=(*within.on_host, *self.tables[:tables]))
         said = self._exceeded(within, offload_of(tier, fraction or 1.0))
         if not said and self.bounds is not None and not self.bounds.may_fit(within):
@@ -151,8 +180,9 @@ class _Tiers:
         return True
 
     def _exceeded(self, options: Options, away: Offload) -> str:
-        """Why no plan keeps the state of this tier in the memory of hosts or devices, divided evenly; "" if one may."""
-        if self.state is None:
+        """Why no plan keeps the state of this tier in the memory of hosts or devices, divided evenly; "" if one may, or
+        groups have tiers of their own."""
+        if self.state is None or away.groups:
             return ""
         state = self.state(options)
         sizes = {"parameters": state.parameters, "gradients": state.gradients,
@@ -166,22 +196,12 @@ class _Tiers:
                 return f"{what} need {needed:.3g} bytes of the {tier} for each device, which has {limit:.3g}"
         return ""
 
-    def _fewer(self) -> None:
-        """Plans with parts of the states on the host, by bisection of `FRACTIONS`."""
-        low, high = 0, len(FRACTIONS)
-        while low < high:
-            middle = (low + high) // 2
-            if self._add("host", FRACTIONS[middle]):
-                high = middle
-            else:
-                low = middle + 1
-
     def _told_of_tables(self, plan: Plan) -> str:
         """Which tables are on the host that no pin puts there."""
         chosen = [name for name in plan.hybrid.on_host if name not in self.options.on_host]
         return f"; {listed(chosen)} on the host, looked up there" if chosen else ""
 
-    def _within(self, tier: str, fraction: float | None = None) -> Options:
+    def _within(self, tier: str | Mapping[str, str], fraction: float | None = None) -> Options:
         """The options of plans with states in a tier, with the time that is left."""
         left = max(LEAST_SHARE * self.options.time_limit_s, self.ends - clock.now())
         within = replace(self.options, offload=tier, offload_fraction=fraction, time_limit_s=left)
@@ -212,7 +232,8 @@ def _step_s(plan: Plan) -> float:
 def _least(plan: Plan) -> tuple[float, bool, float, int]:
     """The order of plans in tiers: by seconds, then by how much leaves the device."""
     away = plan.hybrid.offload
-    return _step_s(plan), away.moves_parameters, away.fraction, len(plan.hybrid.on_host)
+    much = len(away.groups) or math.inf if away.moves_parameters else away.fraction
+    return _step_s(plan), away.moves_parameters, much, len(plan.hybrid.on_host)
 
 
 def _worth_moving(tables: Sequence[tuple[str, int]], options: Options) -> list[str]:

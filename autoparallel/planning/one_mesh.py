@@ -27,7 +27,8 @@ from autoparallel.partition import (
 from autoparallel.planning.baselines import baseline
 from autoparallel.planning.block_summary import block_layouts
 from autoparallel.planning.candidates import First
-from autoparallel.planning.facts import facts_of, whole_state
+from autoparallel.planning.facts import block_paths, facts_of, whole_state
+from autoparallel.planning.faster_pieces import in_faster_pieces
 from autoparallel.planning.offloading import fastest_tier, tier_limits
 from autoparallel.planning.options import Options
 from autoparallel.planning.recompute import fewest_recomputed
@@ -126,6 +127,7 @@ def plan_in(space: StrategySpace, micro: MicroBatches, cluster: Cluster, options
         return _plan_of(pricer, pricer.full(), solution, strategies, options, laps, stages, micro)
     if options.search != "local":  # which is of trial plans
         solution = _faster_hiding(searched, table, solution, options, laps)
+        pricer = in_faster_pieces(pricer, pricer.strategies_of(solution.choice), solution.objective, options)
     make = partial(_plan_of, pricer, problem, options=options, laps=laps, stages=stages, micro=micro)
     elsewhere = partial(_elsewhere, pricer, solution, micro, options, placed, stages)
     study = Study(pricer, problem, solution, lambda strategies, found: make(found, strategies), elsewhere)
@@ -232,7 +234,8 @@ def _plan_call(space: StrategySpace, micro: MicroBatches, cluster: Cluster, opti
     if options.offload == "auto":
         return fastest_tier(options, cluster, lambda chosen: _plan_call(
             space, micro, cluster, chosen, placed, _in_tier(hybrid, chosen)),
-            lambda chosen: whole_state(space.graph, cluster, chosen), tables=tables_of(space.graph))
+            lambda chosen: whole_state(space.graph, cluster, chosen), blocks=block_paths(space.graph),
+            tables=tables_of(space.graph))
     try:
         return plan_in(space, micro, cluster, options, placed, hybrid)
     except InfeasibleError as error:

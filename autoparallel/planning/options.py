@@ -9,6 +9,7 @@ import math
 from collections import Counter
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
+from fnmatch import fnmatchcase
 from numbers import Integral, Real
 from os import PathLike
 from typing import Any, ParamSpec, TypeVar
@@ -65,10 +66,14 @@ OPTIONS = f"""
     reduce_dtype: the dtype in which gradients are summed ("float32", "bfloat16", "float16"); None: the parameter's.
     bucket_bytes: of a bucket of parameter gathers and gradient reductions, at most; None: 25 MiB.
     copies: micro-batches that run at a time (multi-copy): one's activations are sent while another computes.
+    pieces: linear layers whose operand or result is sent run in so many pieces, one of which travels while the next is
+        computed (asynchronous tensor parallelism); None: the search decides.
     offload: the tier of optimizer states between steps: "none" (the device), "host" memory, where gradients go too,
         "parameters": these as well (by ZeRO-3, copied to the device for each use), "disk", the tiers of parameters,
-        gradients and states, as "host/host/disk" and "disk/disk/disk", or "auto": the fastest of the plans that fit
-        into the devices' memory, also with tables on the host. `ParallelModule.optimizer` steps them.
+        gradients and states, as "host/host/disk" and "disk/disk/disk"; by patterns of parameters' names
+        {{"embed*": "disk", "layers.0.*": "host", "*": "none"}}, of which the first that matches holds (none: the
+        device); or "auto": the fastest of the plans that fit into the devices' memory, also with tables on the host.
+        `ParallelModule.optimizer` steps them.
     offload_fraction: the share of each parameter's elements whose states are there; None: all ("auto": of the host, as
         few quarters as memory requires).
     host_memory_limit_bytes: of host memory for what leaves each device, or for tiles of what is on disk; None: its
@@ -84,8 +89,8 @@ TILES_SHARE = 0.25
 MODEL_AND_CALL = "(model, example inputs, example keyword inputs)"
 #: Options that a ready plan leaves no room for.
 DECIDED_BY_A_PLAN = frozenset({"pins", "baseline", "micro_batches", "pipeline_stages", "stage_replicas", "schedule",
-                               "recompute", "zero_stage", "reduce_dtype", "bucket_bytes", "copies", "offload",
-                               "offload_fraction"})
+                               "recompute", "zero_stage", "reduce_dtype", "bucket_bytes", "copies", "pieces",
+                               "offload", "offload_fraction"})
 #: Of these, those that a plan by hand leaves open.
 _BESIDE_BY_HAND = {"reduce_dtype", "bucket_bytes", "offload", "offload_fraction"}
 
@@ -110,7 +115,8 @@ class Options:
     reduce_dtype: str | None = None
     bucket_bytes: float | None = None
     copies: int | None = None
-    offload: str | None = None
+    pieces: int | None = None
+    offload: str | Mapping[str, str] | None = None
     offload_fraction: float | None = None
     host_memory_limit_bytes: float | None = None
     disk_limit_bytes: float | None = None
@@ -138,7 +144,7 @@ class Options:
         zero_stage = (2 if micro_batches == 1 else 1) if self.zero_stage is None else self.zero_stage
         return Hybrid(micro_batches, self.stages, pipeline_ranks, self.schedule or usual(), zero_stage=zero_stage,
                       recompute="none" if self.recompute in (None, "auto") else self.recompute,
-                      replicas=self.replicas, copies=self.copies or 1, **self.given)
+                      replicas=self.replicas, copies=self.copies or 1, pieces=self.pieces or 1, **self.given)
 
     @property
     def given(self) -> dict[str, Any]:
@@ -152,8 +158,8 @@ class Options:
         """The tier of optimizer states; of "auto" the first, the device."""
         if self.offload in (None, "none", "auto"):
             return ON_DEVICE
-        found = offload_of(str(self.offload), self.offload_fraction or 1.0)
-        if self.host_memory_limit_bytes is None or found.states != "disk":
+        found = offload_of(self.offload, self.offload_fraction or 1.0)
+        if self.host_memory_limit_bytes is None or not found.in_tier("disk"):
             return found
         share = TILES_SHARE if found.in_tier("host") else 1.0
         states = memory.recipe(self.optimizer).num_states
@@ -204,13 +210,39 @@ def check_disk_path(disk_path: Any, options: Options, plan: Plan | None) -> None
     """Raises PlanError for a ``disk_path`` that is no path, or that is missing or given in vain."""
     if disk_path is not None and (not isinstance(disk_path, (str, PathLike)) or not str(disk_path)):
         raise PlanError(f"disk_path is {shown(disk_path)}: give the path of a folder, a str or a pathlib.Path")
-    tier = plan.hybrid.offload.states if plan else options.tier.states
-    if tier == "disk" and disk_path is None:
+    away = plan.hybrid.offload if plan else options.tier
+    on_disk = away.in_tier("disk")
+    if on_disk and disk_path is None:
         raise PlanError("optimizer states go to disk, and disk_path is not given: give a folder of a local disk, "
                         "autoparallel.compile(..., disk_path='/local/disk')")
-    if disk_path is not None and tier != "disk" and (plan or options.offload != "auto"):
-        raise PlanError(f"disk_path={str(disk_path)!r} is of optimizer states on disk, and they stay on the {tier}: "
+    if disk_path is not None and not on_disk and (plan or options.offload != "auto"):
+        where = " and ".join(dict.fromkeys(one.states for one in away.each))
+        raise PlanError(f"disk_path={str(disk_path)!r} is of optimizer states on disk, and they stay on the {where}: "
                         "leave it out, or give offload='disk' or 'auto'")
+
+
+def check_groups(offload: Any, model: nn.Module) -> None:
+    """Raises PlanError for a pattern of the option ``offload`` by which no parameter of the model gets its tier."""
+    if not isinstance(offload, Mapping):
+        return
+    first = {id(p): name for name, p in model.named_parameters()}
+    names = left = list(first.values())
+    shared = {name: first[id(p)] for name, p in model.named_parameters(remove_duplicate=False)}
+    for pattern in offload:
+        if pattern == "*":
+            continue
+        mine = [name for name in left if fnmatchcase(name, pattern)]
+        if not mine and any(fnmatchcase(name, pattern) for name in names):
+            raise PlanError(f"offload: patterns before {pattern!r} have all parameters that it matches, and the first "
+                            "holds: give it before them, or leave it out")
+        if tied := {known for name, known in shared.items() if fnmatchcase(name, pattern)} if not mine else ():
+            raise PlanError(f"offload: what {pattern!r} matches is known as {', '.join(sorted(tied))}, to which it is "
+                            "tied: write that")
+        if not mine:
+            near = difflib.get_close_matches(pattern, names, 8, 0.3) or names[:8]
+            raise PlanError(f"offload: no parameter's name matches {pattern!r}; of {len(names)} there are {near}: "
+                            "write '*' for any letters, as 'layers.0.*' for all of a block")
+        left = [name for name in left if not fnmatchcase(name, pattern)]
 
 
 def compared_by_hand(options: Options, given: Any, devices: int) -> Options:
@@ -262,7 +294,9 @@ def options_of(given: Mapping[str, Any]) -> Options:
     for name, value in given.items():
         if value is None and getattr(Options, name) is None:
             continue
-        if isinstance(wanted := _WANTED[name], tuple):
+        if name == "offload" and isinstance(value, Mapping):
+            _check_places(value)
+        elif isinstance(wanted := _WANTED[name], tuple):
             if isinstance(value, bool) or not isinstance(value, (str, Integral)) or value not in wanted:
                 raise _ERRORS.get(name, PlanError)(f"unknown {name} {shown(value)}; there are {list(wanted)}")
         elif not wanted.holds(value):
@@ -276,7 +310,22 @@ def options_of(given: Mapping[str, Any]) -> Options:
 
 
 def _moves_parameters(place: Any) -> bool:
-    return place not in (None, "auto") and offload_of(str(place)).moves_parameters
+    return place not in (None, "auto") and offload_of(place).moves_parameters
+
+
+def _check_places(by_name: Mapping[Any, Any]) -> None:
+    """Raises PlanError for an option ``offload`` that is no mapping from patterns of names to tiers."""
+    example = "{'embed*': 'disk', 'layers.0.*': 'host', '*': 'none'}"
+    if not by_name:
+        raise PlanError(f"offload is an empty mapping: give tiers by patterns of names, as {example}, or leave it out")
+    for number, (pattern, place) in enumerate(by_name.items(), 1):
+        if not isinstance(pattern, str) or not pattern:
+            raise PlanError(f"offload: {shown(pattern)} is no pattern of names: write {example}")
+        if not isinstance(place, str) or place not in PLACES:
+            raise PlanError(f"unknown offload {shown(place)} of {pattern!r}; there are {list(PLACES)}")
+        if pattern == "*" and number < len(by_name):
+            raise PlanError("offload: '*' matches all parameters, and the first pattern that matches holds: give it "
+                            "last")
 
 
 @dataclass(frozen=True)
@@ -323,6 +372,7 @@ _WANTED: Mapping[str, tuple[Any, ...] | _Wanted] = {
     "reduce_dtype": REDUCE_DTYPES,
     "bucket_bytes": _Wanted("bytes of a bucket as a number, 0 or more", _is_amount),
     "copies": _COUNT,
+    "pieces": _COUNT,
     "offload": (*PLACES, "auto"),
     "offload_fraction": _Wanted("a share above 0, at most 1", lambda value: _is_number(value) and 0 < value <= 1),
     "host_memory_limit_bytes": _Wanted("bytes per device as a number, 0 or more", _is_amount),

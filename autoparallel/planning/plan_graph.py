@@ -17,7 +17,7 @@ from autoparallel.errors import InfeasibleError, InputError, MeshError, SearchEr
 from autoparallel.garbage import collected_later
 from autoparallel.partition import Splits
 from autoparallel.planning.by_hand import ByHand
-from autoparallel.planning.facts import whole_state
+from autoparallel.planning.facts import block_paths, whole_state
 from autoparallel.planning.joint_plan import plan_jointly
 from autoparallel.planning.meshes import best_of, mesh_shapes
 from autoparallel.planning.offloading import fastest_tier
@@ -86,7 +86,7 @@ def _planned(split: Splits, cluster: Cluster, mesh_shape: Sequence[int] | None, 
                             lambda chosen: _planned(split, cluster, mesh_shape, axis_names, joint, chosen),
                             lambda chosen: whole_state(split.graph, cluster, chosen),
                             TierBounds(split, cluster, tuple(mesh_shape) if mesh_shape is not None else None)
-                            if joint and options.by_hand is None else None,
+                            if joint and options.by_hand is None else None, block_paths(split.graph),
                             tables_of(split.graph) if options.by_hand is None else ())
     if options.by_hand is not None:
         return plan_by_hand(split, cluster, options, options.by_hand)

@@ -142,9 +142,10 @@ class StepBounds:
         share = (prices.device.overlap_slowdown - 1) / len(kind.mesh_shape)
         hidden = 1.0 if profile is None else profile.hide_data
         left = 1 - hidden * (1 - share)
-        of_activations = 1.0 if profile is None else 1 - profile.hide_tensor
-        travels = kind.copies > 1 or profile is None    # a profile's share is what its software hides
-        return Exposed(left, left, left * of_activations if travels else of_activations)
+        if profile is None or profile.sends_beside:
+            return Exposed(left, left, share)
+        of_activations = 1 - profile.hide_tensor    # the software hides a share of its own
+        return Exposed(left, left, left * of_activations if kind.copies > 1 else of_activations)
 
 
 def _least_s(problem: Problem) -> float:

@@ -39,11 +39,9 @@ class TierBounds:
 
     def update_s(self, options: Options) -> float:
         """A lower bound of the optimizer's step: what leaves the device of each parameter, divided evenly."""
-        away, found = options.tier, 0.0
-        if not away.is_away:
-            return found
+        found, tiers, tables = 0.0, options.tier, frozenset(options.on_host)
         for node in self.split.graph.of_kind("parameter"):
-            if (meta := node.outputs[0]).requires_grad:
+            if (meta := node.outputs[0]).requires_grad and (away := tiers.of(node.path, tables)).is_away:
                 step = host_step(meta.num_elements * away.fraction / self.cluster.num_devices,
                                  kept_precision(meta, self.cluster), options.optimizer, self.cluster,
                                  away.states == "disk", away.moves_gradients, away.moves_parameters,
@@ -55,7 +53,7 @@ class TierBounds:
         return JointSearch(self.split.graph, self.cluster, fixed_by(options, self.mesh_shape), options.optimizer,
                            options.limit_bytes(self.cluster), known_s=known_s,
                            wider_limits=options.wider_limits(self.cluster),
-                           kept=kept_of(self.split, self.cluster, options.optimizer))
+                           kept=kept_of(self.split, self.cluster, options))
 
 
 __all__ = ["TierBounds"]

@@ -117,7 +117,7 @@ def usual_plans(split: Splits, cluster: Cluster, options: Options, seconds: floa
     limit, graph, ends = options.limit_bytes(cluster), split.graph, clock.now() + seconds
     found, left_out, hybrids = dict[str, Plan](), list[LeftOut](), set[tuple[Hybrid, object, str]]()
     experts = any(EXPERTS in node.op_name for node in graph.of_kind("op"))
-    state, fits = _state(graph, cluster, options), False
+    state, fits = whole_state(graph, cluster, options, options.tier), False
     with collected_later():
         for text in texts if texts is not None else recipes(cluster.num_devices, cluster.devices_per_host, experts):
             hand = ByHand.of(text).on(cluster.num_devices)
@@ -173,13 +173,6 @@ def _is_alike(plan: Plan, other: Plan) -> bool:
     return kinds[0] == kinds[1] and max(steps) <= (1 + EQUAL_STEPS) * min(steps)
 
 
-def _state(graph: OpGraph, cluster: Cluster, options: Options) -> TrainingState:
-    """`whole_state`; 0 of a part that the options keep on the host or disk."""
-    found, away = whole_state(graph, cluster, options), options.tier
-    return TrainingState(0.0 if away.moves_parameters else found.parameters,
-                         0.0 if away.moves_gradients else found.gradients, 0.0 if away.is_away else found.optimizer)
-
-
 def state_bytes(hand: ByHand, state: TrainingState) -> float:
     """A lower bound of a device's bytes under a plan by hand, of weights, gradients and optimizer states that take so
     many bytes in all.
@@ -196,7 +189,7 @@ def allowed(hybrid: Hybrid, options: Options) -> bool:
     """Whether a step configuration has the values of all options that fix it (micro-batches, stages, schedule, ...)."""
     asked = {"micro_batches": options.micro_batches, "stages": options.pipeline_stages, "schedule": options.schedule,
              "recompute": None if options.recompute == "auto" else options.recompute,
-             "zero_stage": options.zero_stage, "copies": options.copies}
+             "zero_stage": options.zero_stage, "copies": options.copies, "pieces": options.pieces}
     return options.stage_replicas is None and options.baseline is None and all(
         value is None or getattr(hybrid, name) == value for name, value in asked.items())
 

@@ -10,7 +10,9 @@ from typing import Literal, NamedTuple
 
 import torch
 
+from autoparallel.pricing.pieced_products import PiecedStep, pieced_step
 from autoparallel.pricing.rank_reads import RankReads, Timed, TimedStep
+from autoparallel.pricing.redistribution_costs import PricedStep
 from autoparallel.pricing.step_tasks import StepTasks
 from autoparallel.schedule.activation_windows import (
     NOWHERE,
@@ -20,10 +22,8 @@ from autoparallel.schedule.activation_windows import (
     activation_windows,
     overlaps_activations,
 )
+from autoparallel.schedule.pieces import Candidate, cut_of, gathers, pieced_products, reduces, runs_in_pieces
 from autoparallel.strategies.space import TensorUse
-
-#: The share of a linear layer's backward that makes its weight's gradient: one of two products of equal work.
-OF_WEIGHT = 0.5
 
 
 class Action(NamedTuple):
@@ -35,18 +35,21 @@ class Action(NamedTuple):
 
 
 class _Path(NamedTuple):
-    """The steps of a use; ``sent``: the number of the last one that communicates (`NOWHERE`: none does)."""
+    """The steps of a use, and what is known of each; ``sent``: the number of the last one that communicates (`NOWHERE`:
+    none does)."""
 
     use: TensorUse
     steps: Sequence[TimedStep]
+    priced: Sequence[PricedStep]
     sent: int
 
 
 class ActivationSteps:
     """``ahead``: by decision, the actions before all that belongs to it; ``before``: those before its op, behind what
     it reads of parameters; ``put_off``: linear layers whose weights' gradients come later -> the decision after whose
-    backward they are computed; ``shared``: shared reads with a window -> their first reader. ``applies``: whether the
-    program has windows; else all steps run at once."""
+    backward they are computed; ``shared``: shared reads with a window -> their first reader; ``pieced``: by decision at
+    which they run, layers in pieces. ``applies``: whether the program has windows and pieces; else all steps run at
+    once."""
 
     def __init__(self, reads: RankReads, applies: bool) -> None:
         self.reads, self.space, self.counts = reads, reads.space, reads.counts
@@ -54,14 +57,17 @@ class ActivationSteps:
         self.put_off: Mapping[int, int] = {}
         self.shared: Mapping[int, int] = {}
         self.windows: Sequence[Window] = ()
+        self.pieced: Mapping[int, PiecedStep] = {}
         if not (applies and overlaps_activations(self.counts.hybrid)):
             self.before: Mapping[int, Sequence[Action]] = runs(reads.sent)
             return
-        self._paths = [_path(move.use, reads.timed_steps(move)) for move in reads.moves
+        self._paths = [_path(move.use, reads.timed_steps(move), move.path) for move in reads.moves
                        if move.path and not self.counts.of_parameter[move.use.source]]
         self._path_of = {(path.use.target, path.use.position): path for path in self._paths}
         self._travelling = [path for path in self._paths if path.sent != NOWHERE]
         self._travels = self._with_layers()
+        if runs_in_pieces(self.counts.hybrid):
+            self._take_pieces()
         products = [decision.index for decision, s in zip(self.space.decisions, self.space.strategy_sets, strict=True)
                     if reads.here[decision.index] and s.rule is not None and s.rule.op_class in PRODUCTS]
         self.windows = activation_windows(self._travels, products, self.space.blocks.__getitem__, self.counts.hybrid)
@@ -71,6 +77,42 @@ class ActivationSteps:
         self.shared = {travel.target: travel.reader for travel in travels if travel.reader != travel.target}
         self.ahead, self.before = self._actions()
 
+    def _take_pieces(self) -> None:
+        """Set `pieced`; its steps are no longer among those of paths."""
+        found = dict[int, PiecedStep]()
+        some = [(n, one) for n in range(len(self._travels)) if (one := self._candidate(n)) is not None]
+        for made in pieced_products([candidate for _, candidate in some], self.space.blocks.__getitem__):
+            path, travel = self._travelling[(n := some[made.number][0])], self._travels[n]
+            place = made.layers[0] if made.behind else travel.reader
+            found[place] = pieced_step(self.reads, path.use, path.priced[path.sent], path.steps[path.sent], made, place)
+            rest = path._replace(steps=[*path.steps[: path.sent], *path.steps[path.sent + 1 :]], sent=NOWHERE)
+            self._paths[next(at for at, other in enumerate(self._paths) if other is path)] = rest
+        self.pieced = found
+        self._travelling = [path for path in self._paths if path.sent != NOWHERE]
+        self._travels = self._with_layers()
+
+    def _candidate(self, number: int) -> Candidate | None:
+        """A travel whose layers may run in pieces (as `lower.pieces_pass` finds it in the program)."""
+        path, travel = self._travelling[number], self._travels[number]
+        use, (priced, *_) = path.use, path.priced[path.sent :]
+        if sum(_sends(timed) for timed in path.steps) != 1 or not use.meta.requires_grad:
+            return None
+        cut = cut_of(use.meta.shape, priced.step, self.space.mesh_shape, self.counts.hybrid.pieces)
+        if cut is None:
+            return None
+        readers = self.space.readers_of.get(use.target, ()) if self._is_shared(path) else (use.target,)
+        reads = path.sent == len(path.steps) - 1 and gathers(priced.step) and readers == travel.products and not any(
+            (reader, self.space.uses_by[reader][0].position) in self._path_of for reader in readers if
+            reader != use.target)
+        makes = path.sent == 0 and reduces(priced.step) and travel.source == use.source and len(
+            self.space.readers_of[use.source]) == 1 and self._is_layer(use.source, self.space.uses_by[use.source])
+        return Candidate(use.target, cut, travel.products if reads else (), use.source if makes else NOWHERE)
+
+    @cached_property
+    def in_pieces(self) -> Mapping[int, int]:
+        """The layers that run in pieces -> the decision at which they do."""
+        return {layer: place for place, one in self.pieced.items() for layer in one.layers}
+
     def _with_layers(self) -> list[Travel]:
         """The travels of all paths that communicate, with the linear layers that can put gradients off."""
         found = list[Travel]()
@@ -79,7 +121,8 @@ class ActivationSteps:
         number = {(path.use.target, path.use.position): n for n, path in enumerate(self._travelling)}
         readers = [self.reads.first_reader(path.use.target) for path in self._travelling]
         for index, uses in sorted(self.space.uses_by.items()):
-            if not self.reads.here[index] or not self._is_layer(index, uses):
+            if not self.reads.here[index] or not self._is_layer(index, uses) or any(
+                    index in one.layers for one in self.pieced.values()):
                 continue
             own = number.get((index, uses[0].position))
             if own is None or self._last_back(self._travelling[own]) == NOWHERE:
@@ -180,9 +223,13 @@ def runs(sent: Mapping[int, Sequence[TimedStep]]) -> Mapping[int, Sequence[Actio
     return {index: [Action("run", timed) for timed in steps] for index, steps in sent.items()}
 
 
-def _path(use: TensorUse, steps: Sequence[TimedStep]) -> _Path:
-    sent = [n for n, timed in enumerate(steps) if timed.forward.message or timed.backward.message]
-    return _Path(use, steps, sent[-1] if sent else NOWHERE)
+def _sends(timed: TimedStep) -> bool:
+    return bool(timed.forward.message or timed.backward.message)
+
+
+def _path(use: TensorUse, steps: Sequence[TimedStep], priced: Sequence[PricedStep]) -> _Path:
+    sent = [n for n, timed in enumerate(steps) if _sends(timed)]
+    return _Path(use, steps, priced, sent[-1] if sent else NOWHERE)
 
 
 class Running:
@@ -214,4 +261,4 @@ class Running:
             self.step.wait([self._pending.pop(action.number)])
 
 
-__all__ = ["OF_WEIGHT", "Action", "ActivationSteps", "Running", "runs"]
+__all__ = ["Action", "ActivationSteps", "Running", "runs"]

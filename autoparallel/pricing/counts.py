@@ -15,6 +15,7 @@ from autoparallel.pricing.pipeline_buffers import Buffer, stage_buffers
 from autoparallel.pricing.recomputing import RecomputedBlocks, Recomputing
 from autoparallel.pricing.saved_values import SavedValues
 from autoparallel.schedule.in_flight import in_flight
+from autoparallel.schedule.tiers import ON_DEVICE, Offload
 from autoparallel.strategies.host_lookups import HostLookups
 from autoparallel.strategies.space import StrategySpace, TensorUse
 
@@ -51,7 +52,8 @@ class ExecutionCounts:
     decisions, and one rank holds ``held`` times the values that a decision of the first stage has in a step.
     ``recomputing``: how the software recomputes. ``blocks``: the recomputed blocks. ``saved``: the values kept for
     backward. ``of_parameter``, ``views``: by decision, whether its value is a parameter (also read by several), or a
-    view of parameters. ``lookups``: tables on the host, and the ops that read them there.
+    view of parameters. ``lookups``: tables on the host, and the ops that read them there. ``away``: by decision, the
+    tiers of a parameter.
     """
 
     def __init__(self, space: StrategySpace, hybrid: Hybrid | None = None,
@@ -71,6 +73,9 @@ class ExecutionCounts:
         self.of_parameter = [_is_parameter(space, index) for index in range(len(space))]
         self.views = _views_of_parameters(space, self.of_parameter)
         self.lookups = HostLookups(space, self.hybrid.on_host)
+        offload, tables = self.hybrid.offload, self.lookups.names
+        self.away: list[Offload] = [offload.of(decision.path, tables) if decision.kind == "parameter" else ON_DEVICE
+                                    for decision in space.decisions]
 
     def crosses(self, use: TensorUse) -> bool:
         """Whether the value is sent to a later stage."""

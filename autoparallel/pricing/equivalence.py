@@ -29,6 +29,8 @@ class Equivalence:
                                                    counts.of_parameter]
         facts += [fact for fact in (counts.multiplicities, counts.held) if len(set(fact)) > 1]  # of a reduced model
         facts.append([index in self.space.differentiated for index in range(count)])
+        if counts.hybrid.offload.groups:
+            facts.append(_numbered(counts.away))
         if any(self.prices.chains):
             facts.append(_numbered(self.prices.chains))
         if self.prices.cluster.profile is not None:  # hosts launch ahead in blocks only

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Sequence
+from functools import partial
 
 from autoparallel.plans import Hybrid
 from autoparallel.plans.record import Span
@@ -34,19 +35,27 @@ def hidden(pricer: SpacePricer, strategies: Sequence[Strategy], stages: Sequence
     """The seconds saved by overlap on one rank of these stages."""
     if not _hides(pricer):
         return Hidden()
-    slowdown = pricer.prices.device.overlap_slowdown
-
     def of(stage: int) -> Hidden:
-        return pricer.costs.memo.once(("hidden", tuple(strategies), stage),
-                                      lambda: RankStep(pricer, strategies, stage, _hides_activations(pricer)
-                                                       ).hidden(slowdown))
+        return pricer.costs.memo.once(("hidden", tuple(strategies), stage, pricer.counts.hybrid.pieces), partial(
+            _hidden_on, pricer, strategies, stage))
 
     return Hidden(*map(sum, zip(*map(of, stages), strict=True)))
 
 
+def _hidden_on(pricer: SpacePricer, strategies: Sequence[Strategy], stage: int) -> Hidden:
+    slowdown = pricer.prices.device.overlap_slowdown
+    step = RankStep(pricer, strategies, stage, _hides_activations(pricer))
+    found = step.hidden(slowdown)
+    if pricer.prices.cluster.profile is None or not (step.activations.windows or step.activations.pieced):
+        return found
+    alone = RankStep(pricer, strategies, stage, activations=False).hidden(slowdown)
+    return alone._replace(activations=found.total - alone.total)
+
+
 def hidden_s(pricer: SpacePricer, strategies: Sequence[Strategy]) -> float:
     """Seconds saved by overlap, of all stages together."""
-    return hidden(pricer, strategies, range(pricer.counts.hybrid.stages)).total
+    found = hidden(pricer, strategies, range(pricer.counts.hybrid.stages))
+    return found.total + found.activations
 
 
 def spans(pricer: SpacePricer, strategies: Sequence[Strategy]) -> list[Span]:
@@ -81,8 +90,9 @@ def _hides(pricer: SpacePricer) -> bool:
 
 
 def _hides_activations(pricer: SpacePricer) -> bool:
-    """Whether the overlap of activations counts; a profile of software has its own share (`Profile.hide_tensor`)."""
-    return pricer.prices.cluster.profile is None
+    """Whether the overlap of activations is simulated; software of others has a share (`Profile.hide_tensor`)."""
+    profile = pricer.prices.cluster.profile
+    return profile is None or profile.sends_beside > 0
 
 
 def _overlaps_parameters(hybrid: Hybrid) -> bool:

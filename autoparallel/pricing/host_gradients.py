@@ -7,6 +7,7 @@ from collections.abc import Callable, Mapping
 import numpy as np
 
 from autoparallel.pricing.counts import ExecutionCounts
+from autoparallel.pricing.host_parameters import ops_beside
 from autoparallel.pricing.unit_costs import Prices
 from autoparallel.schedule.tiers import BUCKETS_IN_FLIGHT
 from autoparallel.strategies.space import StrategySet
@@ -19,21 +20,23 @@ class HostGradients:
 
     def __init__(self, prices: Prices, counts: ExecutionCounts) -> None:
         self.prices, self.counts, self.space = prices, counts, prices.space
-        self.go = prices.training and counts.hybrid.offload.moves_gradients
-        self.tier = counts.hybrid.offload.gradients
+        self.go = prices.training and counts.hybrid.offload.moves_gradients    # some of them
 
     def leave(self, index: int) -> bool:
         """Whether a parameter's gradient leaves the device within backward. Those that several micro-batches add up
         before they are reduced (ZeRO 0 and 1), and those of several pipeline ranks, leave at its end."""
         hybrid = self.counts.hybrid
-        return (self.go and (hybrid.is_plain or hybrid.zero_stage >= 2) and self._trains(index)
+        return (self._goes(index) and (hybrid.is_plain or hybrid.zero_stage >= 2)
                 and len(self.counts.stages_of[index]) == 1 and len(self.counts.ranks_with(index)) < 2)
 
-    def _trains(self, index: int) -> bool:
-        """Whether a parameter has a gradient, which is not on the host from the beginning."""
-        decision, s = self.space.decisions[index], self.space.strategy_sets[index]
-        return (decision.kind == "parameter" and s.output_metas[0].requires_grad
-                and index not in self.counts.lookups.tables)
+    def _goes(self, index: int) -> bool:
+        """Whether a decision is a trained parameter whose gradient leaves the device, where it is made."""
+        return self.go and self._is_away(index) and index not in self.counts.lookups.tables
+
+    def _is_away(self, index: int) -> bool:
+        """Whether a decision is a trained parameter whose gradient is outside of the device, also if made there."""
+        moves = self.prices.training and self.counts.away[index].moves_gradients
+        return moves and self.space.strategy_sets[index].output_metas[0].requires_grad
 
     def bytes_of(self, s: StrategySet) -> np.ndarray:
         """Bytes of a parameter's gradient."""
@@ -43,18 +46,20 @@ class HostGradients:
     def away_bytes(self, index: int) -> np.ndarray:
         """Bytes in the gradients' tier; of the sum over micro-batches, where that is more precise."""
         s = self.space.strategy_sets[index]
-        if not (self.go and self._trains(index)):
+        if not self._is_away(index):
             return np.zeros(len(s.strategies))
-        apart = self.counts.accumulator_bytes(s.output_metas[0]) if self.leave(index) else 0
+        summed_there = self.leave(index) or index in self.counts.lookups.tables
+        apart = self.counts.accumulator_bytes(s.output_metas[0]) if summed_there else 0
         return np.maximum(self.bytes_of(s), apart * self.prices.elements(s))
 
     def moving_s(self, index: int) -> np.ndarray:
         """Seconds per step of moving a parameter's gradient, as if nothing else went on."""
         s = self.space.strategy_sets[index]
-        if not (self.go and self._trains(index)):
+        if not self._goes(index):
             return np.zeros(len(s.strategies))
         times = self.counts.count(index) if self.leave(index) else 1
-        each = offload.gradients_s(self.bytes_of(s), self.prices.cluster, times > 1, on_disk=self.tier == "disk")
+        on_disk = self.counts.away[index].gradients == "disk"
+        each = offload.gradients_s(self.bytes_of(s), self.prices.cluster, times > 1, on_disk=on_disk)
         return times * self.counts.multiplicities[index] * each
 
     def exposed_share(self, backward_s: Callable[[int], float]) -> float:
@@ -62,9 +67,8 @@ class HostGradients:
         seconds of an op's backward so."""
         if not self.go:
             return 0.0
-        indices = range(len(self.space))
-        moving = sum(float(self.moving_s(index).min()) for index in indices if self._trains(index))
-        beside = sum(backward_s(index) for index in indices if self.space.decisions[index].kind == "op")
+        moving = sum(float(self.moving_s(index).min()) for index in range(len(self.space)) if self._goes(index))
+        beside = sum(map(backward_s, ops_beside(self.counts, lambda away: away.moves_gradients)))
         return max(0.0, 1 - beside / moving) if moving else 0.0
 
     def last_in_flight(self) -> Mapping[int, int | None]:

@@ -1,4 +1,4 @@
-"""Seconds and bytes of tables that are looked up in the memory of the host (`Hybrid.on_host`)."""
+"""Seconds of lookups in the memory of the host (`Hybrid.on_host`)."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from autoparallel.pricing.counts import ExecutionCounts
 from autoparallel.pricing.op_costs import share_of_work
 from autoparallel.pricing.unit_costs import Prices
 from autoparallel.strategies.space import StrategySet
-from cost_models import collectives, memory, offload
+from cost_models import collectives, offload
 
 
 class LookupPrice(NamedTuple):
@@ -25,7 +25,7 @@ class LookupPrice(NamedTuple):
 
 
 class HostLookupPrices:
-    """Prices of lookups on the host and of their tables, on the fullest rank; arrays by strategy.
+    """Prices of lookups on the host, on the fullest rank; arrays by strategy. (Of their tables `TierCosts`.)
 
     The rows that are looked up and the results pass the host's memory, and of the dense gradient all rows: it is
     filled with zeros first. Nothing of it is counted as hidden: the device waits for the results, and backward's last
@@ -66,27 +66,6 @@ class HostLookupPrices:
             if meta.requires_grad:    # weights of the rows of bags
                 backward, back = backward + rows + num_bytes, back + self._crossing_s(num_bytes, True)
         return LookupPrice(forward, self._work_s(backward), there, back)
-
-    def table_bytes(self, index: int) -> np.ndarray:
-        """Bytes of a table in the host's memory: its own, its gradient's (of the sum over micro-batches, where that is
-        more precise), and its optimizer states', unless they are in a tier of their own."""
-        s, elements = self.space.strategy_sets[index], self.prices.elements(self.space.strategy_sets[index])
-        (meta,) = s.output_metas
-        if not (meta.requires_grad and self.prices.training):
-            return elements * meta.dtype.itemsize
-        state = memory.training_state(elements, self.prices.kept(meta), self.prices.optimizer)
-        gradients = np.maximum(state.gradients, self.counts.accumulator_bytes(meta) * elements)
-        states = 0.0 if self.counts.hybrid.offload.is_away else state.optimizer
-        return np.asarray(state.parameters + gradients + states)
-
-    def update_s(self, s: StrategySet) -> np.ndarray:
-        """Seconds of the optimizer's update of a table, on the host."""
-        (meta,), elements = s.output_metas, self.prices.elements(s)
-        if not (meta.requires_grad and self.prices.training):
-            return np.zeros(len(elements))
-        on_disk = self.counts.hybrid.offload.states == "disk"
-        return np.asarray(offload.host_step(elements, self.prices.kept(meta), self.prices.optimizer,
-                                            self.prices.cluster, on_disk, True, True).total_s)
 
     def sums_s(self, num_bytes: np.ndarray) -> np.ndarray:
         """Seconds of adding up gradients, which move so many bytes of the host's memory."""

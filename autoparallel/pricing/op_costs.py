@@ -34,17 +34,21 @@ def operands_of(s: StrategySet) -> list[int]:
 
 
 class CurveCosts:
-    """A roofline with the device's efficiency curves. ``spread``: divide the work by this number."""
+    """A roofline with the device's efficiency curves. ``spread``: divide the work by this number. ``pieces``: of
+    products, those of one of so many equal pieces of the rows of the first operand."""
 
-    def __init__(self, spaces: Spaces, cluster: Cluster, training: bool = True, spread: int = 1) -> None:
+    def __init__(self, spaces: Spaces, cluster: Cluster, training: bool = True, spread: int = 1, pieces: int = 1
+                 ) -> None:
         self.spaces, self.device, self.training, self.spread = spaces, cluster.working_device, training, spread
+        self.pieces = pieces
 
     def work_s(self, s: StrategySet, chain: InChain | None = None) -> Pair:
         """Seconds (forward, backward) of an op that does work."""
         rule, zeros = s.rule, np.zeros(len(s.strategies))
         assert rule is not None
-        flops = rule.flops * share_of_work(s) / self.spread
-        inputs, outputs = self.read_bytes(s), self.moved(s.output_metas, s.outputs)
+        flops = rule.flops * share_of_work(s) / self.spread / self.pieces
+        inputs, outputs = self.read_bytes(s), [x / self.pieces for x in self.moved(s.output_metas, s.outputs)]
+        inputs[:1] = [x / self.pieces for x in inputs[:1]]
         forward = self._roofline_s(rule, s, flops, sum(inputs, zeros) + sum(outputs, zeros))
         if not self.has_backward(s):
             return forward, zeros
@@ -128,8 +132,8 @@ class ProfileCosts(CurveCosts):
     """
 
     def __init__(self, spaces: Spaces, cluster: Cluster, profile: Profile, training: bool = True,
-                 spread: int = 1, part: str = "both") -> None:
-        super().__init__(spaces, cluster, training, spread)
+                 spread: int = 1, part: str = "both", pieces: int = 1) -> None:
+        super().__init__(spaces, cluster, training, spread, pieces)
         self.profile, self.kernel_s, self.part = profile, profile.kernel_s * cluster.correction.compute, part
 
     @property
@@ -185,7 +189,7 @@ class ProfileCosts(CurveCosts):
 
     def _product_s(self, rule: Rule, s: StrategySet, sizes: tuple[np.ndarray, ...]) -> Pair:
         """A product, and one for each operand that needs a gradient."""
-        m, n, k, count = sizes
+        m, n, k, count = np.ceil(sizes[0] / self.pieces), *sizes[1:]
         dtype = dtype_name(worked_in(s))
         forward = self._launched(compute.matmuls_s(m, n, k, count, dtype, self.device))
         left, right = sorted(rule.saves)
@@ -296,15 +300,15 @@ def worst(seconds: Sequence[np.ndarray], least: bool = False) -> np.ndarray:
 
 
 def costs_of(spaces: Spaces, kinds: Sequence[Cluster], training: bool = True, spread: int = 1, part: str = "both",
-             cached: bool = False, least: bool = False) -> OpCosts:
+             cached: bool = False, least: bool = False, pieces: int = 1) -> OpCosts:
     """The costs of ops on devices of these kinds (`Cluster.kinds`), each by its profile, if it has one. ``part``: as in
     `ProfileCosts`; ``cached``: as if all element-wise traffic stayed in the device's cache; ``least``: on the fastest
-    of the devices."""
+    of the devices; ``pieces``: as in `CurveCosts`."""
     def of(kind: Cluster) -> CurveCosts:
         if kind.profile is None:
-            return CurveCosts(spaces, kind, training, spread)
+            return CurveCosts(spaces, kind, training, spread, pieces)
         profile = replace(kind.profile, cache_bytes=math.inf) if cached else kind.profile
-        return ProfileCosts(spaces, kind, profile, training, spread, part)
+        return ProfileCosts(spaces, kind, profile, training, spread, part, pieces)
 
     return of(kinds[0]) if len(kinds) == 1 else MixedCosts([of(kind) for kind in kinds], least)
 

@@ -36,10 +36,12 @@ from autoparallel.strategies.space import Strategy
 
 
 class Hidden(NamedTuple):
-    """Seconds of a step saved by overlap: where all micro-batches save as much, and the rest."""
+    """Seconds of a step saved by overlap: where all micro-batches save as much, and the rest. ``activations``: of
+    communication of activations, with the constants of software; without them it is in the other two."""
 
     each: float = 0.0
     once: float = 0.0
+    activations: float = 0.0
 
     @property
     def total(self) -> float:
@@ -248,7 +250,7 @@ class RankStep:
         """When backward completes the gradient of the result of a path's last step, as `RankReads.arrival`: after that
         of which decision (negated), and whether it was put off."""
         reader, order = self.reads.arrival(number)
-        late = self.activations.put_off.get(-reader)
+        late = self.activations.put_off.get(-reader, self.activations.in_pieces.get(-reader))
         return (reader, 0, reader, order) if late is None else (-late, 1, reader, order)
 
     def _read_once(self, step: StepTasks) -> None:
@@ -304,7 +306,11 @@ class RankStep:
         run = Running(step, lambda timed: timed.again.per(self.count), "activations again")
         for index in members:
             run.forward(self.activations.before.get(index, ()))
-            step.compute(self.seconds.again_s[index] / self.count, ("recompute", index, index))
+            pieced, again_s = self.activations.pieced.get(index), self.seconds.again_s[index]
+            if pieced is not None and (again_s or index in self._saved_last):
+                pieced.again(step, self.count, bool(again_s))
+            elif index not in self.activations.in_pieces:
+                step.compute(again_s / self.count, ("recompute", index, index))
 
     @cached_property
     def _recomputed(self) -> Mapping[int, Sequence[int]]:
@@ -314,6 +320,11 @@ class RankStep:
             if block is not None and self.reads.here[index]:
                 found[blocks.starts.get(block, blocks.last[block])].append(index)
         return found
+
+    @cached_property
+    def _saved_last(self) -> Collection[int]:
+        """The ops with which recompute of their blocks ends (in pieces they run again to save what they read)."""
+        return self.counts.blocks.ends.values() if self.counts.hybrid.recompute == "full" else ()
 
     def _begin_again(self, step: StepTasks, steps: Sequence[TimedStep], at_once: bool) -> Finish[None]:
         """Launch steps of parameters again (``at_once``: and await them)."""
@@ -343,13 +354,15 @@ class RankStep:
             return self.multi_copy.forward(step, self.seconds.forward_s, self.count, marked, before)
         until, done, sent = self.seconds.forward_s, 0, self.activations
         run = Running(step, lambda timed: timed.forward.per(self.count), "activations")
-        for index in sorted({*marked, *sent.ahead, *sent.before}):
+        for index in sorted({*marked, *sent.ahead, *sent.before, *sent.pieced}):
             step.compute((until[index] - until[done]) / self.count, ("forward", done, index))
             done = index
             run.forward(sent.ahead.get(index, ()))
             if index in marked:
                 before(index)
             run.forward(sent.before.get(index, ()))
+            if (pieced := sent.pieced.get(index)) is not None:
+                pieced.forward(step, self.count)
         step.compute((until[-1] - until[done]) / self.count, ("forward", done, len(until) - 2))
 
     def _backward(self, step: StepTasks, marked: Collection[int], before: Callable[[int], None] = _nothing,
@@ -361,6 +374,7 @@ class RankStep:
             return self.multi_copy.backward(step, self.seconds.backward_s, self.count, marked, (before, after, arrived))
         until, done, put_off = self.seconds.backward_s, len(self.space), self.activations.put_off
         steps, ahead = (self.activations.before, self.activations.ahead) if sent is None else (runs(sent), {})
+        in_pieces = self.activations.in_pieces
         run = Running(step, lambda timed: timed.backward.per(self.count), "gradients of activations")
 
         def launched(window: int) -> None:
@@ -369,14 +383,18 @@ class RankStep:
                 if layer in marked:
                     arrived(layer)
 
-        for index in sorted({*marked, *steps, *ahead, *self._recomputed}, reverse=True):
+        for index in sorted({*marked, *steps, *ahead, *self._recomputed, *self.activations.pieced}, reverse=True):
             step.compute((until[done] - until[index + 1]) / self.count, ("backward", done - 1, index + 1))
             done = index
             if index in marked:
                 before(index)
             self._recompute(step, self._recomputed.get(index, ()))
             step.compute((until[index + 1] - until[index]) / self.count, ("backward", index, index))
-            if index in marked and index not in put_off:
+            if (pieced := self.activations.pieced.get(index)) is not None:
+                pieced.backward(step, self.count)
+                for layer in (layer for layer in pieced.layers if layer in marked):
+                    arrived(layer)
+            if index in marked and index not in put_off and index not in in_pieces:
                 arrived(index)
             run.backward(steps.get(index, ()), launched)
             if index in marked:
@@ -388,7 +406,7 @@ class RankStep:
         """Seconds of one round without overlap and without gradient accumulation."""
         sent = sum(timed.forward.seconds + timed.again.seconds + timed.backward.seconds
                    for steps in self.reads.sent.values() for timed in steps)
-        backward_s = self.seconds.backward_s[-1] + sum(self.seconds.put_off_s.values())
+        backward_s = self.seconds.backward_s[-1] + sum(self.seconds.put_off_s.values()) + self.seconds.in_pieces_s
         return (self.seconds.forward_s[-1] + sum(self.seconds.again_s) + backward_s + sent) / self.count
 
     def _of(self, pair: Pair) -> list[TimedStep]:

@@ -48,10 +48,11 @@ class _Ahead:
     host: float = 0.0
     collectives: float = 0.0
 
-    def saved_s(self, profile: Profile) -> float:
-        """How much less than the sum they take: the host launches ahead, collectives overlap with compute. Ranks that
-        wait for one another wait for one another's hosts (`Profile.tied`)."""
-        hidden = profile.hide_tensor * min(self.collectives, self.summed)
+    def saved_s(self, profile: Profile, hidden_s: float = 0.0) -> float:
+        """How much less than the sum they take: the host launches ahead, collectives overlap with compute (by
+        ``hidden_s``, or by the software's share). Ranks that wait for one another wait for one another's hosts
+        (`Profile.tied`)."""
+        hidden = hidden_s if profile.sends_beside else profile.hide_tensor * min(self.collectives, self.summed)
         taken = larger(self.device + self.collectives - hidden, self.host, profile.tied if self.collectives else 6.0)
         return self.summed + self.collectives - float(taken) if self.summed else hidden
 
@@ -62,12 +63,12 @@ class _Ahead:
 
 @dataclass
 class _Parts:
-    """Seconds of one step and bytes, on each of the ``ranks`` ranks of a stage. ``tier_bytes``: of optimizer states in
-    their tier, if that is not the device; ``host_bytes``, ``disk_bytes``: of activations, gradients and parameters
-    there. ``once``: the seconds that do not depend on the number of micro-batches, ``once_forward`` those of them in
-    forward. ``again``: compute of recompute. ``lookups_forward``, ``lookups_backward``, ``crossings``: of tables on the
-    host. ``by_class``: compute of ops by their class. ``outside``: by how much launches prolong ops outside of blocks.
-    All of these are in the others too, and so are ``ahead_forward`` and ``ahead_backward``."""
+    """Seconds of one step and bytes, on each of the ``ranks`` ranks of a stage. ``host_bytes``, ``disk_bytes``: of
+    activations and training state there; ``tiled_bytes``: of optimizer states on disk. ``once``: the seconds that do
+    not depend on the number of micro-batches, ``once_forward`` those of them in forward. ``again``: compute of
+    recompute. ``lookups_forward``, ``lookups_backward``, ``crossings``: of tables on the host. ``by_class``: compute of
+    ops by their class. ``outside``: by how much launches prolong ops outside of blocks. All of these are in the others
+    too, and so are ``ahead_forward`` and ``ahead_backward``."""
 
     forward: float = 0.0
     backward: float = 0.0
@@ -85,7 +86,7 @@ class _Parts:
     always_bytes: float = 0.0
     host_bytes: float = 0.0
     disk_bytes: float = 0.0
-    tier_bytes: float = 0.0
+    tiled_bytes: float = 0.0
     lookups_forward: float = 0.0
     lookups_backward: float = 0.0
     crossings: float = 0.0
@@ -98,13 +99,21 @@ class _Parts:
         return (self.forward + self.backward + self.optimizer + self.forward_communication
                 + self.backward_communication)
 
-    def beside_s(self, profile: Profile | None, micro_batches: int) -> float:
-        """Seconds saved as the host launches ahead, and communication of activations overlaps with compute. Launches
-        outside of blocks are counted in the fixed time of a micro-batch, as far as that goes."""
+    def beside_s(self, profile: Profile | None, micro_batches: int, hidden_s: float = 0.0) -> float:
+        """Seconds saved as the host launches ahead, and ``hidden_s`` of communication of activations overlap with
+        compute. Launches outside of blocks are counted in the fixed time of a micro-batch, as far as that goes."""
         if profile is None:
             return 0.0
-        return (self.ahead_forward.saved_s(profile) + self.ahead_backward.saved_s(profile)
+        ways = self.ahead_forward, self.ahead_backward
+        sent = sum(way.collectives for way in ways) or 1.0
+        return (sum(way.saved_s(profile, hidden_s * way.collectives / sent) for way in ways)
                 + min(self.outside, profile.micro_s * micro_batches))
+
+    def hidden_s(self, profile: Profile | None, micro_batches: int, found: Hidden) -> float:
+        """Seconds saved by overlap in all micro-batches alike. What hides communication of activations saves nothing
+        where the host takes longer."""
+        return found.each + (self.beside_s(profile, micro_batches, found.activations)
+                             - self.beside_s(profile, micro_batches))
 
 
 def predict(pricer: SpacePricer, problem: Problem, strategies: Sequence[Strategy], peak_bytes: float,
@@ -132,12 +141,14 @@ def predict(pricer: SpacePricer, problem: Problem, strategies: Sequence[Strategy
         step = _pipelined_s(pricer, stages, sends, strategies, in_order=True)
         ahead = sum(stages[stage].beside_s(profile, hybrid.micro_batches_on(stage))
                     for rank in range(ranks) for stage in hybrid.stages_of(rank)) / ranks
-        overlap = sum(_hidden(pricer, strategies, hybrid.stages_of(rank)).total for rank in range(ranks)) / ranks
+        overlap = sum(stages[stage].hidden_s(profile, hybrid.micro_batches_on(stage), one) + one.once
+                      for rank in range(ranks) for stage in hybrid.stages_of(rank)
+                      for one in [_hidden(pricer, strategies, (stage,))]) / ranks
         bubbles = max(0.0, step + ahead + overlap - mean.total / ranks)
         hidden = mean.total / ranks + bubbles - step
     else:
-        ahead, bubbles = mean.beside_s(profile, hybrid.micro_batches), 0.0
-        hidden = _hidden(pricer, strategies).total + ahead
+        ahead, bubbles, found_hidden = mean.beside_s(profile, hybrid.micro_batches), 0.0, _hidden(pricer, strategies)
+        hidden = mean.hidden_s(profile, hybrid.micro_batches, found_hidden) + found_hidden.once + ahead
     waited = max(0.0, -hidden)    # ranks that wait for one another's hosts
     bar = max((error_bar(one.profile, None, list(_kinds(pricer, found)), pricer.prices.cluster.num_devices)
                for one in pricer.prices.kinds), key=lambda found: found.p90)
@@ -154,8 +165,8 @@ def predict(pricer: SpacePricer, problem: Problem, strategies: Sequence[Strategy
         collectives=tuple(CollectiveUse(k, a, d, int(n), b, s, p) for (k, a, d, p), (n, b, s) in sorted(found.items())
                           if k in COLLECTIVES or " in " in k),
         repeated_ops=tuple(str(nodes[decisions[index].node]) for index in sorted(set(mean.repeated))),
-        host_bytes=max(s.host_bytes + pricer.costs.states.host_bytes(s.tier_bytes) for s in by_rank),
-        disk_bytes=max(s.disk_bytes + s.tier_bytes * (hybrid.offload.states == "disk") for s in by_rank),
+        host_bytes=max(s.host_bytes + pricer.costs.states.tiles_bytes(s.tiled_bytes) for s in by_rank),
+        disk_bytes=max(s.disk_bytes for s in by_rank),
         waiting_s=bubbles + waited,
         hidden_s=max(0.0, hidden),
         ahead_s=min(max(0.0, ahead), max(0.0, hidden)),
@@ -198,7 +209,7 @@ def _hidden(pricer: SpacePricer, strategies: Sequence[Strategy] | None, stages: 
         return Hidden()
     profile, found = pricer.prices.cluster.profile, simulated_hidden(pricer, strategies, stages)
     share = 1.0 if profile is None else profile.hide_data
-    return Hidden(share * found.each, share * found.once)
+    return Hidden(share * found.each, share * found.once, found.activations)
 
 
 def step_s(pricer: SpacePricer, strategies: Sequence[Strategy], sends: Sends) -> float:
@@ -220,7 +231,8 @@ def estimate(pricer: SpacePricer, strategies: Sequence[Strategy]) -> float:
     hidden = _hidden(pricer, strategies)
     once = (stage.once - hidden.once) * max(hybrid.groups) / hybrid.pipeline_ranks
     fixed = fixed_s(pricer.prices.cluster, hybrid, pricer.prices.training)
-    saved = stage.beside_s(pricer.prices.cluster.profile, hybrid.micro_batches) + hidden.each
+    profile = pricer.prices.cluster.profile
+    saved = stage.beside_s(profile, hybrid.micro_batches) + stage.hidden_s(profile, hybrid.micro_batches, hidden)
     return evened(pricer.prices, hybrid) * equal_stages_s(hybrid, stage.total - stage.once - saved) + once + fixed
 
 
@@ -261,7 +273,7 @@ def _together(stages: Sequence[_Parts]) -> _Parts:
     made = _Parts(repeated=[index for s in stages for index in s.repeated])
     for name in ("forward", "backward", "optimizer", "forward_communication", "backward_communication", "once",
                  "once_forward", "again", "outside", "state_bytes", "live_bytes", "always_bytes", "host_bytes",
-                 "disk_bytes", "tier_bytes", "lookups_forward", "lookups_backward", "crossings"):
+                 "disk_bytes", "tiled_bytes", "lookups_forward", "lookups_backward", "crossings"):
         setattr(made, name, sum(getattr(s, name) for s in stages))
     for stage in stages:
         made.ahead_forward.add(stage.ahead_forward)
@@ -282,7 +294,8 @@ def _pipelined_s(pricer: SpacePricer, stages: Sequence[_Parts], sends: Sends,
     groups, passed = hybrid.groups, _passed_s(pricer, sends)
     profile = cluster.profile if strategies is not None else None
     counts = [hybrid.micro_batches_on(number) for number in range(len(stages))]
-    each_s = [_hidden(pricer, strategies, (number,)).each for number in range(len(stages))]
+    each_s = [s.hidden_s(profile, count, _hidden(pricer, strategies, (number,)))
+              for number, (s, count) in enumerate(zip(stages, counts, strict=True))]
     micro_batch_s = [(s.total - s.once - s.beside_s(profile, count) - less) / count + before + after
                      for s, count, less, before, after in
                      zip(stages, counts, each_s, [0.0, *passed], [*passed, 0.0], strict=True)]
@@ -409,7 +422,6 @@ def _add_decisions(pricer: SpacePricer, strategies: Sequence[Strategy], stages: 
             elif decision.kind == "parameter":
                 _add_parameter(pricer, index, number, count, stage, found)
                 stage.state_bytes += count * float(pricer.costs.decision_bytes(index)[number])
-                stage.tier_bytes += count * float(pricer.costs.states.tier_bytes(strategy_set)[number])
 
 
 def _add_op(pricer: SpacePricer, index: int, number: int, count: int, place: int, stage: _Parts, found: Found) -> None:
@@ -480,8 +492,10 @@ def _add_parameter(pricer: SpacePricer, index: int, number: int, count: int, sta
                    float(pricer.costs.shared_bytes(index)[number]), shared / some)
     stage.backward_communication += count * (shared + moved)
     stage.once += count * (updated + shared + (0.0 if pricer.costs.gradients.leave(index) else moved))
-    stage.host_bytes += count * float(pricer.costs.tiers.others_in(index, "host")[number])
-    stage.disk_bytes += count * float(pricer.costs.tiers.others_in(index, "disk")[number])
+    tiers = pricer.costs.tiers
+    stage.host_bytes += count * float(tiers.bytes_in(index, "host")[number])
+    stage.disk_bytes += count * float(tiers.bytes_in(index, "disk")[number])
+    stage.tiled_bytes += count * float(tiers.tiled_bytes(index)[number])
 
 
 def _add_inside(pricer: SpacePricer, inside: Inside, number: int, times: tuple[int, int], stage: _Parts,

@@ -6,6 +6,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from copy import copy
+from dataclasses import replace
 from functools import cached_property, partial
 from typing import Protocol
 
@@ -124,6 +125,13 @@ class SpacePricer:
         other.costs.exposed = share
         return other
 
+    def in_pieces(self, pieces: int) -> SpacePricer:
+        """A copy with layers in so many ``Hybrid.pieces``, which changes no cost but what overlap saves."""
+        other = copy(self)
+        other.counts = copy(self.counts)
+        other.counts.hybrid = replace(self.counts.hybrid, pieces=pieces)
+        return other
+
     def full_like(self, problem: Problem) -> Problem:
         """`full`, from that of a pricer that differs in ``exposed`` only."""
         edges = _Builder(self, self._choices).edges()
@@ -209,7 +217,7 @@ class _Builder:
         pick, cost = int(self.picks[index]), self.costs.of(index)
         costs = self.memo.once(("total", id(cost), pick), lambda: cost.total[numbers])
         inside = index in self.counts.saved.inside_only
-        where = self.costs.gradients.leave(index), self.costs.lookups.is_table(index)
+        where = self.costs.gradients.leave(index), self.costs.lookups.is_table(index), id(self.counts.away[index])
         usages = self.memo.once(("usage", id(s), pick, decision.kind, inside, copies, where),
                                 lambda: self.costs.decision_bytes(index)[numbers] * copies)
         strategies = s.strategies if len(numbers) == len(s.strategies) else tuple(s.strategies[n] for n in numbers)

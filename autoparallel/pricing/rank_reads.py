@@ -174,6 +174,14 @@ class RankReads:
             self._times[move.kind] = [self._times_of(move.use, step) for step in move.path]
         return [TimedStep(move.use.target, *times) for times in self._times[move.kind]]
 
+    def piece_of(self, use: TensorUse, priced: PricedStep, pieces: int) -> TimedStep:
+        """The step of one of so many equal pieces of an activation."""
+        seconds = self.pricer.prices.redistribution.piece_s(use.meta, priced.step, pieces)
+        action, *times = self._times_of(use, priced._replace(seconds=seconds))
+        some = (time if time.message is None else time._replace(
+            message=time.message._replace(num_bytes=time.message.num_bytes / pieces)) for time in times)
+        return TimedStep(use.target, action, *some)
+
     def _times_of(self, use: TensorUse, priced: PricedStep) -> tuple[Any, ...]:
         step, seconds, _ = priced
         times = self.counts.use_times(use, self.stage, int(self.numbers[use.target]))

@@ -7,7 +7,8 @@ from functools import cached_property
 
 import numpy as np
 
-from autoparallel.pricing.activation_steps import OF_WEIGHT, ActivationSteps
+from autoparallel.pricing.activation_steps import ActivationSteps
+from autoparallel.pricing.pieced_products import OF_WEIGHT
 from autoparallel.pricing.rank_reads import RankReads
 from autoparallel.strategies.space import Strategy
 
@@ -21,13 +22,13 @@ class RankSeconds:
 
     @cached_property
     def forward_s(self) -> list[float]:
-        """Cumulative forward seconds: before each decision, and in total."""
+        """Cumulative forward seconds: before each decision, and in total; without layers in pieces."""
         return self._until(0)
 
     @cached_property
     def backward_s(self) -> list[float]:
-        """Cumulative backward seconds, without recompute and without gradients of weights that are put off. The sum of
-        the gradients of a value that travels is made by its first reader."""
+        """Cumulative backward seconds, without recompute, layers in pieces and gradients of weights that are put off.
+        The sum of the gradients of a value that travels is made by its first reader."""
         found = np.array(self._until(2))
         each, moved = np.diff(found), np.zeros(len(found) - 1)
         for layer, seconds in self.put_off_s.items():
@@ -44,6 +45,12 @@ class RankSeconds:
         return {layer: OF_WEIGHT * found[which[layer]][2] for layer in self.activations.put_off}
 
     @cached_property
+    def in_pieces_s(self) -> float:
+        """Seconds of layers in pieces, as the search counts them: whole."""
+        found, which = self._by_class
+        return sum(found[which[layer]][0] + found[which[layer]][2] for layer in self.activations.in_pieces)
+
+    @cached_property
     def again_s(self) -> list[float]:
         """Seconds of recompute, by decision."""
         found, which = self._by_class
@@ -51,7 +58,9 @@ class RankSeconds:
 
     def _until(self, part: int) -> list[float]:
         found, which = self._by_class
-        return [0.0, *np.cumsum(np.array([seconds[part] for seconds in found])[which]).tolist()]
+        each = np.array([seconds[part] for seconds in found])[which]
+        each[list(self.activations.in_pieces)] = 0.0
+        return [0.0, *np.cumsum(each).tolist()]
 
     @cached_property
     def updates_s(self) -> float:

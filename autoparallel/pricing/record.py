@@ -220,9 +220,9 @@ def _split(pricer: SpacePricer, strategies: Sequence[Strategy], usages: np.ndarr
             meta = s.output_metas[0]
             elements = space.spaces(meta).local_elements[s.outputs[0][numbers[decision.index]]]
             state = training_state(elements, pricer.prices.kept(meta), pricer.prices.optimizer)
-            away = float(pricer.costs.states.tier_bytes(s)[numbers[decision.index]])
+            away = float(pricer.costs.states.tier_bytes(decision.index)[numbers[decision.index]])
             leaves = pricer.costs.gradients.leave(decision.index)
-            parameters = 0.0 if pricer.costs.parameters.go else float(state.parameters)
+            parameters = 0.0 if counts.away[decision.index].moves_parameters else float(state.parameters)
             here = parameters + float(state.optimizer) - away + (0.0 if leaves else float(state.gradients))
             scale = whole / here if whole and here else 0.0
             kept = 0.0 if leaves else float(state.gradients)

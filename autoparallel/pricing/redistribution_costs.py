@@ -163,12 +163,15 @@ class RedistributionPrices:
         space = self.space.spaces(meta)
         return max(int(space.local_elements[space.index(layout)]) for layout in (step.before, step.after))
 
-    def _step_s(self, meta: TensorMeta, step: Step, summing: Summing) -> tuple[float, float]:
+    def piece_s(self, meta: TensorMeta, step: Step, pieces: int) -> tuple[float, float]:
+        """Seconds (forward, backward) of one step of one of so many equal pieces of a tensor."""
+        return self._step_s(meta, step, ALONE, pieces)
+
+    def _step_s(self, meta: TensorMeta, step: Step, summing: Summing, pieces: int = 1) -> tuple[float, float]:
         """Seconds (forward, backward) of one step."""
         space = self.space.spaces(meta)
-        before, after = (
-            np.array([space.local_elements[space.index(x)] * meta.dtype.itemsize]) for x in (step.before, step.after)
-        )
+        before, after = (np.array([space.local_elements[space.index(x)] * meta.dtype.itemsize / pieces])
+                         for x in (step.before, step.after))
         forward = self._forward_s(summing, step.axis, step.source, step.target, before, after)
         if not (meta.requires_grad and self.training):
             return float(forward[0]), 0.0

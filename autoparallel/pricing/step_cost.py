@@ -16,7 +16,7 @@ from autoparallel.pricing.op_costs import dtype_name, share_of_work
 from autoparallel.pricing.redistribution_costs import PricedStep
 from autoparallel.pricing.tier_costs import TierCosts
 from autoparallel.pricing.unit_costs import Prices
-from autoparallel.strategies.space import Strategy, StrategySet, TensorUse
+from autoparallel.strategies.space import Strategy, TensorUse
 from cost_models import Cluster, collectives, compute
 
 
@@ -90,7 +90,7 @@ class StepCosts:
         times, moves = counts.op_times(index, stage), counts.offloads(index)
         readers = int(self.kinds.readers[index]) if kind == "shared_read" else 0
         key = (id(s), kind, readers, self.prices.chains[index], times, moves, counts.ranks_with(index),
-               self.gradients.leave(index), self.lookups.touches(index), id(prices))
+               self.gradients.leave(index), self.lookups.touches(index), id(counts.away[index]), id(prices))
         return self.memo.once(("cost", *key), lambda: self._cost(index, times, prices))
 
     def _cost(self, index: int, times: tuple[int, int], prices: Prices) -> StepCost:
@@ -112,8 +112,8 @@ class StepCosts:
         if kind == "parameter":
             some = self.counts.multiplicities[index]
             if self.lookups.is_table(index):
-                return cost._replace(update=some * self.lookups.update_s(s))
-            return cost._replace(summed=some * self.shared_s(index), update=some * self.states.update_s(s, prices),
+                return cost._replace(update=some * self.states.update_s(index, prices))
+            return cost._replace(summed=some * self.shared_s(index), update=some * self.states.update_s(index, prices),
                                  moved=self.tiers.gradients_s(index, self.of) if self.gradients.go else nothing)
         return cost
 
@@ -185,13 +185,15 @@ class StepCosts:
         how = index in saved.inside_only, saved.products_only(index), self.gradients.leave(index)
         if kind == "parameter" and self.lookups.is_table(index):
             return self._nothing(len(s.strategies))[0]
-        return self.memo.once(("bytes", id(s), kind, how), lambda: self._bytes_of(s, kind, *how))
+        return self.memo.once(("bytes", id(s), kind, how, id(self.counts.away[index])),
+                              lambda: self._bytes_of(index, *how))
 
-    def _bytes_of(self, s: StrategySet, kind: str, inside_only: bool, products_only: bool, leaves: bool) -> np.ndarray:
+    def _bytes_of(self, index: int, inside_only: bool, products_only: bool, leaves: bool) -> np.ndarray:
+        s, kind = self.space.strategy_sets[index], self.space.decisions[index].kind
         if leaves:
-            return self.states.device_bytes(s) - self.gradients.bytes_of(s)
+            return self.states.device_bytes(index) - self.gradients.bytes_of(s)
         if kind == "parameter":
-            return self.states.device_bytes(s) + self._sums_bytes(s.output_metas[0], s.outputs[0])
+            return self.states.device_bytes(index) + self._sums_bytes(s.output_metas[0], s.outputs[0])
         total = self.prices.exchanged_bytes(s)
         if kind in ("shared_read", "output", "update") or (s.rule is not None and s.rule.alias):
             return total
@@ -239,7 +241,7 @@ class StepCosts:
             return found[np.ix_(rows, columns)]
 
         key = "use", self.use_key(use, rows, columns), counted, sums, summing, moves, skips is not None, \
-            self.parameters.fetches(use), self.lookups.is_table(use.source)
+            id(self.counts.away[use.source]), self.lookups.is_table(use.source)
         return self.memo.once(key, seconds)
 
     def sums_s(self, use: TensorUse) -> np.ndarray:

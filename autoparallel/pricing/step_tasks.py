@@ -39,12 +39,13 @@ class Passed(NamedTuple):
 class StepTasks:
     """The tasks of one rank in issue order; the program awaits some of them. ``labels``: of each task; ``events``: the
     launches and waits of collectives (in pipelines also messages), in the order in which the rank's program makes
-    them."""
+    them; ``extra_s``: seconds of tasks that the parts of a step do not have."""
 
     def __init__(self) -> None:
         self.tasks: list[Task] = []
         self.labels: list[Label] = []
         self.events: list[Launch | Wait | Passed] = []
+        self.extra_s = 0.0
         self._compute_s = 0.0
         self._label: Label | None = None
         self._after: tuple[int, ...] = ()
@@ -91,11 +92,12 @@ class StepTasks:
             self._compute_s, self._label, self._after = 0.0, None, (len(self.tasks) - 1,)
 
     def hidden_s(self, slowdown: float) -> float:
-        """Seconds by which the simulated step is shorter than the sum of its tasks."""
+        """Seconds by which the simulated step is shorter than the sum of its parts; below 0 where what is ``extra_s``
+        takes longer than what overlap saves."""
         streams = sorted({task.stream for task in self.tasks} | {COMPUTE})
         alone = sum(task.duration_s for task in self.tasks)
         clock.did("tasks simulated", len(self.tasks))
-        return max(0.0, alone - simulate(self.tasks, equal_slowdown(streams, slowdown)).total_s)
+        return max(0.0, alone - simulate(self.tasks, equal_slowdown(streams, slowdown)).total_s) - self.extra_s
 
 
 __all__ = ["Label", "Launch", "Passed", "StepTasks", "Wait"]

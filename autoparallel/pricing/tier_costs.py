@@ -40,9 +40,9 @@ class TierCosts:
 
     def __init__(self, prices: Prices, counts: ExecutionCounts, memo: Memo) -> None:
         self.gradients, self.parameters = HostGradients(prices, counts), HostParameters(prices, counts)
-        self.states = StatePrices(prices, counts.hybrid.offload, self.parameters)
+        self.states = StatePrices(prices, counts, self.parameters)
         self.lookups = HostLookupPrices(prices, counts)
-        self.space, self.memo, self._states_in = prices.space, memo, counts.hybrid.offload.states
+        self.away, self.memo = counts.away, memo
 
     def gradients_s(self, index: int, compute: ComputeOf) -> np.ndarray:
         """Seconds per step of moving a parameter's gradient to the host that backward does not hide."""
@@ -60,16 +60,14 @@ class TierCosts:
 
     def bytes_in(self, index: int, tier: str) -> np.ndarray:
         """Bytes of a parameter, its gradient and its states in a tier."""
-        s = self.space.strategy_sets[index]
-        return self.states.tier_bytes(s) * (self._states_in == tier) + self.others_in(index, tier)
+        away = self.away[index]
+        return (self.states.tier_bytes(index) * (away.states == tier)
+                + self.gradients.away_bytes(index) * (away.gradients == tier)
+                + self.parameters.away_bytes(index) * (away.parameters == tier))
 
-    def others_in(self, index: int, tier: str) -> np.ndarray:
-        """Bytes of a parameter and its gradient in a tier."""
-        s = self.space.strategy_sets[index]
-        if self.lookups.is_table(index):
-            return self.lookups.table_bytes(index) * (tier == "host")
-        return (self.gradients.away_bytes(index) * (self.gradients.tier == tier)
-                + self.parameters.away_bytes(s) * (self.parameters.tier == tier))
+    def tiled_bytes(self, index: int) -> np.ndarray:
+        """Bytes of a parameter's states on disk, which are stepped by tiles in host memory."""
+        return self.states.tier_bytes(index) * (self.away[index].states == "disk")
 
 
 def _least_s(op: Compute) -> tuple[float, float]:

@@ -80,6 +80,7 @@ class Prices:
         #: By strategy set and chain, of which equal blocks share theirs.
         self._ops: dict[tuple[int, InChain | None], OpPrice] = {}
         self._apart: dict[tuple[object, ...], tuple[OpPrice, OpPrice]] = {}
+        self._pieces: dict[tuple[int, int], OpPrice] = {}
         #: By the kinds of devices of a stage, of which there are a few.
         self._of_kinds: dict[tuple[int, ...], Prices] = {}
 
@@ -95,7 +96,7 @@ class Prices:
             _ = self.chains    # which all share
             self._of_kinds[key] = made = copy(self)
             made.kinds, made.costs = kinds, costs_of(self.space.spaces, kinds, self.training, self.spread)
-            made._ops, made._apart = {}, {}
+            made._ops, made._apart, made._pieces = {}, {}, {}
         return self._of_kinds[key]
 
     def alike(self) -> Prices:
@@ -131,7 +132,7 @@ class Prices:
             return self
         made = copy(self)
         made.costs = costs_of(self.space.spaces, self.kinds, self.training, self.spread, "device", cached, least=True)
-        made.least, made.differ, made._ops = True, False, {}
+        made.least, made.differ, made._ops, made._pieces = True, False, {}, {}
         return made
 
     @property
@@ -154,6 +155,15 @@ class Prices:
     def op_of(self, index: int) -> OpPrice:
         """The unit costs of the op of a decision."""
         return self.op(self.space.strategy_sets[index], self.chains[index])
+
+    def piece_of(self, index: int, pieces: int) -> OpPrice:
+        """The unit costs of one of so many equal pieces of the product of a decision, memoised."""
+        s = self.space.strategy_sets[index]
+        key = (id(s), pieces)
+        if key not in self._pieces:
+            self._pieces[key] = self._price_op(s, None, costs_of(self.space.spaces, self.kinds, self.training,
+                                                                 self.spread, pieces=pieces))
+        return self._pieces[key]
 
     def host_and_device(self, index: int) -> tuple[OpPrice, OpPrice] | None:
         """The unit costs of the op of a decision for the host alone, and for the device alone, memoised; None where

@@ -12,6 +12,7 @@
 - ``renorm`` and ``renorm_`` have no rule for DTensors.
 - The gradient of ``adaptive_avg_pool2d`` of an image without a batch takes its rows for channels.
 - Weight norm along sharded rows is that of a shard.
+- The answers that anomaly detection and torch.distributions ask for have no rule for DTensors.
 """
 
 from __future__ import annotations
@@ -36,6 +37,7 @@ _DETERMINANTS = (aten._linalg_det.default, aten._linalg_slogdet.default)
 _CONVOLUTION, _CONVOLUTION_BACKWARD = aten.convolution.default, aten.convolution_backward.default
 _WEIGHT_NORM, _WEIGHT_NORM_BACKWARD = (aten._weight_norm_interface.default,
                                        aten._weight_norm_interface_backward.default)
+_ANSWERS = {aten._is_any_true.default: torch.any, aten._is_all_true.default: torch.all}
 _Placements = Sequence[Placement]
 
 
@@ -44,6 +46,7 @@ def correct_ops() -> None:
     """Run these so, from now on, for DTensors on the meshes of parallel modules."""
     for op, run in {**dict.fromkeys(_SHIFTS, _shift), **dict.fromkeys(_SCANS, _scan),
                     **dict.fromkeys(_DETERMINANTS, _determinant), aten.logsumexp.default: _logsumexp,
+                    **dict.fromkeys(_ANSWERS, _answer),
                     _CONVOLUTION: _convolution, _CONVOLUTION_BACKWARD: _convolution_backward,
                     _WEIGHT_NORM: _weight_norm, _WEIGHT_NORM_BACKWARD: _weight_norm,
                     aten._adaptive_avg_pool2d_backward.default: _pooling_backward,
@@ -65,6 +68,10 @@ def _shift(_: Any, op: Any, *args: Any) -> Any:
 
 def _scan(as_torch: Any, _: Any, value: DTensor, dim: int, **kwargs: Any) -> Any:
     return as_torch((value, dim % max(value.dim(), 1)), kwargs)
+
+
+def _answer(_: Any, op: Any, value: DTensor) -> Any:
+    return replicated(_ANSWERS[op](value))
 
 
 def _logsumexp(as_torch: Any, _: Any, value: DTensor, dims: Sequence[int], keepdim: bool = False) -> Any:

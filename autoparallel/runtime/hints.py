@@ -22,6 +22,9 @@ _HINTS = (
      "torch does not write this into the shards of a DTensor.\n  Write to the whole: `whole = value.full_tensor()`, on "
      "all ranks, and then `with torch.no_grad(): value.copy_(distribute_tensor(whole, value.device_mesh, "
      "value.placements))`."),
+    ("marked with @once_differentiable",
+     "Gradients of norms and of attention along a dim that a plan cuts are not differentiated again "
+     "(create_graph=True).\n  Compile with a plan that cuts no such dim: baseline=\"ddp\" or \"fsdp\"."),
 )
 #: Of an assertion without words, which fails where torch dispatches an op.
 _WRITTEN_INTO = ("a DTensor is written into a plain tensor.\n  Write loss = loss + term in place of loss += term, or "

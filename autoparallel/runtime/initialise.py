@@ -16,6 +16,7 @@ from autoparallel.kernels.host_copies import table_memory
 from autoparallel.layout import Box, Layout, from_torch, local_boxes, to_torch
 from autoparallel.runtime.agree import decide_once
 from autoparallel.runtime.dtensors import KEPT
+from autoparallel.schedule.tiers import Offload
 
 #: Copies a tensor to the memory in which a parameter lives.
 Keep = Callable[[torch.Tensor], torch.Tensor]
@@ -64,17 +65,32 @@ def is_table(parameter: torch.Tensor) -> bool:
     return getattr(parameter, KEPT, None) is table_memory
 
 
+def tiers_of(offload: Offload, name: str, parameter: torch.Tensor) -> Offload:
+    """The tiers of a parameter, by its first name."""
+    return offload.of(name, (name,) if is_table(parameter) else ())
+
+
 def taking_any_gradient(output: torch.Tensor) -> torch.Tensor:
     """An output of a program, which takes a whole gradient where it is a DTensor (``output.backward(weights)``), and a
     DTensor's where it is plain (of a loss to which terms of the parameters were added)."""
     if output.grad_fn is not None:
         if isinstance(output, DTensor):
             mesh, placements = output.device_mesh, [Replicate() if p.is_partial() else p for p in output.placements]
-            output.register_hook(lambda g: g if g is None or isinstance(g, DTensor) else distribute_tensor(
+            output.register_hook(lambda g: g if g is None or isinstance(_single(g), DTensor) else distribute_tensor(
                 g, mesh, placements, src_data_rank=None))
         else:
-            output.register_hook(lambda g: g.full_tensor() if isinstance(g, DTensor) else g)
+            output.register_hook(lambda g: g.full_tensor() if isinstance(_single(g), DTensor) else g)
     return output
+
+
+def _single(gradient: torch.Tensor | None) -> torch.Tensor | None:
+    """The gradient. Raises InputError for one of vmap's, of which ranks would read what is sent before it is there."""
+    local = gradient._local_tensor if isinstance(gradient, DTensor) else gradient
+    if local is not None and (torch._C._functorch.is_legacy_batchedtensor(local)
+                              or torch._C._functorch.is_batchedtensor(local)):
+        raise InputError("backward of several vectors at once (is_grads_batched=True, vectorize=True) cannot be sent\n "
+                         " Call torch.autograd.grad(..., retain_graph=True) once for each vector.")
+    return gradient
 
 
 class _LocalShards(torch.autograd.Function):

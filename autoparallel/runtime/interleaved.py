@@ -5,12 +5,13 @@ they would hold chunks that overlap, and load other rows than the rank has. Here
 such a checkpoint is as any other: it loads into any layout.
 
 On a mesh of several axes torch takes ``_StridedShard`` for an order in which axes cut a dim, and gives wrong values or
-an error where the dim moves to another axis (torch 2.13). Here such a tensor is whole in between.
+an error where the dim moves to another axis, or where several axes cut it (torch 2.13). Here such a tensor is whole in
+between, and cut axis by axis, the leftmost first.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import wraps
 from typing import Any
@@ -19,7 +20,7 @@ import torch
 from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex
 from torch.distributed.checkpoint.planner import WriteItem
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Replicate, _api, _dispatch, _redistribute
+from torch.distributed.tensor import DTensor, Placement, Replicate, Shard, _api, _dispatch, _redistribute
 from torch.distributed.tensor._dtensor_spec import DTensorSpec
 from torch.distributed.tensor.placement_types import _StridedShard
 
@@ -46,12 +47,40 @@ def _by_the_whole(torchs: Callable[..., torch.Tensor], is_ours: Callable[[Device
         if source.mesh.ndim > 1 and ends[0] != ends[1] and any(
                 isinstance(p, _StridedShard) for p in (*ends[0], *ends[1])) and is_ours(source.mesh):
             between = tuple(p if p == q and p.is_partial() else Replicate() for p, q in zip(*ends, strict=True))
-            if between not in ends:
-                spec = DTensorSpec(source.mesh, between, tensor_meta=source.tensor_meta)
-                local, source = torchs(local, source, spec), spec
+            spec = DTensorSpec(source.mesh, between, tensor_meta=source.tensor_meta)
+            if between not in ends or any(map(_is_nested, ends)):
+                gathered = _gathered if _is_nested(ends[0]) else torchs
+                local, source = local if ends[0] == between else gathered(local, source, spec), spec
+            if _is_nested(ends[1]):
+                return _cut(local, target)
         return torchs(local, source, target, **kwargs)
 
     return redistributed
+
+
+def _is_nested(placements: Sequence[Placement]) -> bool:
+    """Whether several axes cut one dim, one of them by parts: ops of torch take such placements on their way."""
+    dims = [p.dim for p in placements if isinstance(p, Shard | _StridedShard)]
+    return len(set(dims)) < len(dims) and any(isinstance(p, _StridedShard) for p in placements)
+
+
+def _cut(value: torch.Tensor, target: DTensorSpec, axes: int | None = None) -> torch.Tensor:
+    """This rank's shard of a whole tensor, cut by the first ``axes`` (None: all), the leftmost first."""
+    mesh = target.mesh
+    for axis, placement in enumerate(target.placements[:axes]):
+        if isinstance(placement, Shard | _StridedShard):
+            value = placement._split_tensor(value, mesh.size(axis), with_padding=False)[0][mesh.get_local_rank(axis)]
+    return value
+
+
+def _gathered(local: torch.Tensor, source: DTensorSpec, _: DTensorSpec) -> torch.Tensor:
+    """The inverse of `_cut`."""
+    whole = torch.empty(source.shape, device="meta")
+    for axis, placement in reversed(list(enumerate(source.placements))):
+        if isinstance(placement, Shard | _StridedShard):
+            shape = list(_cut(whole, source, axis).shape)
+            local = placement._to_replicate_tensor(local, source.mesh, axis, shape)
+    return local
 
 
 def _of_interleaved(own: Callable[..., Any], torchs: Callable[..., Any]) -> Callable[..., Any]:

@@ -14,7 +14,7 @@ from weakref import WeakKeyDictionary, WeakSet, ref
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import Tensor
 from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
@@ -44,15 +44,17 @@ REFUSED: Mapping[str, tuple[str, str]] = {
         "it broadcasts whole parameters from the rank that steps them",
         "the optimizer itself, and zero_stage=1 of autoparallel.compile, which cuts its state"),
 }
-#: By the owner of parameters, these. (Weak references to them would keep `init_weights` from filling them.)
-_offloaded: MutableMapping[object, tuple[frozenset[int], Offload]] = WeakKeyDictionary()
+#: By the owner of parameters, the tiers of these by id. (Weak references to them would keep `init_weights` from filling
+#: them.)
+_offloaded: MutableMapping[object, Mapping[int, Offload]] = WeakKeyDictionary()
 _passed: WeakSet[torch.optim.Optimizer] = WeakSet()
 _stepped: WeakSet[torch.optim.Optimizer] = WeakSet()
 
 
-def offload_states(owner: object, parameters: Iterable[nn.Parameter], offload: Offload) -> None:
-    """Refuse, as long as their owner lives, optimizers that would keep the states of its parameters on the device."""
-    _offloaded[owner] = frozenset(map(id, parameters)), offload
+def offload_states(owner: object, parameters: Mapping[int, Offload]) -> None:
+    """Refuse, as long as their owner lives, optimizers that would keep the states of its ``parameters`` (by id) on the
+    device."""
+    _offloaded[owner] = parameters
 
 
 @cache
@@ -122,7 +124,7 @@ def _look_at_reset(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> 
 
 def _check_tier(optimizer: torch.optim.Optimizer, parameters: Iterable[Any]) -> None:
     wanted = set(map(id, parameters))
-    away = next((offload for numbers, offload in _offloaded.values() if numbers & wanted), None)
+    away = next((known[number] for known in _offloaded.values() for number in wanted & known.keys()), None)
     if away is not None:
         kind = type(optimizer).__name__
         raise InputError(f"the plan keeps optimizer states on the {away.states}, and "

@@ -20,9 +20,10 @@ from autoparallel.runtime.dtensors import watch
 from autoparallel.runtime.form import Compiled
 from autoparallel.runtime.guards import Places, SharedAttributes
 from autoparallel.runtime.hints import add_hints
-from autoparallel.runtime.initialise import Keep, as_dtensor, container, elsewhere, live_elsewhere, outside
+from autoparallel.runtime.initialise import Keep, as_dtensor, container, elsewhere, live_elsewhere, outside, registered
+from autoparallel.runtime.interleaved_views import view_rightly
 from autoparallel.runtime.mixing import mix_scalars
-from autoparallel.runtime.offload.gradients import HostGradients
+from autoparallel.runtime.offload.gradients import HostGradients, leaves_by_itself
 from autoparallel.runtime.offload.mapped import MappedFiles
 from autoparallel.runtime.optimizers import look_at_steps, offload_states
 from autoparallel.runtime.originals import Originals
@@ -46,6 +47,7 @@ def place(root: nn.Module, state: State, compiled: Compiled) -> None:
     draw_whole()
     take_whole_means()
     correct_ops()
+    view_rightly()
     add_hints()
     mix_scalars()
     look_at_steps()
@@ -62,10 +64,9 @@ def place(root: nn.Module, state: State, compiled: Compiled) -> None:
             continue
         owner, leaf = container(root, name)
         if id(parameter) not in placed:
-            layout = layouts.get(name, everywhere)
-            state.layouts[name] = layout
+            state.layouts[name] = layouts.get(name, everywhere)
             is_table = compiled.micro.whole.aliases.get(name, name) in tables
-            placed[id(parameter)] = _placed(state, value, layout, parameter.requires_grad, is_table)
+            placed[id(parameter)] = _placed(state, name, value, parameter.requires_grad, is_table)
             _take_hooks(parameter, placed[id(parameter)])
         owner._parameters[leaf] = placed[id(parameter)]  # type: ignore[assignment]
     for path, owner_module in model.named_modules():
@@ -80,18 +81,18 @@ def place(root: nn.Module, state: State, compiled: Compiled) -> None:
                 if leaf in owner_module._non_persistent_buffers_set:
                     owner._non_persistent_buffers_set.add(leaf)
     if state.offload.is_away:
-        offload_states(state, (p for p in placed.values() if isinstance(p, nn.Parameter)), state.offload)
-    if state.offload.moves_gradients and (not state.offload.moves_parameters or state.offload.gradients == "disk"):
+        tiers = {name: state.offload.of(name) for name in state.layouts}    # of tables, as if none were looked up
+        offload_states(state, {id(registered(root, name)): one for name, one in tiers.items() if one.is_away})
+    if any(map(leaves_by_itself, state.offload.each)):
         in_flight = BUCKETS_IN_FLIGHT * compiled.plan.hybrid.bucket_bytes
-        on_disk = state.offload.gradients == "disk"
-        state.host_gradients = HostGradients(state.device, in_flight, state.files if on_disk else None)
+        state.host_gradients = HostGradients(state.device, in_flight, state.offload, state.files)
     state.attributes, state.places = SharedAttributes(state.parts), Places(root)
     state.originals = Originals(model, placed)
 
 
-def _placed(state: State, value: torch.Tensor, layout: Layout, requires_grad: bool, is_table: bool) -> nn.Parameter:
+def _placed(state: State, name: str, value: torch.Tensor, requires_grad: bool, is_table: bool) -> nn.Parameter:
     """A parameter of the parallel module, in the memory where it lives; ``is_table``: on the host, looked up there."""
-    keep = table_memory if is_table else _keep(state)
+    keep, layout = table_memory if is_table else _keep(state, name), state.layouts[name]
     if is_table:
         shard = _shard_on_host(value, state.mesh, layout, state.device)
     else:
@@ -103,19 +104,19 @@ def _placed(state: State, value: torch.Tensor, layout: Layout, requires_grad: bo
     return made
 
 
-def _keep(state: State) -> Keep | None:
-    """The way to the memory in which parameters live; None: on the device."""
-    if state.offload.parameters == "disk":
+def _keep(state: State, name: str) -> Keep | None:
+    """The way to the memory in which a parameter lives that the device reads; None: on the device."""
+    away = state.offload.of(name)
+    if away.parameters == "disk":
         assert state.files is not None
         return state.files.copy_of
-    return host_memory if state.offload.moves_parameters else None
+    return host_memory if away.moves_parameters else None
 
 
 def _files(state: State, compiled: Compiled) -> MappedFiles | None:
     """The files of this rank's parameters and gradients, if they live on disk. All ranks call this. Raises InputError
     on all where one has no room."""
-    there = state.offload.in_tier("disk")
-    if not {"parameters", "gradients"} & {*there}:
+    if not {"parameters", "gradients"} & {*state.offload.in_tier("disk")}:
         return None
     folder, hybrid, sizes, seen = state.limits.disk_path, compiled.plan.hybrid, list[int](), set[int]()
     assert folder is not None
@@ -124,6 +125,7 @@ def _files(state: State, compiled: Compiled) -> MappedFiles | None:
         if id(parameter) in seen:
             continue
         seen.add(id(parameter))
+        there = state.offload.of(name, hybrid.on_host).in_tier("disk")
         layout = compiled.parameter_layouts.get(name, everywhere)
         count = math.prod(local_shape(tuple(parameter.shape), layout, state.mesh.shape, coordinate))
         width, sums = parameter.element_size(), hybrid.micro_batches > 1 and hybrid.sum_dtype

@@ -47,8 +47,11 @@ def _own(plan: Plan, space: StrategySpace, micro: MicroBatches, position: MeshPo
     for program in programs.values():
         check(program, space, position.coordinate)
         sum_gradients_in(program, plan.hybrid.sum_dtype)
-        if plan.hybrid.offload.moves_parameters:
-            fetch_parameters(program.module, space.mesh_shape, position.mesh.device_type, lookups.tables)
+        away = plan.hybrid.offload
+        fetched = {one.index for one in program.placeholders
+                   if one.kind == "parameter" and away.of(one.path).moves_parameters} - lookups.tables
+        if fetched:
+            fetch_parameters(program.module, fetched, space.mesh_shape, position.mesh.device_type)
         if lookups.ops:
             look_up_on_host(program.module, lookups.ops, position.mesh.device_type)
     return Compiled(plan, space, micro, stages, programs, backend, cluster)

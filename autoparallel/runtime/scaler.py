@@ -100,7 +100,7 @@ def _replace_handler() -> None:
         if alone and id(mesh) in _STAGES:
             raise InputError("torch's GradScaler tells only the ranks of one pipeline stage that a gradient is "
                              "infinite, and the others would go on\n  Use autoparallel.GradScaler, which tells all.")
-        if gradients[0]._local_tensor.device != gradients[0].device:
+        if any(gradient._local_tensor.device != gradient.device for gradient in gradients):
             raise InputError("the gradients are in the memory of the host, and gradient scaling is on the device\n  "
                              "Compile with an offload_fraction below 1, which leaves them there, or train in bfloat16, "
                              "which needs no scaling.")

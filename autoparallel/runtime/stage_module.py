@@ -35,6 +35,7 @@ from autoparallel.lower.parameter_reads import (
     repeats,
     split_reads,
 )
+from autoparallel.lower.pieces_pass import in_pieces
 from autoparallel.lower.recompute_pass import gather_again, gather_once, gathers_of_stored, with_recompute
 from autoparallel.lower.whole_norms import whole_norms
 from autoparallel.plans import Hybrid
@@ -51,7 +52,7 @@ def split_step(program: Program, hybrid: Hybrid, backend: str = EAGER) -> SplitP
     micro_batch = split.micro_batch
     if hybrid.overlaps_each:
         micro_batch = overlap(micro_batch, hybrid, gathered_blocks(hybrid))
-    micro_batch = overlap_activations(whole_norms(micro_batch), hybrid)
+    micro_batch = overlap_activations(in_pieces(whole_norms(micro_batch), hybrid), hybrid)
     if hybrid.copies > 1:
         values = len(split.reads.graph.output_node().args[0])  # type: ignore[arg-type]
         micro_batch = in_copies(micro_batch, values, hybrid.copies)
@@ -73,6 +74,7 @@ def compiled_by(backend: str, program: GraphModule, hybrid: Hybrid, overlaps: bo
     communication is overlapped with compute."""
     regathers = hybrid.zero_stage == 3
     how = Lowering(backend == INDUCTOR, regathers, hybrid.recompute, _recomputed(hybrid), hybrid.bucket_bytes)
+    program = in_pieces(program, hybrid)
     in_parts = in_blocks(program)
     if not in_parts and not hybrid.gathers_once:
         return compiled(program, how)
@@ -157,8 +159,8 @@ class StageModule(nn.Module):
         ):  # reduced gradients accumulate in separate leaves, so that parameters' hooks run once, with the sum
             self.parameters_read = [(p, self._leaf(p)) for p in parameters]
             parameters = [leaf for _, leaf in self.parameters_read]
-            for number, leaf in enumerate(parameters) if self.gradients is not None else ():
-                if leaf.requires_grad and self.names[number] is not None:
+            for number, (leaf, name) in enumerate(zip(parameters, self.names, strict=True)):
+                if leaf.requires_grad and self.gradients is not None and name and self.gradients.takes(name):
                     leaf.register_post_accumulate_grad_hook(partial(self._reduced, number))
         with groups.use(self.axes):
             self.values = self.reads(*parameters)
@@ -218,8 +220,10 @@ class StageModule(nn.Module):
 
     def _reduced(self, number: int, leaf: torch.Tensor) -> None:
         """The gradient of parameter ``number`` is reduced: add it to what is on the host."""
-        if self.gradients is not None and leaf.grad is not None:
-            self.on_host[number] = self.gradients.take(leaf.grad, self.on_host.get(number))
+        name = self.names[number]
+        if self.gradients is not None and name is not None and leaf.grad is not None:
+            self.on_host[number] = self.gradients.take(leaf.grad, self.on_host.get(number),
+                                                       self.gradients.files_of(name))
             leaf.grad = None
 
     def _take_from_host(self) -> None:
@@ -227,7 +231,7 @@ class StageModule(nn.Module):
         one of the device, get it through backward."""
         assert self.gradients is not None
         self.gradients.wait()
-        self.gradients.note(sum(summed.nbytes for summed in self.on_host.values()))
+        self.gradients.note({str(self.names[number]): summed for number, summed in self.on_host.items()})
         while self.on_host:
             number, summed = self.on_host.popitem()
             (_, leaf), name = self.parameters_read[number], self.names[number]

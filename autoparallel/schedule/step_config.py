@@ -49,6 +49,8 @@ class Hybrid:
     a time (multi-copy): one's activations are sent while another computes, for the activations of so many. ``offload``:
     where the optimizer's states live, and gradients and parameters. ``on_host``: tables whose lookups run on the host,
     with their gradients and optimizer states in its memory (states on disk, where ``offload`` puts states there).
+    ``pieces``: linear layers whose operand or result is redistributed run in so many pieces, of which one travels while
+    another is computed (`schedule.pieces`).
     """
 
     micro_batches: int = 1
@@ -65,9 +67,10 @@ class Hybrid:
     copies: int = 1
     offload: Offload = ON_DEVICE
     on_host: tuple[str, ...] = ()
+    pieces: int = 1
 
     def __post_init__(self) -> None:
-        for name in ("micro_batches", "stages", "pipeline_ranks", "copies"):
+        for name in ("micro_batches", "stages", "pipeline_ranks", "copies", "pieces"):
             if not 1 <= getattr(self, name) <= MOST:
                 raise PlanError(f"{name} is {shown(getattr(self, name))}: give a number from 1 to {MOST:,}")
         if not 0 <= self.bucket_bytes < math.inf:
@@ -100,6 +103,8 @@ class Hybrid:
         _check_schedule(self)
         if self.copies > 1:
             _check_copies(self)
+        if self.pieces > 1:
+            _check_pieces(self)
 
     @property
     def pipelining(self) -> Schedule:
@@ -234,15 +239,16 @@ def _check_fetches(hybrid: Hybrid) -> None:
 
 
 def _check_lookups(hybrid: Hybrid) -> None:
-    away = hybrid.offload
-    for wrong, given in (
-            (hybrid.stages > 1, f"{hybrid.stages} pipeline stages: leave the pipeline out"),
-            (away.fraction != 1, f"offload_fraction={away.fraction:g}: leave offload_fraction out"),
-            (bool({"parameters", "gradients"} & {*away.in_tier("disk")}),
-             f"offload={away.place!r}: take a tier with parameters and gradients in memory")):
-        if wrong:
-            raise PlanError(f"tables that are looked up on the host ({hybrid.on_host[0]!r}) live in its memory with "
-                            f"their gradients, and do not go with {given}")
+    for name in hybrid.on_host:
+        away = hybrid.offload.of(name)
+        for wrong, given in (
+                (hybrid.stages > 1, f"{hybrid.stages} pipeline stages: leave the pipeline out"),
+                (away.fraction != 1, f"offload_fraction={away.fraction:g}: leave offload_fraction out"),
+                (bool({"parameters", "gradients"} & {*away.in_tier("disk")}),
+                 f"offload={hybrid.offload.place!r}: take a tier with parameters and gradients in memory")):
+            if wrong:
+                raise PlanError(f"tables that are looked up on the host ({name!r}) live in its memory with their "
+                                f"gradients, and do not go with {given}")
 
 
 def _check_copies(hybrid: Hybrid) -> None:
@@ -255,6 +261,16 @@ def _check_copies(hybrid: Hybrid) -> None:
     if hybrid.recompute != "none":
         raise PlanError(f"copies={hybrid.copies} with recompute={hybrid.recompute!r}: recomputed blocks run as one "
                         "piece, so micro-batches cannot alternate inside; leave out one of the two")
+
+
+def _check_pieces(hybrid: Hybrid) -> None:
+    if hybrid.copies > 1:
+        raise PlanError(f"pieces={hybrid.pieces} with copies={hybrid.copies}: one hides communication of activations "
+                        "beside products of the same micro-batch, the other beside another one's; leave out one of "
+                        "the two")
+    if hybrid.puts_off_weights:
+        raise PlanError(f"pieces={hybrid.pieces} with schedule {hybrid.schedule!r}, which runs backward in two parts: "
+                        "leave pieces out, or take another schedule")
 
 
 def _check_replicas(hybrid: Hybrid) -> None:

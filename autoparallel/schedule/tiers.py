@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, replace
+from fnmatch import fnmatchcase
+from functools import cached_property
 from typing import Any
 
 from autoparallel.errors import PlanError, shown
@@ -38,8 +40,9 @@ class Offload:
     ``fraction``: the share of each parameter's elements whose states are in their tier; the states of the others stay
     on the device (Twin-Flow), and so do gradients. ``gradients`` "": on the host where all states are there, or with
     the parameters. Parameters outside of the device are copied to it for each use. Which tiers go together, `PLACES`
-    says. ``tile_bytes``: of the parameters that are stepped at once, a multiple of `BLOCK_BYTES`. Raises PlanError for
-    values that cannot be.
+    says. ``tile_bytes``: of the parameters that are stepped at once, a multiple of `BLOCK_BYTES`. ``groups``: patterns
+    of parameters' names, each with one of `PLACES`: the first that matches a parameter says its tiers (`of`), and the
+    fields above those of parameters that none matches. Raises PlanError for values that cannot be.
     """
 
     states: str = "device"
@@ -47,6 +50,7 @@ class Offload:
     tile_bytes: int = TILE_BYTES
     parameters: str = "device"
     gradients: str = ""
+    groups: tuple[tuple[str, str], ...] = ()
 
     def __post_init__(self) -> None:
         if isinstance(self.fraction, bool) or not isinstance(self.fraction, (int, float)) or not 0 < self.fraction <= 1:
@@ -62,6 +66,9 @@ class Offload:
             if tier not in TIERS:
                 raise PlanError(f"unknown tier {shown(tier)} of {what}; there are {list(TIERS)}")
         self._check_order()
+        for pattern, place in self.groups:
+            if place not in _TIERS_OF:
+                raise PlanError(f"unknown offload {shown(place)} of {pattern!r}; there are {list(PLACES)}")
 
     def _check_order(self) -> None:
         if self.fraction != 1 and self.gradients != "device":
@@ -77,25 +84,45 @@ class Offload:
         before = data.get("parameters")
         return {**data, "parameters": "host" if before else "device"} if isinstance(before, bool) else data
 
-    @property
+    def of(self, name: str, tables: Collection[str] = ()) -> Offload:
+        """The tiers of one parameter. ``tables``: those that are looked up on the host, and so live there with their
+        gradients, and with their states unless these are on disk."""
+        found = next((one for (pattern, _), one in zip(self.groups, self.each[1:], strict=True)
+                      if fnmatchcase(name, pattern)), self.each[0])
+        return found._looked_up if name in tables else found
+
+    @cached_property
+    def _looked_up(self) -> Offload:
+        return offload_of("host/host/disk" if self.states == "disk" else "parameters", tile_bytes=self.tile_bytes)
+
+    @cached_property
+    def each(self) -> tuple[Offload, ...]:
+        """The tiers of parameters that no group has, then those of each group."""
+        rest = replace(self, groups=()) if self.groups else self
+        return rest, *(offload_of(place, tile_bytes=self.tile_bytes) for _, place in self.groups)
+
+    @cached_property
     def is_away(self) -> bool:
-        """Whether states leave the device."""
-        return self.states != "device"
+        """Whether states leave the device, of some parameters."""
+        return any(one.states != "device" for one in self.each)
 
-    @property
+    @cached_property
     def moves_gradients(self) -> bool:
-        """Whether gradients leave the device during backward."""
-        return self.gradients != "device"
+        """Whether gradients leave the device during backward, of some parameters."""
+        return any(one.gradients != "device" for one in self.each)
 
-    @property
+    @cached_property
     def moves_parameters(self) -> bool:
-        """Whether parameters live outside of the device, and are fetched for each use."""
-        return self.parameters != "device"
+        """Whether some parameters live outside of the device, and are fetched for each use."""
+        return any(one.parameters != "device" for one in self.each)
 
     @property
-    def place(self) -> str:
+    def place(self) -> str | dict[str, str]:
         """The value of the option ``offload`` that says this, but for the fraction."""
-        return next(place for place, tiers in _TIERS_OF.items() if tiers == self._as_option)
+        rest = next(place for place, tiers in _TIERS_OF.items() if tiers == self._as_option)
+        if not self.groups:
+            return rest
+        return {**dict(self.groups), **({} if rest == "none" else {"*": rest})}
 
     @property
     def _as_option(self) -> tuple[str, str, str]:
@@ -103,9 +130,29 @@ class Offload:
         return self.parameters, "host" if in_part else self.gradients, self.states
 
     def in_tier(self, tier: str) -> tuple[str, ...]:
-        """Which of "parameters", "gradients" and "optimizer states" live in a tier."""
-        all_of = ("parameters", self.parameters), ("gradients", self.gradients), ("optimizer states", self.states)
-        return tuple(what for what, where in all_of if where == tier)
+        """Which of "parameters", "gradients" and "optimizer states" live in a tier, of some parameters."""
+        return tuple(what for what, name in (("parameters", "parameters"), ("gradients", "gradients"),
+                                             ("optimizer states", "states"))
+                     if any(getattr(one, name) == tier for one in self.each))
+
+    def told(self, host: str = "in the memory of the host", disk: str = "on disk", between: str = "; ") -> str:
+        """What leaves the device, in words; "" if all stays.
+
+        >>> offload_of({"embed*": "disk", "*": "host"}).told()
+        'of embed*: optimizer states on disk; of the others: gradients and optimizer states in the memory of the host'
+        """
+        patterns = dict[Offload, list[str]]()
+        for one, name in zip((*self.each[1:], self.each[0]), [*(pattern for pattern, _ in self.groups), "the others"],
+                             strict=True):
+            if one.is_away:
+                patterns.setdefault(one, []).append(name)
+        said = []
+        for one, names in patterns.items():
+            some = "" if one.fraction == 1 else f"{one.fraction:.0%} of "
+            of = f"of {listed(some_of(names))}: " if self.groups else ""
+            said.append(of + between.join(f"{some}{listed(there)} {words}" for tier, words in (
+                ("host", host), ("disk", disk)) if (there := one.in_tier(tier))))
+        return "; ".join(said)
 
     def moved(self, elements: Any, item_bytes: float) -> Any:
         """The first elements of a shard whose states are in the tier, in whole units of `UNIT_BYTES`; arrays allowed.
@@ -124,11 +171,47 @@ class Offload:
 ON_DEVICE = Offload()
 
 
-def offload_of(place: str, fraction: float = 1.0, tile_bytes: int = TILE_BYTES) -> Offload:
-    """What one of `PLACES` means."""
-    parameters, gradients, states = _TIERS_OF[place]
-    gradients = "device" if place == "host" and fraction != 1 else gradients
-    return Offload(states, fraction, tile_bytes, parameters, gradients)
+def offload_of(place: str | Mapping[str, str], fraction: float = 1.0, tile_bytes: int = TILE_BYTES) -> Offload:
+    """What one of `PLACES` means, or a mapping to them from patterns of parameters' names, of which "*" is last."""
+    if isinstance(place, str):
+        parameters, gradients, states = _TIERS_OF[place]
+        gradients = "device" if place == "host" and fraction != 1 else gradients
+        return Offload(states, fraction, tile_bytes, parameters, gradients)
+    rest = offload_of(place.get("*", "none"), fraction, tile_bytes)
+    return replace(rest, groups=tuple(item for item in place.items() if item[0] != "*"))
+
+
+def places_in(text: str) -> list[str | dict[str, str]]:
+    """Values of the option ``offload`` in a text, with commas between; all with "=" are one, a mapping.
+
+    >>> places_in("none,host,embed*=disk,layers.0.*=host")
+    ['none', 'host', {'embed*': 'disk', 'layers.0.*': 'host'}]
+    """
+    found, by_name = list[str | dict[str, str]](), dict[str, str]()
+    for part in map(str.strip, text.split(",")):
+        pattern, equals, place = map(str.strip, part.rpartition("="))
+        if not equals:
+            found.append(part)
+        elif pattern in by_name:
+            raise PlanError(f"offload: {pattern!r} is given twice")
+        else:
+            by_name[pattern] = place
+    return [*found, *([by_name] if by_name else [])]
+
+
+#: Names that are listed whole.
+MOST_NAMES = 4
+
+
+def some_of(names: Sequence[str]) -> list[str]:
+    """The names, or the first and last of many.
+
+    >>> some_of([f"layers.{n}.*" for n in range(9)])
+    ['layers.0.*', 'layers.1.*', '5 more', 'layers.7.*', 'layers.8.*']
+    """
+    half = MOST_NAMES // 2
+    return list(names) if len(names) <= MOST_NAMES + 1 else [
+        *names[:half], f"{len(names) - MOST_NAMES} more", *names[-half:]]
 
 
 def listed(some: Sequence[str]) -> str:

@@ -43,7 +43,8 @@ def priced(run: Run, table: Table | None = None) -> dict[str, Any]:
 
 def profile_of(run: Run, table: Table | None = None) -> Profile:
     """The constants of the run's device, software and network, with the precision that it states. The attention of
-    torch's runs is FlashAttention-2: they are of releases before those that take cuDNN's (priors.toml)."""
+    torch's runs is FlashAttention-2: they are of releases before those that take cuDNN's (priors.toml); and they send
+    activations as torch's own tensor parallelism does, not beside compute."""
     found = Profile.of(run.machine, run.stack, run.network, table)
     native = 0.0 if is_torch(run.stack) else found.native
-    return replace(found, masters=float(run.master_in_float32), native=native)
+    return replace(found, masters=float(run.master_in_float32), native=native, sends_beside=0.0)

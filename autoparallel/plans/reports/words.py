@@ -11,7 +11,6 @@ from dataclasses import dataclass
 from autoparallel.plans.plan import Plan
 from autoparallel.plans.record import Workload
 from autoparallel.plans.roles import AxisRole, products_of, roles_of
-from autoparallel.schedule.tiers import listed
 
 ZERO = {1: "ZeRO-1", 2: "ZeRO-2", 3: "ZeRO-3 (FSDP)"}
 PARALLEL = {"data": "data parallel", "tensor": "tensor parallel", "context": "context parallel",
@@ -210,15 +209,15 @@ def _settings(plan: Plan) -> Iterator[str]:
     if h.micro_batches > 1:
         yield f"{h.micro_batches} micro-batches" + (
             f", of which {h.copies} at a time interleave (multi-copy)" if h.copies > 1 else "")
+    if h.pieces > 1:
+        yield f"layers beside communication in {h.pieces} pieces"
     if h.recompute != "none":
         how = "saved tensors in the host's memory" if h.recompute == "offload" else f"{h.recompute} recompute"
         every = {path for block in plan.blocks for path in block.paths if path != "outside blocks"}
         some = f"{len(h.recompute_blocks)} of " if h.recompute_blocks is not None else "all "
         yield f"{how} on {some}{len(every)} blocks"
     if h.offload.is_away:
-        some = "" if h.offload.fraction == 1 else f"{h.offload.fraction:.0%} of "
-        yield "; ".join(f"{some}{listed(there)} {words}" for tier, words in (
-            ("host", "in the memory of the host"), ("disk", "on disk")) if (there := h.offload.in_tier(tier)))
+        yield h.offload.told()
     if h.on_host:
         some = h.on_host[0] if len(h.on_host) == 1 else f"{len(h.on_host)} tables ({h.on_host[0]}, ...)"
         yield f"{some} looked up in the memory of the host"

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import weakref
 from collections import deque
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from copy import deepcopy
 from functools import partial
@@ -21,20 +21,23 @@ from torch.distributed.tensor import DTensor
 from autoparallel.errors import InputError
 from autoparallel.kernels import host_copies
 from autoparallel.kernels.host_copies import Copies
-from autoparallel.runtime.initialise import is_table
+from autoparallel.runtime.initialise import tiers_of
 from autoparallel.runtime.offload.mapped import MappedFiles
+from autoparallel.schedule.tiers import Offload
 
 #: A DTensor's mark: its shard is in host memory.
 _MARK = "_shard_on_host"
 
 
 class HostGradients:
-    """Moves gradients of one module's shards to the memory of the host, or to ``files``, at most ``in_flight_bytes`` of
-    them (or one) at a time; whoever makes more waits. ``largest_bytes``: of gradients there at the end of a backward,
-    at most so far."""
+    """Moves gradients of one module's shards to the memory of the host, or to ``files``, as ``offload`` says of each
+    parameter, at most ``in_flight_bytes`` of them (or one) at a time; whoever makes more waits. ``largest_bytes``: of
+    gradients in the memory of the host at the end of a backward, at most so far."""
 
-    def __init__(self, device: torch.device, in_flight_bytes: float, files: MappedFiles | None = None) -> None:
-        self.device, self.in_flight_bytes, self.largest_bytes, self._files = device, in_flight_bytes, 0, files
+    def __init__(self, device: torch.device, in_flight_bytes: float, offload: Offload,
+                 files: MappedFiles | None = None) -> None:
+        self.device, self.in_flight_bytes, self.largest_bytes = device, in_flight_bytes, 0
+        self.offload, self._files, self._tiers = offload, files, dict[str, Offload]()
         self._pool: ThreadPoolExecutor | None = None
         self._moving: deque[tuple[Future[None], int]] = deque()
         self._moving_bytes = 0
@@ -44,18 +47,27 @@ class HostGradients:
 
     def __deepcopy__(self, memo: dict[int, Any]) -> HostGradients:
         """Of a copied module, whose parameters are watched when it runs."""
-        return HostGradients(self.device, self.in_flight_bytes, deepcopy(self._files, memo))
+        return HostGradients(self.device, self.in_flight_bytes, self.offload, deepcopy(self._files, memo))
 
     # --- gradients of parameters ------------------------------------------------------------------------------------
 
+    def takes(self, name: str) -> bool:
+        """Whether it moves the gradient of a parameter."""
+        return leaves_by_itself(self._tiers[name])
+
+    def files_of(self, name: str) -> MappedFiles | None:
+        """The files in which a parameter's gradient lives; None: in the memory of the host."""
+        return self._files if self._tiers[name].gradients == "disk" else None
+
     def watch(self, parameters: Iterable[tuple[str, nn.Parameter]]) -> None:
-        """Take the gradients of these parameters from now on, under all their names."""
+        """Take the gradients of those of these parameters that leave from now on, under all their names, of which the
+        first says the tiers."""
         self._settle()
-        self._parameters = dict(parameters)
+        named, first = dict(parameters), dict[int, str]()
+        self._tiers = {name: tiers_of(self.offload, first.setdefault(id(p), name), p) for name, p in named.items()}
+        self._parameters = {name: parameter for name, parameter in named.items() if self.takes(name)}
         for name, parameter in self._parameters.items():
             hooks = (getattr(parameter, "_post_accumulate_grad_hooks", None) or {}).values()
-            if is_table(parameter):
-                continue    # whose gradient is made there
             if parameter.requires_grad and not any(isinstance(hook, _Arrived) for hook in hooks):
                 arrived = _Arrived(weakref.ref(self), name)
                 parameter.register_hook(arrived.comes)
@@ -71,7 +83,7 @@ class HostGradients:
         """Add a gradient that `take` made to that of a parameter, in the parameter's dtype."""
         parameter = self._parameters[name]
         if shard.dtype != parameter.dtype:
-            shard = self._made(shard.shape, parameter.dtype).copy_(shard)
+            shard = _made(shard.shape, parameter.dtype, self.files_of(name)).copy_(shard)
         known: Any = parameter.grad
         if known is not None and not hasattr(known, _MARK):
             self.take(known._local_tensor, shard)
@@ -104,8 +116,9 @@ class HostGradients:
             gradient = gradient.redistribute(placements=wanted)
         before: Any = self._before.pop(name, None)
         if before is None:
-            shard, files = gradient._local_tensor, self._files
-            parameter.grad = _on_host(gradient, shard if files and files.holds(shard) else self.take(shard))
+            shard, files = gradient._local_tensor, self.files_of(name)
+            there = files is not None and files.holds(shard)
+            parameter.grad = _on_host(gradient, shard if there else self.take(shard, files=files))
         else:
             self.take(gradient._local_tensor, before._local_tensor)
             torch.autograd.graph.increment_version(before)
@@ -118,38 +131,36 @@ class HostGradients:
             if self._parameters[name].grad is None:
                 self._parameters[name].grad = gradient
         self._before.clear()
-        there = {id(p): p.grad._local_tensor.nbytes for p in self._parameters.values()
-                 if isinstance(p.grad, DTensor) and hasattr(p.grad, _MARK)}
-        self.note(sum(there.values()))
+        self.note({name: p.grad._local_tensor for name, p in self._parameters.items()
+                   if isinstance(p.grad, DTensor) and hasattr(p.grad, _MARK)})
 
-    def note(self, num_bytes: int) -> None:
-        """So many bytes of gradients are on the host now."""
-        self.largest_bytes = max(self.largest_bytes, num_bytes)
+    def note(self, gradients: Mapping[str, Tensor]) -> None:
+        """These gradients have left the device, by names of their parameters, of which some may be of the same."""
+        there = {id(self._parameters[name]): shard.nbytes for name, shard in gradients.items()
+                 if self.files_of(name) is None}
+        self.largest_bytes = max(self.largest_bytes, sum(there.values()))
 
     # --- copies -----------------------------------------------------------------------------------------------------
 
     @torch.no_grad()
-    def take(self, gradient: Tensor, into: Tensor | None = None) -> Tensor:
-        """The tensor in host memory that will have a copy of ``gradient``, or ``into`` (there), to which it will be
-        added; read it after `wait`."""
+    def take(self, gradient: Tensor, into: Tensor | None = None, files: MappedFiles | None = None) -> Tensor:
+        """The tensor in host memory, or in ``files``, that will have a copy of ``gradient``, or ``into`` (there), to
+        which it will be added; read it after `wait`."""
         while self._moving and self._moving_bytes + gradient.nbytes > self.in_flight_bytes:
             self._wait_for_one()
         if self._pool is None:
             self._pool = ThreadPoolExecutor(1, "autoparallel-gradients")
         if gradient.device.type == "cpu":
-            made = self._made(gradient.shape, gradient.dtype) if into is None else into
+            made = _made(gradient.shape, gradient.dtype, files) if into is None else into
             work: Callable[[], Any] = partial(made.copy_ if into is None else made.add_, gradient)
         else:
             copies = host_copies.begin([gradient], host_copies.HOST)
-            new = into is None and self._files is not None
-            made = self._made(gradient.shape, gradient.dtype) if new else copies.values[0] if into is None else into
+            new = into is None and files is not None
+            made = _made(gradient.shape, gradient.dtype, files) if new else copies.values[0] if into is None else into
             work = partial(_landed, copies, made, into is not None)
         self._moving.append((self._pool.submit(_call, work), gradient.nbytes))
         self._moving_bytes += gradient.nbytes
         return made
-
-    def _made(self, shape: torch.Size, dtype: torch.dtype) -> Tensor:
-        return torch.empty(shape, dtype=dtype) if self._files is None else self._files.empty(shape, dtype)
 
     def wait(self) -> None:
         """Wait for all copies. Raises their errors."""
@@ -191,6 +202,16 @@ def _on_host(gradient: Any, shard: Tensor) -> Any:
     return gradient
 
 
+def leaves_by_itself(away: Offload) -> bool:
+    """Whether a gradient in these tiers is moved there, not made there by the program that fetches its parameter or
+    looks it up."""
+    return away.moves_gradients and (not away.moves_parameters or away.gradients == "disk")
+
+
+def _made(shape: torch.Size, dtype: torch.dtype, files: MappedFiles | None) -> Tensor:
+    return torch.empty(shape, dtype=dtype) if files is None else files.empty(shape, dtype)
+
+
 def _call(work: Callable[[], Any]) -> None:
     with torch.no_grad():
         work()
@@ -204,4 +225,4 @@ def _landed(copies: Copies, into: Tensor, adds: bool) -> None:
         into.copy_(there)
 
 
-__all__ = ["HostGradients"]
+__all__ = ["HostGradients", "leaves_by_itself"]

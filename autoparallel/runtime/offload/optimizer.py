@@ -6,6 +6,7 @@ import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
+from functools import partial
 from itertools import chain
 from pathlib import Path
 from typing import Any
@@ -16,7 +17,6 @@ from torch import Tensor
 from autoparallel.errors import InputError, shown
 from autoparallel.kernels import host_copies
 from autoparallel.runtime.agree import made_equally
-from autoparallel.runtime.initialise import is_table
 from autoparallel.runtime.offload.gradients import HostGradients
 from autoparallel.runtime.offload.mapped import MappedFiles
 from autoparallel.runtime.offload.stores import Disk, Memory, Store
@@ -48,16 +48,12 @@ class Limits:
 
 
 class _Part:
-    """Regions of all shards in one store, in tiles that step on one device."""
+    """Regions of some shards in one store, in tiles that step on one device. ``regions``: by the parameter's number in
+    the optimizer."""
 
     def __init__(self, regions: Sequence[Region], tile_bytes: int, make: Callable[[int], Store], on_host: bool) -> None:
-        self.regions, self.tiles, self.on_host = regions, tiles_of(regions, tile_bytes), on_host
-        self.store = make(self.tiles[-1].end)
-
-    def region(self, number: int) -> Region | None:
-        """That of a parameter by its number in the optimizer; None: its states are in another part."""
-        at = number - self.regions[0].parameter
-        return self.regions[at] if 0 <= at < len(self.regions) else None
+        self.regions, self.tiles = {region.parameter: region for region in regions}, tiles_of(regions, tile_bytes)
+        self.store, self.on_host = make(self.tiles[-1].end), on_host
 
     def load(self, tile: Tile, states: Mapping[int, Mapping[str, Any]], parameters: Sequence[Tensor]) -> None:
         """Fill a tile by states of whole shards, by parameter and name."""
@@ -88,7 +84,7 @@ class _Entries(Mapping[str, Any]):
 class OffloadedOptimizer(torch.optim.Optimizer):
     """Steps of ``kind``, an element-wise optimizer of torch, on this rank's shards, tile by tile on the host.
 
-    ``offload``: the tier of its states, and its tiles. ``prefetch``: the next tile is fetched, and the one before
+    ``offload``: the tiers of a parameter, and its tiles. ``prefetch``: the next tile is fetched, and the one before
     written, while a tile is stepped. ``gradients``: what moves them to the host, if they go;
     ``files``: of parameters and gradients on disk; ``threads``: of a step (None: torch's). Parameter groups,
     schedulers, ``state_dict`` and ``load_state_dict`` are those of ``kind``; numbers are too, to the bit, where it
@@ -96,17 +92,17 @@ class OffloadedOptimizer(torch.optim.Optimizer):
     Raises InputError.
     """
 
-    def __init__(self, kind: Any, params: Any, options: Mapping[str, Any], offload: Offload,
+    def __init__(self, kind: Any, params: Any, options: Mapping[str, Any], offload: Callable[[Tensor], Offload],
                  limits: Limits, prefetch: bool = True, gradients: HostGradients | None = None,
                  files: MappedFiles | None = None, threads: int | None = None) -> None:
         _check(kind, options)
         self._sealed, self._broken, self._others = False, "", 0
         super().__init__(params, {})
         self._take_options(kind, options)
-        self.offload, self._prefetch, self._gradients, self._files = offload, prefetch, gradients, files
+        self._away, self._prefetch, self._gradients, self._files = offload, prefetch, gradients, files
         self.kind: Any = kind
         self.threads, self._limits = threads, limits
-        self._parameters, self._group_of = list[Tensor](), list[int]()
+        self._parameters, self._group_of, self._tiers = list[Tensor](), list[int](), list[Offload]()
         self._names = list[tuple[tuple[str, ...], tuple[str, ...]]]()  # by group, as `names_of` has them
         self._scalars: dict[int, dict[str, Any]] = {}  # by parameter that has states
         self._parts = list[_Part]()
@@ -129,48 +125,60 @@ class OffloadedOptimizer(torch.optim.Optimizer):
         parameters = [p for group in groups for p in group["params"]]
         names = [names_of(self.kind, group, torch.float32) for group in groups]
         kept = list(dict.fromkeys(name for _, elements in names for name in elements))
-        self._parts += self._divided(parameters, kept)
+        tiers = list(map(self._away, parameters))
+        self._parts += self._divided(parameters, tiers, kept)
         self._parameters += parameters
+        self._tiers += tiers
         self._group_of += [number for number, group in enumerate(groups, first_group) for _ in group["params"]]
         self._names += names
 
-    def _divided(self, parameters: Sequence[Tensor], names: Sequence[str]) -> list[_Part]:
-        """The shards of more parameters in two parts: the offloaded one, and what stays on the device."""
+    def _divided(self, parameters: Sequence[Tensor], tiers: Sequence[Offload], names: Sequence[str]) -> list[_Part]:
+        """The shards of more parameters in parts: what stays on the device, what is on the host, and on disk."""
         sizes, widths = [local_of(p).numel() for p in parameters], [p.element_size() for p in parameters]
-        moved = [int(self.offload.moved(size, width)) for size, width in zip(sizes, widths, strict=True)]
-        device, tile_bytes, first = local_of(parameters[0]).device, self.offload.tile_bytes, len(self._parameters)
+        moved = [int(one.moved(size, width)) for one, size, width in zip(tiers, sizes, widths, strict=True)]
+        first, places = len(self._parameters), [one.states for one in tiers]
 
-        def make(num_bytes: int) -> Store:
-            if self.offload.states == "host":
-                return Memory(names, num_bytes, torch.device("cpu"), "host")
-            assert self._limits.disk_path is not None
-            return Disk(names, num_bytes, tile_bytes, self._limits.disk_path)
+        def regions(bounds: Iterable[tuple[int, int]], chosen: Iterable[bool]) -> tuple[Region, ...]:
+            some = [(number, ends, width) for number, (ends, width, one) in enumerate(zip(
+                bounds, widths, chosen, strict=True), first) if one]
+            return regions_of([ends for _, ends, _ in some], [width for *_, width in some], [one[0] for one in some])
 
-        away = regions_of([(0, count) for count in moved], widths, first)
-        self._check_limits([*self._parameters, *parameters], len(names),
-                           int(padded(max(r.end for r in away), BLOCK_BYTES)))
-        parts = [_Part(away, tile_bytes, make, on_host=True)]
-        if any(count < size for count, size in zip(moved, sizes, strict=True)):
-            rest = regions_of(list(zip(moved, sizes, strict=True)), widths, first)
-            parts.insert(0, _Part(rest, 2**62, lambda size: Memory(names, size, device, "device"), on_host=False))
-        return parts
+        rest = regions(zip(moved, sizes, strict=True), [place == "device" or count < size for place, count, size in zip(
+            places, moved, sizes, strict=True)])
+        away = {tier: regions([(0, count) for count in moved], [place == tier for place in places])
+                for tier in ("host", "disk")}
+        self._check_limits([*zip(self._parameters, self._tiers, strict=True), *zip(parameters, tiers, strict=True)],
+                           len(names), {tier: int(padded(max((r.end for r in some), default=0), BLOCK_BYTES))
+                                        for tier, some in away.items()})
+        found = list[_Part]()
+        if rest:
+            device = local_of(parameters[rest[0].parameter - first]).device
+            found.append(_Part(rest, 2**62, lambda size: Memory(names, size, device, "device"), on_host=False))
+        for tier, some in away.items():
+            if some:
+                tile_bytes = next(one.tile_bytes for one in tiers if one.states == tier)
+                found.append(_Part(some, tile_bytes, partial(
+                    _store, tier, self._limits.disk_path, names, tile_bytes), on_host=True))
+        return found
 
-    def _check_limits(self, parameters: Sequence[Tensor], count: int, num_bytes: int) -> None:
-        """``num_bytes`` of each of ``count`` states more, with those there are."""
-        on_disk, limits, before = self.offload.states == "disk", self._limits, _states_by_tier(self._parts)
-        host = before["host"] + count * (buffer_bytes(num_bytes, self.offload.tile_bytes) if on_disk else num_bytes)
-        disk = before["disk"] + (count * num_bytes if on_disk else 0)
-        disk += 0 if self._files is None else self._files.num_bytes
-        there = [what for what in self.offload.in_tier("host") if what != "optimizer states"]
-        host += len(there) * sum(local_of(p).nbytes for p in parameters if p.requires_grad)
-        there.append("tiles of optimizer states" if on_disk else "optimizer states")
-        for name, needed, limit, some in (
-                ("host_memory_limit_bytes", host, limits.host_bytes, there),
-                ("disk_limit_bytes", disk, limits.disk_bytes, self.offload.in_tier("disk"))):
-            if needed > limit:
-                what = listed(some)
-                raise InputError(f"{what} need {needed:,.0f} bytes on this rank, and {name} is {limit:,.0f}: give at "
-                                 "least that, or plan with more devices, a smaller offload_fraction or another tier")
+    def _check_limits(self, parameters: Sequence[tuple[Tensor, Offload]], count: int, num_bytes: Mapping[str, int]
+                      ) -> None:
+        """``num_bytes`` of each of ``count`` states more, by tier, with those there are of all ``parameters``."""
+        limits, needed = self._limits, _states_by_tier(self._parts)
+        tile_bytes = parameters[0][1].tile_bytes
+        needed["host"] += count * (num_bytes["host"] + int(buffer_bytes(num_bytes["disk"], tile_bytes)))
+        needed["disk"] += count * num_bytes["disk"] + (0 if self._files is None else self._files.num_bytes)
+        needed["host"] += sum(local_of(p).nbytes * sum(what != "optimizer states" for what in one.in_tier("host"))
+                              for p, one in parameters if p.requires_grad)
+        for name, tier, limit in (("host_memory_limit_bytes", "host", limits.host_bytes),
+                                  ("disk_limit_bytes", "disk", limits.disk_bytes)):
+            if needed[tier] > limit:
+                what = list(dict.fromkeys(what for _, one in parameters for what in one.in_tier(tier)))
+                if tier == "host" and num_bytes["disk"]:
+                    what.append("tiles of optimizer states")
+                raise InputError(f"{listed(what)} need {needed[tier]:,.0f} bytes on this rank, and {name} is "
+                                 f"{limit:,.0f}: give at least that, or plan with more devices, a smaller "
+                                 "offload_fraction or another tier")
 
     # --- a step -----------------------------------------------------------------------------------------------------
 
@@ -184,7 +192,7 @@ class OffloadedOptimizer(torch.optim.Optimizer):
                 loss = closure()
         self._check_whole()
         gradients = [gradient_of(p) for p in self._parameters]
-        self._others = max(self._others, _others_on_host(self.offload, self._parameters, gradients))
+        self._others = max(self._others, _others_on_host(self._tiers, self._parameters, gradients))
         made: dict[int, dict[str, Any]] = {}
         try:
             with with_threads(self.threads or torch.get_num_threads()):
@@ -199,8 +207,8 @@ class OffloadedOptimizer(torch.optim.Optimizer):
 
     def _fetched(self, part: _Part, gradients: Sequence[Tensor | None]) -> Iterator[tuple[Tile, list[Work]]]:
         """Each tile with its states, parameters and gradients; written back when the next is asked for."""
-        places = [local_of(parameter).device for parameter in self._parameters]
-        stream = host_copies.current(next((place for place in places if place.type != "cpu"), places[0]))
+        stream = host_copies.current(next(filter(lambda device: device.type != "cpu", (
+            local_of(p).device for p in self._parameters)), host_copies.HOST))
 
         def fetch(tile: Tile) -> list[Work]:
             part.store.read(tile, any(region.parameter in self._scalars for region in tile.regions))
@@ -281,7 +289,7 @@ class OffloadedOptimizer(torch.optim.Optimizer):
         self._check_whole()
         parameter = self._parameters[number]
         parts = [part.store.whole(region, parameter.dtype)[name] for part in self._parts
-                 if (region := part.region(number)) is not None]
+                 if (region := part.regions.get(number)) is not None]
         local = local_of(parameter)
         flat = parts[0] if len(parts) == 1 else torch.cat([part.to(local.device) for part in reversed(parts)])
         return as_sharded(parameter, flat.view(local.shape))
@@ -338,8 +346,7 @@ class OffloadedOptimizer(torch.optim.Optimizer):
         with the tiles of states on disk, or with the gradients and parameters that are there, as they were at most. On
         a machine without accelerators device and host are the same memory."""
         found = _states_by_tier(self._parts)
-        on_host = self._gradients is not None and self.offload.gradients == "host"
-        found["host"] += max(self._others, self._gradients.largest_bytes if self._gradients and on_host else 0)
+        found["host"] += max(self._others, self._gradients.largest_bytes if self._gradients is not None else 0)
         found["disk"] += 0 if self._files is None else self._files.num_bytes
         return found
 
@@ -367,6 +374,13 @@ class OffloadedOptimizer(torch.optim.Optimizer):
                              "new optimizer, parallel.load(folder, parallel.optimizer(...))")
 
 
+def _store(tier: str, disk_path: Path | None, names: Sequence[str], tile_bytes: int, num_bytes: int) -> Store:
+    if tier == "host":
+        return Memory(names, num_bytes, torch.device("cpu"), "host")
+    assert disk_path is not None
+    return Disk(names, num_bytes, tile_bytes, disk_path)
+
+
 def _states_by_tier(parts: Iterable[_Part]) -> dict[str, int]:
     found = dict.fromkeys(("device", "host", "disk"), 0)
     for part in parts:
@@ -375,15 +389,12 @@ def _states_by_tier(parts: Iterable[_Part]) -> dict[str, int]:
     return found
 
 
-def _others_on_host(offload: Offload, parameters: Sequence[Tensor], gradients: Sequence[Tensor | None]) -> int:
-    """Bytes of gradients and parameters in host memory: of all, if the tier is there, or of tables."""
+def _others_on_host(tiers: Sequence[Offload], parameters: Sequence[Tensor], gradients: Sequence[Tensor | None]) -> int:
+    """Bytes of the gradients and parameters that are in host memory."""
     found = 0
-    for parameter, gradient in zip(parameters, gradients, strict=True):
-        there = is_table(parameter)
-        if gradient is not None and (there or offload.gradients == "host"):
-            found += gradient.nbytes
-        if there or offload.parameters == "host":
-            found += local_of(parameter).nbytes
+    for away, parameter, gradient in zip(tiers, parameters, gradients, strict=True):
+        found += gradient.nbytes if gradient is not None and away.gradients == "host" else 0
+        found += local_of(parameter).nbytes if away.parameters == "host" else 0
     return found
 
 

@@ -41,10 +41,11 @@ class Tile:
     regions: tuple[Region, ...]
 
 
-def regions_of(bounds: Sequence[tuple[int, int]], item_bytes: Sequence[int], first: int = 0) -> tuple[Region, ...]:
-    """A region for each parameter from number ``first`` on, of its elements between ``bounds``; empty ones too."""
+def regions_of(bounds: Sequence[tuple[int, int]], item_bytes: Sequence[int], numbers: Sequence[int]
+               ) -> tuple[Region, ...]:
+    """A region for each parameter, by its number, of its elements between ``bounds``; empty ones too."""
     found, offset = list[Region](), 0
-    for number, ((start, stop), width) in enumerate(zip(bounds, item_bytes, strict=True), first):
+    for number, (start, stop), width in zip(numbers, bounds, item_bytes, strict=True):
         found.append(Region(number, start, stop, width, offset))
         offset = int(padded(found[-1].end))
     return tuple(found)

@@ -1,0 +1,37 @@
+"""The number of pieces of layers beside communication (`schedule.pieces`) with which a plan is predicted fastest."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from autoparallel.planning.options import Options
+from autoparallel.pricing import SpacePricer
+from autoparallel.pricing.hidden import hidden_s
+from autoparallel.schedule.pieces import TRIED
+from autoparallel.strategies.space import Strategy
+
+#: Pieces are taken where they make a step shorter by more than this share.
+LEAST_GAIN = 0.01
+
+
+def in_faster_pieces(pricer: SpacePricer, strategies: Sequence[Strategy], objective: float, options: Options
+                     ) -> SpacePricer:
+    """The pricer of a plan with layers in as many pieces as make its step shortest; as it is where the options say how
+    many, where layers do not run in pieces, and where these do not pay. ``objective``: seconds of the step without
+    overlap."""
+    hybrid = pricer.counts.hybrid
+    if options.pieces is not None or options.baseline or hybrid.copies > 1 or hybrid.puts_off_weights:
+        return pricer
+    whole_s = hidden_s(pricer, strategies)
+    best, most_s = pricer, whole_s + LEAST_GAIN * (objective - whole_s)
+    for pieces in TRIED:
+        other = pricer.in_pieces(pieces)
+        saved_s = hidden_s(other, strategies)
+        if saved_s == whole_s:    # no layer of this plan runs in pieces
+            break
+        if saved_s > most_s:
+            best, most_s = other, saved_s
+    return best
+
+
+__all__ = ["in_faster_pieces"]
