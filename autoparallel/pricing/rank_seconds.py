@@ -23,20 +23,19 @@ class RankSeconds:
     @cached_property
     def forward_s(self) -> list[float]:
         """Cumulative forward seconds: before each decision, and in total; without layers in pieces."""
-        return self._until(0)
+        return _before(self._each(0))
 
     @cached_property
     def backward_s(self) -> list[float]:
         """Cumulative backward seconds, without recompute, layers in pieces and gradients of weights that are put off.
         The sum of the gradients of a value that travels is made by its first reader."""
-        found = np.array(self._until(2))
-        each, moved = np.diff(found), np.zeros(len(found) - 1)
+        each = self._each(2)
         for layer, seconds in self.put_off_s.items():
-            moved[layer] -= seconds
+            each[layer] -= seconds
         for target, reader in self.activations.shared.items():
-            moved[target] -= each[target]
-            moved[reader] += each[target]
-        return (found + np.concatenate([[0.0], np.cumsum(moved)])).tolist()
+            each[reader] += each[target]
+            each[target] = 0.0
+        return _before(each)
 
     @cached_property
     def put_off_s(self) -> Mapping[int, float]:
@@ -56,11 +55,13 @@ class RankSeconds:
         found, which = self._by_class
         return [found[number][1] for number in which.tolist()]
 
-    def _until(self, part: int) -> list[float]:
+    def _each(self, part: int) -> np.ndarray:
+        """Seconds by decision; none of layers in pieces."""
         found, which = self._by_class
         each = np.array([seconds[part] for seconds in found])[which]
-        each[list(self.activations.in_pieces)] = 0.0
-        return [0.0, *np.cumsum(each).tolist()]
+        for layer in self.activations.in_pieces:
+            each[layer] = 0.0
+        return each
 
     @cached_property
     def updates_s(self) -> float:
@@ -80,3 +81,8 @@ class RankSeconds:
         cost = self.pricer.costs.of(index, self.stage)
         forward, again, backward, *_, update = (float(s[self.numbers[index]]) for s in cost)
         return forward, again, backward, update
+
+
+def _before(each: np.ndarray) -> list[float]:
+    """Cumulative seconds: before each decision, and in total."""
+    return [0.0, *np.cumsum(each).tolist()]
