@@ -72,7 +72,8 @@ def compile(model: nn.Module, mesh: DeviceMesh | int, example: Call | None, inpu
             agree_on("autoparallel.compile", limit_s=peer_timeout_s)
         if disk_path is not None:
             made_equally("a disk_path", partial(check_folder, disk_path), lambda _: "")
-    options = replace(options, tiers=tiers_of(backend == backends.EAGER, disk_path is not None))
+    eager = backend == backends.EAGER
+    options = replace(options, tiers=tiers_of(eager, disk_path is not None), looks_up=eager)
     if isinstance(mesh, int) and example is not None and plan is None:
         plan = _plan_on_devices(model, mesh, cluster, backend, inputs.of_all(*example, mesh), options)
         options = options.without_decided()
@@ -82,23 +83,25 @@ def compile(model: nn.Module, mesh: DeviceMesh | int, example: Call | None, inpu
     hybrid = plan.hybrid if plan else options.hybrid(mesh.size(0) if options.stages > 1 else 1)
     position = groups.position_on(mesh, hybrid.pipeline_ranks)
     backends.check(runs_by, hybrid)
-    away = hybrid.offload    # of the first form, in which the others find parameters
+    away, on_host = hybrid.offload, hybrid.on_host    # of the first form, in which the others find parameters
 
     def compile_call(
         model: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any], placed: Mapping[str, Layout], plain: bool,
         numbers: Sequence[int],
     ) -> Compiled:
-        nonlocal away
+        nonlocal away, on_host
         given = None if placed or plain else plan
         how = Hybrid(reduce_dtype=hybrid.reduce_dtype, bucket_bytes=hybrid.bucket_bytes) if plain else hybrid
         within = replace(options, offload=None, offload_fraction=None) if placed else options
         if placed or plain:
-            how = replace(how, offload=away, zero_stage=3 if away.moves_parameters else how.zero_stage)
+            how = replace(how, offload=away, zero_stage=3 if away.moves_parameters else how.zero_stage,
+                          on_host=on_host)
         micro = made_equally("a program",
                            lambda: split_batch(capture_for_any(model, args, kwargs, numbers), how.micro_batches),
                            lambda made: f"{made.whole.fingerprint} {how}", lines=lambda made: made.whole.described())
         made = _compile_call(micro, position, machine, within, how, given, placed, runs_by)
-        away = away if placed else made.plan.hybrid.offload
+        if not placed:
+            away, on_host = made.plan.hybrid.offload, made.plan.hybrid.on_host
         return made
 
     parallel = ParallelModule(model, position, hybrid, compile_call, inputs, outputs, max_forms,

@@ -195,6 +195,8 @@ def _makers(plan: Plan, cluster: Cluster, model: nn.Module, example: tuple[Any, 
         kept["offload"] = plan.hybrid.offload.place
         if plan.hybrid.offload.fraction != 1:
             kept["offload_fraction"] = plan.hybrid.offload.fraction
+    if plan.hybrid.on_host and "pins" not in options:
+        kept["pins"] = dict.fromkeys(plan.hybrid.on_host, "host")
     args, kwargs = example
     call = {"example_inputs": args, "example_kwargs": kwargs, "time_limit_s": time_limit_s}
 

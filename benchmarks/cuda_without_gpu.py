@@ -20,8 +20,9 @@ import torch
 import typer
 
 from autoparallel.capture import capture
+from autoparallel.strategies.host_lookups import tables_of
 from benchmarks.architectures import ARCHITECTURES
-from benchmarks.model_zoo import random_candidate, run_without_data, toy_cluster
+from benchmarks.model_zoo import looking_up, random_candidate, run_without_data, toy_cluster
 from benchmarks.zoo import build, inputs_of
 
 GUARD = """
@@ -46,13 +47,18 @@ def load_guard() -> None:
         ctypes.CDLL(str(library))
 
 
-def run(name: str) -> bool:
-    """Run one architecture's program; whether it ran to its end. Raises its error."""
+def run(name: str, on_host: bool = False) -> tuple[bool, int]:
+    """Run one architecture's program: whether it ran to its end, and how many tables are on the host (none, unless all
+    that can be are to be). Raises its error."""
     graph = capture(build(name), (), inputs_of(name))
-    return run_without_data(random_candidate(graph, (2, 2), 0), toy_cluster(), coordinates=[(1, 1)])
+    tables, candidate = [table for table, _ in tables_of(graph)] if on_host else [], random_candidate(graph, (2, 2), 0)
+    candidate = looking_up(candidate, tables, 0)
+    return run_without_data(candidate, toy_cluster(), coordinates=[(1, 1)], on_host=tables), len(tables)
 
 
-def main(names: Annotated[list[str] | None, typer.Argument(help="architectures; without, all 46")] = None) -> None:
+def main(names: Annotated[list[str] | None, typer.Argument(help="architectures; without, all 46")] = None,
+         tables_on_host: Annotated[bool, typer.Option(help="with all tables that can be looked up on the host "
+                                                           "there")] = False) -> None:
     """Every architecture; the exit status is 1 if one fails."""
     import transformers
 
@@ -62,7 +68,9 @@ def main(names: Annotated[list[str] | None, typer.Argument(help="architectures; 
     failed = 0
     for name in names or ARCHITECTURES:
         try:
-            print(name, "runs" if run(name) else "runs until an op that needs values", flush=True)
+            whole, tables = run(name, tables_on_host)
+            print(name, "runs" if whole else "runs until an op that needs values",
+                  f"with {tables} tables on the host" if tables_on_host else "", flush=True)
         except Exception as error:
             failed += 1
             print(name, f"fails: {type(error).__name__}: {error}", flush=True)

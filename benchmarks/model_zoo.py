@@ -38,6 +38,7 @@ from autoparallel.kernels import groups, rng
 from autoparallel.kernels.groups import Axis
 from autoparallel.layout import Box, Layout, local_boxes, local_shape
 from autoparallel.lower import Program, check, emit
+from autoparallel.lower.lookup_pass import look_up_on_host
 from autoparallel.lower.overlapped import overlapped
 from autoparallel.partition import Splits
 from autoparallel.planning.meshes import best_of, mesh_shapes
@@ -46,6 +47,7 @@ from autoparallel.plans import Hybrid
 from autoparallel.pricing import Prices, SpacePricer
 from autoparallel.runtime.initialise import cut_out
 from autoparallel.search import solve
+from autoparallel.strategies.host_lookups import HostLookups
 from autoparallel.strategies.space import Decision, Strategy, StrategySpace
 from benchmarks.architectures import ARCHITECTURES, Inputs
 from benchmarks.in_process import Coordinate, on_every_rank
@@ -243,23 +245,25 @@ class Ranks:
 
 
 def run_without_data(candidate: Candidate, cluster: Cluster, device: str = "cuda",
-                     coordinates: Sequence[Coordinate] | None = None) -> bool:
+                     coordinates: Sequence[Coordinate] | None = None, on_host: Sequence[str] = ()) -> bool:
     """Forward of each rank's program (or of those at ``coordinates``) as it runs on ``device``, on tensors there that
     have no data: what an op would refuse, tensors of several devices together first of all, it refuses here. False: an
     op needed values (to which expert a token goes), and nothing behind it ran. Raises an op's error. (For "cuda" torch
     must be built for CUDA, or `benchmarks.cuda_without_gpu.load_guard` be called; a GPU is not needed, but backward
-    would need one.)"""
+    would need one.) ``on_host``: tables that are in the host's memory, and looked up there."""
     space = candidate.space
-    path, whole = Prices(space, cluster, direct=candidate.direct).path, True
+    path, whole, lookups = Prices(space, cluster, direct=candidate.direct).path, True, HostLookups(space, on_host)
     for coordinate in coordinates or all_coordinates(space.mesh_shape):
         program = emit(space, candidate.strategies, path, coordinate, device)
+        look_up_on_host(program.module, lookups.ops, device)
         module = overlapped(program.module, Hybrid())
         axes = {name: Axis(name, size, coordinate[n], str(n)) for n, (name, size) in enumerate(
             zip(space.axis_names, space.mesh_shape, strict=True))}
         ran = False
         with suppress(DynamicOutputShapeException, DataDependentOutputException), FakeTensorMode(), groups.use(
                 axes), rng.use_seed(1), torch.no_grad():
-            local = [_without_data(space, decision, layout, coordinate, device) for decision, layout in zip(
+            local = [_without_data(space, decision, layout, coordinate, "cpu" if decision.index in lookups.tables
+                                   else device) for decision, layout in zip(
                 program.placeholders, program.placeholder_layouts, strict=True)]
             made = itertools.chain(*module(*local)[:2])
             if elsewhere := {value.device.type for value in made if isinstance(value, torch.Tensor)} - {device}:
@@ -358,6 +362,26 @@ def random_candidate(graph: OpGraph, mesh_shape: tuple[int, ...], seed: int) -> 
     """Every decision takes any of its strategies."""
     space, draw = StrategySpace(graph, mesh_shape), random.Random(seed)
     return Candidate(space, tuple(draw.choice(s.strategies) for s in space.strategy_sets))
+
+
+def looking_up(candidate: Candidate, on_host: Sequence[str], seed: int) -> Candidate:
+    """The candidate with these tables, and what reads them, in strategies with which they are read as they are
+    stored."""
+    space, draw, strategies = candidate.space, random.Random(seed), list(candidate.strategies)
+    tables = HostLookups(space, on_host).tables
+    readers = {table: [use for use in space.uses if use.source == table] for table in tables}
+    for table in sorted(tables):
+        s = space.strategy_sets[table]
+        if space.decisions[table].kind == "parameter":
+            stored = [c for c, number in enumerate(s.outputs[0]) if all(
+                (space.strategy_sets[use.target].inputs[use.position] == number).any() for use in readers[table])]
+            strategies[table] = s.strategies[draw.choice(stored)]
+        number = s.outputs[0][s.position[strategies[table]]]
+        for use in readers[table]:
+            reads = space.strategy_sets[use.target]
+            same = np.flatnonzero(reads.inputs[use.position] == number).tolist()
+            strategies[use.target] = reads.strategies[draw.choice(same)]
+    return replace(candidate, strategies=tuple(strategies))
 
 
 # ----------------------------------------------------------------------------------------------------- shares of FLOP

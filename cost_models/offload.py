@@ -111,6 +111,12 @@ def fetch_s(num_bytes: Any, cluster: Cluster, on_disk: bool = False) -> Any:
     return np.maximum(moved / known_rate(cluster, "to_device_bytes_per_s"), moved / _memory_rate(cluster))
 
 
+def traffic_s(num_bytes: Any, cluster: Cluster) -> Any:
+    """Seconds in which so many bytes pass the host's memory. Raises ClusterError where the cluster's description has no
+    rate of it."""
+    return np.asarray(num_bytes, dtype=float) / _memory_rate(cluster)
+
+
 def _memory_rate(cluster: Cluster) -> float:
     """Bytes per second of the host's memory for one device."""
     if cluster.host.shared_memory:

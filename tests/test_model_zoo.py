@@ -67,6 +67,16 @@ def test_programs_for_gpus_run_on_tensors_without_data(part: int) -> None:
     assert done.returncode == 0, done.stdout + done.stderr[-2000:]
 
 
+@pytest.mark.ranks
+def test_tables_on_the_host_are_read_there_by_programs_for_gpus() -> None:
+    if shutil.which("g++") is None and not torch.backends.cuda.is_built():
+        pytest.skip("torch is built without CUDA, and there is no g++ to compile a guard")
+    command = [sys.executable, "-m", "benchmarks.cuda_without_gpu", "--tables-on-host", "bert", "t5"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=300, cwd=ROOT)
+    assert done.returncode == 0, done.stdout + done.stderr[-2000:]
+    assert done.stdout.count("runs with 2 tables on the host") == 2
+
+
 class Depthwise(torch.nn.Module):
     """A convolution of as many groups as channels."""
 

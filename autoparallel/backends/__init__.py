@@ -45,6 +45,9 @@ def check(backend: str, hybrid: Hybrid) -> None:
     if hybrid.offload.moves_parameters:
         raise PlanError(f"offload={hybrid.offload.place!r} fetches parameters op by op, and backend={backend!r} reads "
                         "all at the beginning of its graphs: take offload='host', or backend='eager'")
+    if hybrid.on_host:
+        raise PlanError(f"tables on the host ({hybrid.on_host[0]!r}) are looked up op by op, and graphs of backend="
+                        f"{backend!r} run on the device: leave the pin out, or take backend='eager'")
     if hybrid.puts_off_weights:
         raise PlanError(f"schedule {hybrid.schedule!r} runs backward in two parts, and a graph of backend={backend!r} "
                         f"is one: take schedule={names_of(lambda how: not how.splits_backward)}, or backend='eager'")

@@ -13,6 +13,7 @@ from autoparallel.planning.by_hand import ByHand
 from autoparallel.plans import Plan
 from autoparallel.plans.roles import AxisRole, Roles, roles_of
 from autoparallel.schedule.schedules import usual
+from autoparallel.schedule.tiers import listed
 from cost_models.unequal import told
 
 #: Roles from the slowest links to the fastest, as frameworks lay out their ranks.
@@ -271,5 +272,11 @@ def states_lost(plan: Plan) -> Lost:
     return Lost(where, "on the devices, in more of their memory")
 
 
+def tables_lost(plan: Plan) -> Lost:
+    """Tables that the plan looks up on the host, which no export does."""
+    return Lost(f"{listed(plan.hybrid.on_host)} looked up in the memory of the host",
+                "on the devices, in more of their memory")
+
+
 __all__ = ["Degrees", "Lost", "as_data", "degrees_of", "ep_by_hand", "experts_beside_tensor", "head_size",
-           "more_reductions_s", "sharded_by_context", "some", "states_lost"]
+           "more_reductions_s", "sharded_by_context", "some", "states_lost", "tables_lost"]

@@ -100,6 +100,11 @@ def host_memory(value: torch.Tensor) -> torch.Tensor:
     return torch.empty(value.shape, dtype=value.dtype, pin_memory=pinned).copy_(value.detach())
 
 
+def table_memory(value: torch.Tensor) -> torch.Tensor:
+    """A copy in the host's memory, not pinned: of a table that is looked up there."""
+    return torch.empty(value.shape, dtype=value.dtype).copy_(value.detach())
+
+
 def settle() -> None:
     """Wait for all copies to the device: parameters on the host may be written to afterwards."""
     if torch.accelerator.is_available():
@@ -124,4 +129,4 @@ def _stream(far: torch.device, to_device: bool) -> Any:
     return torch.Stream(far)
 
 
-__all__ = ["HOST", "Copies", "Values", "begin", "current", "host_memory", "settle", "under"]
+__all__ = ["HOST", "Copies", "Values", "begin", "current", "host_memory", "settle", "table_memory", "under"]

@@ -16,7 +16,6 @@ from autoparallel.plans import Hybrid
 from autoparallel.pricing import ExecutionCounts, Prices, SpacePricer
 from autoparallel.pricing.unit_costs import OpPrice
 from autoparallel.schedule.in_flight import in_flight
-from autoparallel.schedule.tiers import Offload
 from autoparallel.strategies.space import StrategySpace
 from cost_models import Cluster
 
@@ -33,8 +32,8 @@ class CandidateBounds:
         self.reduced_model, self.cluster, self.optimizer = reduced_model, cluster, optimizer
         self.limit, self.batch = limit_bytes, batch
         self._most = limit_bytes if most_bytes is None else most_bytes
-        #: By recompute mode, of which there are four, and tier of states.
-        self._live: dict[tuple[str, Offload], Mapping[tuple[str, bool], float]] = {}
+        #: By recompute mode, of which there are four, tier of states, and tables on the host.
+        self._live: dict[tuple[object, ...], Mapping[tuple[str, bool], float]] = {}
         #: By number of shards, of which candidates have a few dozen; the next also by recompute mode.
         self._least: dict[int, tuple[float, float]] = {}
         self._again: dict[tuple[str, int], float] = {}
@@ -126,12 +125,12 @@ class CandidateBounds:
     def _kept(self, hybrid: Hybrid) -> Mapping[tuple[str, bool], float]:
         """Bytes of the whole program that live between forward and backward, by ("state" or "micro_batch", whether
         inside blocks)."""
-        key = hybrid.recompute, hybrid.offload
+        key = hybrid.recompute, hybrid.offload, hybrid.on_host
         if key not in self._live:
             space = self._whole
             inside = self.reduced_model.inside(space)
             pricer = SpacePricer(self._whole_prices(1), counts=ExecutionCounts(
-                space, Hybrid(recompute=hybrid.recompute, offload=hybrid.offload,
+                space, Hybrid(recompute=hybrid.recompute, offload=hybrid.offload, on_host=hybrid.on_host,
                               zero_stage=3 if hybrid.offload.moves_parameters else 2),
                 multiplicities=self.reduced_model.counts(space)))
             found = dict.fromkeys(itertools.product(("state", "micro_batch"), (True, False)), 0.0)

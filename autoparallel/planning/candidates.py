@@ -35,6 +35,7 @@ class Fixed:
     bucket_bytes: float = BUCKET_BYTES
     copies: int | None = None
     offload: Offload = ON_DEVICE
+    on_host: tuple[str, ...] = ()
     pieces: int = 1
 
 
@@ -152,7 +153,7 @@ class CandidateSpace:
             yield Hybrid(micro_batches, stages, ranks, schedule, zero_stage=zero, recompute=recompute,
                          reduce_dtype=self.fixed.reduce_dtype, replicas=self.fixed.replicas,
                          bucket_bytes=self.fixed.bucket_bytes, offload=self.fixed.offload,
-                         copies=self.fixed.copies or copies, pieces=self.fixed.pieces)
+                         copies=self.fixed.copies or copies, on_host=self.fixed.on_host, pieces=self.fixed.pieces)
 
     def _schedules(self, ranks: int) -> list[tuple[str, int]]:
         """The first round's schedules and their numbers of stages."""

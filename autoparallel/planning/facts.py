@@ -29,9 +29,12 @@ def facts_of(graph: OpGraph, body: OpGraph, cuts: Sequence[str]) -> ModelFacts:
 
 
 def whole_state(graph: OpGraph, cluster: Cluster, options: Options, away: Offload = ON_DEVICE) -> TrainingState:
-    """Bytes of all weights, and of the trained weights' gradients and optimizer states, but for what is ``away``."""
+    """Bytes of all weights, and of the trained weights' gradients and optimizer states, but for what is ``away``, and
+    for tables that the options put on the host."""
     found = TrainingState(0.0, 0.0, 0.0)
     for node in graph.of_kind("parameter"):
+        if node.path in options.on_host:
+            continue
         meta, tiers = node.outputs[0], away.of(node.path)
         own = TrainingState(float(meta.num_bytes), 0.0, 0.0)
         if meta.requires_grad:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 
@@ -62,8 +62,8 @@ class Kept:
     """What searches of one program on one cluster, for one optimizer, share: the reduced-depth model, its
     micro-batches, and its prices by micro-batches, pipeline ranks and stage mesh, which step configurations share."""
 
-    def __init__(self, graph: OpGraph, offload: Offload = ON_DEVICE) -> None:
-        self.reduced_model: ReducedModel = reduced_model(graph, offload)
+    def __init__(self, graph: OpGraph, offload: Offload = ON_DEVICE, tables: Collection[str] = ()) -> None:
+        self.reduced_model: ReducedModel = reduced_model(graph, offload, tables)
         self.split = Splits(self.reduced_model.graph)
         self.prices, self.of_device = dict[object, Prices](), dict[object, Prices]()
 
@@ -85,7 +85,7 @@ class JointSearch:
         self.tell, self.known_s, self.by_hand = tell, known_s, by_hand
         self.known: dict[Combination, Candidate] = {}
         self.cluster, self.optimizer, self.limit = cluster, optimizer, limit_bytes
-        kept = kept or Kept(graph, fixed.offload)
+        kept = kept or Kept(graph, fixed.offload, fixed.on_host)
         self.reduced_model, self.split = kept.reduced_model, kept.split
         self._prices, self._of_device = kept.prices, kept.of_device
         batch = batch_size(graph)

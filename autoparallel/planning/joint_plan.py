@@ -109,9 +109,11 @@ def times_that_may_fit(graph: OpGraph, cluster: Cluster, options: Options, most:
 
 
 def kept_of(split: Splits, cluster: Cluster, options: Options) -> Kept:
-    """What joint searches of a program share, with the same groups of parameters in tiers of their own."""
-    away = options.tier if options.tier.groups else ON_DEVICE
-    return split.once(("joint search", id(cluster), options.optimizer, away), lambda: Kept(split.graph, away))
+    """What joint searches of a program share, with the same groups of parameters in tiers of their own and the same
+    tables on the host."""
+    away, tables = options.tier if options.tier.groups else ON_DEVICE, frozenset(options.on_host)
+    return split.once(("joint search", id(cluster), options.optimizer, away, tables),
+                      lambda: Kept(split.graph, away, tables))
 
 
 def fixed_by(options: Options, mesh_shape: Sequence[int] | None) -> Fixed:

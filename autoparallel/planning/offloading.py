@@ -29,7 +29,11 @@ LEAST_GAIN = 0.01
 #: Tiers with states on disk, in the order in which they are tried.
 ON_DISK = tuple(place for place in PLACES if offload_of(place).states == "disk")
 
+#: A table of a smaller share of the largest is not worth the host's memory.
+LEAST_TABLE = 0.01
+
 Make = Callable[[Options], Plan]
+StateOf = Callable[[Options], TrainingState]
 #: Values of the options ``offload`` and ``offload_fraction``.
 Choice = tuple[str | Mapping[str, str], float | None]
 
@@ -44,25 +48,28 @@ class Bounds(Protocol):
         """Whether its step may take less than so many seconds."""
 
 
-def fastest_tier(options: Options, cluster: Cluster, make: Make, state: TrainingState | None = None,
-                 bounds: Bounds | None = None, blocks: Sequence[str] = ()) -> Plan:
+def fastest_tier(options: Options, cluster: Cluster, make: Make, state: StateOf | None = None,
+                 bounds: Bounds | None = None, blocks: Sequence[str] = (), tables: Sequence[tuple[str, int]] = ()
+                 ) -> Plan:
     """The fastest of the plans by ``make`` with states on the device, on the host in part or whole, and with parameters
     there; on disk only where none of these fits: states alone, then gradients and parameters on the host, then these on
     disk too. Where parameters leave, those of as few of the ``blocks`` (their paths) as memory requires alone are tried
-    too. Tiers are left out where memory does not bind, where ``state`` (all parameters, gradients and optimizer states,
-    in bytes) exceeds what its hosts have, where the cluster's description does not say how fast they are, or where
-    ``bounds`` rule them out: then parts of the states are tried first, and what more leaves the device only where
-    it may be faster. Raises InfeasibleError (that of the device) if none fits."""
-    return _Tiers(options, cluster, make, state, bounds, blocks).fastest()
+    too; and with the largest of ``tables`` (name and bytes, the largest first) looked up on the host, as few as memory
+    requires, or all. Tiers are left out where memory does not bind, where ``state`` (all parameters, gradients and
+    optimizer states under some options, in bytes) exceeds what its hosts have, where the cluster's description does
+    not say how fast they are, or where ``bounds`` rule them out: then parts of the states are tried first, and what
+    more leaves the device only where it may be faster. Raises InfeasibleError (that of the device) if none fits."""
+    return _Tiers(options, cluster, make, state, bounds, blocks, tables).fastest()
 
 
 class _Tiers:
     """The plans of one call by tier. ``why``: of tiers without one, the reason."""
 
-    def __init__(self, options: Options, cluster: Cluster, make: Make, state: TrainingState | None,
-                 bounds: Bounds | None, blocks: Sequence[str]) -> None:
+    def __init__(self, options: Options, cluster: Cluster, make: Make, state: StateOf | None, bounds: Bounds | None,
+                 blocks: Sequence[str], tables: Sequence[tuple[str, int]]) -> None:
         self.blocks = blocks
         self.options, self.make, self.cluster, self.state, self.bounds = options, make, cluster, state, bounds
+        self.tables = _worth_moving(tables, options) if options.looks_up else []
         self.most_s = math.inf    # of a plan that is of use
         self.ends = clock.now() + options.time_limit_s
         self.tiers = [tier for tier in _known(cluster) if tier in options.tiers]
@@ -71,7 +78,7 @@ class _Tiers:
 
     def fastest(self) -> Plan:
         try:
-            if said := self._exceeded(ON_DEVICE):
+            if said := self._exceeded(self.options, ON_DEVICE):
                 raise InfeasibleError(f"no plan fits: {said}")
             here = self._plan(self._within("none"))
         except InfeasibleError as error:
@@ -84,24 +91,41 @@ class _Tiers:
         if best is here or _step_s(best) >= self.most_s:
             return here
         return _because(best, f"{_step_s(here) / _step_s(best):.2f} times as fast as with states in device memory, "
-                        "which bind it")
+                        f"which bind it{self._told_of_tables(best)}")
 
     def _elsewhere(self, error: InfeasibleError) -> Plan:
         self._try_tiers()
         if not self.found:
             self._try_disk()
         if self.found:
-            return _because(min(self.found, key=_least), "states in device memory do not fit")
+            best = min(self.found, key=_least)
+            return _because(best, "states in device memory do not fit" + self._told_of_tables(best))
         error.args = (f"{error} ({'; '.join(self.why or [self.nothing])})",)
         raise error
 
     def _try_tiers(self) -> None:
-        """On the host: all, and as few as memory requires; with parameters, where recompute or nothing else fits."""
+        """On the host: all, and as few as memory requires; with parameters, where recompute or nothing else fits; and
+        tables."""
         if "host" in self.tiers:
             self._fewest("host", [("host", share) for share in FRACTIONS])
         binds = not self.found or any(plan.hybrid.recompute != "none" for plan in self.found)
         if "parameters" in self.tiers and binds:
             self._fewest("parameters", self._some_blocks("parameters"))
+        if "host" in self.tiers and self.tables:
+            self._try_tables()
+
+    def _try_tables(self) -> None:
+        """The largest tables on the host, as few as memory requires, by bisection; or all, with all states there."""
+        if not self._add("none", tables=len(self.tables)):
+            self._add("host", tables=len(self.tables))
+            return
+        low, high = 1, len(self.tables)
+        while low < high:
+            middle = (low + high) // 2
+            if self._add("none", tables=middle):
+                high = middle
+            else:
+                low = middle + 1
 
     def _try_disk(self) -> None:
         """The first of `ON_DISK` that fits with parameters on the device, and the first with these elsewhere."""
@@ -134,40 +158,48 @@ class _Tiers:
         return [({**{f"{path}.*": tier for path in self.blocks[:number]}, "*": _OTHERS[tier]}, None)
                 for number in numbers]
 
-    def _add(self, tier: str | Mapping[str, str], fraction: float | None = None) -> bool:
-        """Whether a plan was found, or would be of no use if it were."""
-        named = repr(tier) if isinstance(tier, str) else f"some blocks' {offload_of(tier).told()}"
+    def _add(self, tier: str | Mapping[str, str], fraction: float | None = None, tables: int = 0) -> bool:
+        """Whether a plan was found, or would be of no use if it were. ``tables``: so many more are on the host."""
+        said_of = repr(tier) if isinstance(tier, str) else f"some blocks' {offload_of(tier).told()}"
         within, best_s = self._within(tier, fraction), min(map(_step_s, self.found), default=self.most_s)
-        said = self._exceeded(offload_of(tier, fraction or 1.0))
+        named = f"{tables} tables on the host with offload={said_of}" if tables else f"offload={said_of}"
+        within = replace(within, on_host=(*within.on_host, *self.tables[:tables]))
+        said = self._exceeded(within, offload_of(tier, fraction or 1.0))
         if not said and self.bounds is not None and not self.bounds.may_fit(within):
             said = "no combination of pipeline, mesh and micro-batches fits"
         if said:
-            self.why.append(f"offload={named}: {said}")
+            self.why.append(f"{named}: {said}")
             return False
         if self.bounds is not None and best_s < math.inf and not self.bounds.may_beat(within, best_s):
             return True
         try:
             self.found.append(self._plan(within))
         except (InfeasibleError, SearchError, PlanError) as error:
-            self.why.append(f"offload={named}: {error}")
+            self.why.append(f"{named}: {error}")
             return False
         return True
 
-    def _exceeded(self, away: Offload) -> str:
+    def _exceeded(self, options: Options, away: Offload) -> str:
         """Why no plan keeps the state of this tier in the memory of hosts or devices, divided evenly; "" if one may, or
         groups have tiers of their own."""
         if self.state is None or away.groups:
             return ""
-        sizes = {"parameters": self.state.parameters, "gradients": self.state.gradients,
-                 "optimizer states": self.state.optimizer * away.fraction}
+        state = self.state(options)
+        sizes = {"parameters": state.parameters, "gradients": state.gradients,
+                 "optimizer states": state.optimizer * away.fraction}
         (host, *_), (device, _) = tier_limits(self.cluster, self.options), self.options.wider_limits(self.cluster)
-        stays = {"host": 0.0, "device": self.state.optimizer * (1 - away.fraction)}
+        stays = {"host": 0.0, "device": state.optimizer * (1 - away.fraction)}
         for tier, limit in (("host", host), ("device", device)):
             needed = (sum(sizes[what] for what in away.in_tier(tier)) + stays[tier]) / self.cluster.num_devices
             if needed > limit:
                 what = listed([*away.in_tier(tier), *["some optimizer states"] * (stays[tier] > 0)])
                 return f"{what} need {needed:.3g} bytes of the {tier} for each device, which has {limit:.3g}"
         return ""
+
+    def _told_of_tables(self, plan: Plan) -> str:
+        """Which tables are on the host that no pin puts there."""
+        chosen = [name for name in plan.hybrid.on_host if name not in self.options.on_host]
+        return f"; {listed(chosen)} on the host, looked up there" if chosen else ""
 
     def _within(self, tier: str | Mapping[str, str], fraction: float | None = None) -> Options:
         """The options of plans with states in a tier, with the time that is left."""
@@ -197,11 +229,17 @@ def _step_s(plan: Plan) -> float:
     return plan.prediction.step_s
 
 
-def _least(plan: Plan) -> tuple[float, bool, float]:
+def _least(plan: Plan) -> tuple[float, bool, float, int]:
     """The order of plans in tiers: by seconds, then by how much leaves the device."""
     away = plan.hybrid.offload
     much = len(away.groups) or math.inf if away.moves_parameters else away.fraction
-    return _step_s(plan), away.moves_parameters, much
+    return _step_s(plan), away.moves_parameters, much, len(plan.hybrid.on_host)
+
+
+def _worth_moving(tables: Sequence[tuple[str, int]], options: Options) -> list[str]:
+    """Names of the tables that are not on the host yet, the largest first; without those that are small beside it."""
+    left = [(name, size) for name, size in tables if name not in options.on_host]
+    return [name for name, size in left if size >= LEAST_TABLE * left[0][1]]
 
 
 def _because(plan: Plan, why: str) -> Plan:

@@ -44,6 +44,7 @@ from autoparallel.pricing.step_cost import ALL_EXPOSED
 from autoparallel.search import plan_within, solve
 from autoparallel.search.alternatives import conflict
 from autoparallel.search.model.problem import Problem, Solution, evaluate
+from autoparallel.strategies.host_lookups import HostLookups, tables_of
 from autoparallel.strategies.space import Strategy, StrategySpace
 from cost_models import Cluster
 
@@ -91,7 +92,8 @@ def plan_in(space: StrategySpace, micro: MicroBatches, cluster: Cluster, options
                     stages=hybrid.pipeline_ranks, same_limit=options.memory_limit_bytes is not None)
     allowed = apply_pins(space, options.pins or {})
     if options.zero_stage:
-        allowed = {**stored_sharded(space), **allowed}
+        tables = HostLookups(space, hybrid.on_host).tables    # which are stored as they are read
+        allowed = {**{at: some for at, some in stored_sharded(space).items() if at not in tables}, **allowed}
     allowed.update(_placed_choices(space, placed))
     penalties = _penalties(space, options)
     limit, begin = options.limit_bytes(cluster), first(space) if first is not None else None
@@ -221,15 +223,19 @@ def plan_call(space: StrategySpace, micro: MicroBatches, cluster: Cluster, optio
     Raises InfeasibleError (that of the plain step) if nothing fits; PinError, SearchError.
     """
     with clock.counted(options.time_limit_s):
+        if not placed:
+            options = options.with_tables(space.graph)
+            hybrid = replace(hybrid, on_host=options.on_host)
         return _plan_call(space, micro, cluster, options, placed, hybrid)
 
 
 def _plan_call(space: StrategySpace, micro: MicroBatches, cluster: Cluster, options: Options,
                placed: Mapping[str, Layout], hybrid: Hybrid) -> Plan:
     if options.offload == "auto":
-        state = whole_state(space.graph, cluster, options)
         return fastest_tier(options, cluster, lambda chosen: _plan_call(
-            space, micro, cluster, chosen, placed, _in_tier(hybrid, chosen)), state, blocks=block_paths(space.graph))
+            space, micro, cluster, chosen, placed, _in_tier(hybrid, chosen)),
+            lambda chosen: whole_state(space.graph, cluster, chosen), blocks=block_paths(space.graph),
+            tables=tables_of(space.graph))
     try:
         return plan_in(space, micro, cluster, options, placed, hybrid)
     except InfeasibleError as error:
@@ -250,9 +256,10 @@ def _plan_call(space: StrategySpace, micro: MicroBatches, cluster: Cluster, opti
 
 
 def _in_tier(hybrid: Hybrid, options: Options) -> Hybrid:
-    """The step configuration with training state in the options' tier. Raises PlanError where it does not go there."""
+    """The step configuration with training state in the options' tier, and their tables on the host. Raises PlanError
+    where it does not go there."""
     zero_stage = 3 if options.tier.moves_parameters and options.zero_stage == 3 else hybrid.zero_stage
-    return replace(hybrid, offload=options.tier, zero_stage=zero_stage)
+    return replace(hybrid, offload=options.tier, zero_stage=zero_stage, on_host=options.on_host)
 
 
 def _plan_recomputing(space: StrategySpace, micro: MicroBatches, cluster: Cluster, options: Options,
@@ -354,7 +361,7 @@ def _record(pricer: SpacePricer, problem: Problem, strategies: Sequence[Strategy
 
 def _tiers_hold(pricer: SpacePricer, problem: Problem, solution: Solution, options: Options) -> bool:
     """Whether a solution keeps to the limits of host memory and disk."""
-    if not pricer.counts.hybrid.offload.is_away:
+    if not (pricer.counts.hybrid.offload.is_away or pricer.counts.hybrid.on_host):
         return True
     prediction = predict(pricer, problem, pricer.strategies_of(solution.choice), solution.peak_bytes)
     try:
@@ -383,16 +390,24 @@ def _check_tiers(prediction: Prediction, cluster: Cluster, hybrid: Hybrid, optio
     """Raises InfeasibleError if what leaves a device exceeds its share of its host's memory, or a limit of the
     options."""
     host, disk, share = tier_limits(cluster, options)
-    what = f"offload={hybrid.offload.place!r}" if hybrid.offload.is_away else "recompute='offload'"
+    what, instead = _away(hybrid)
     if prediction.host_bytes > host:
         given = f"{cluster.name} has" if host == share else "host_memory_limit_bytes is"
         raise InfeasibleError(f"{what} needs {prediction.host_bytes:.3g} bytes of the host's memory for each device, "
-                              f"and {given} {host:.3g}: take "
-                              + ("more devices, zero_stage=1 or more, or more on disk" if hybrid.offload.is_away else
-                                 "more micro-batches or recompute='full'"))
+                              f"and {given} {host:.3g}: take {instead}")
     if prediction.disk_bytes > disk:
         raise InfeasibleError(f"{what} needs {prediction.disk_bytes:.3g} bytes of disk for each device, and "
                               f"disk_limit_bytes is {disk:.3g}: take more devices or zero_stage=1 or more")
+
+
+def _away(hybrid: Hybrid) -> tuple[str, str]:
+    """What leaves the devices, and what takes less of their hosts' memory."""
+    tables = f" with {len(hybrid.on_host)} tables on the host" if hybrid.on_host else ""
+    if hybrid.offload.is_away:
+        return f"offload={hybrid.offload.place!r}{tables}", "more devices, zero_stage=1 or more, or more on disk"
+    if hybrid.recompute == "offload":
+        return f"recompute='offload'{tables}", "more micro-batches or recompute='full'"
+    return f"a plan{tables}", "more devices or offload='disk', or pin fewer tables to it"
 
 
 def _placed_choices(space: StrategySpace, placed: Mapping[str, Layout]) -> dict[int, np.ndarray]:

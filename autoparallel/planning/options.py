@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.nn.parameter import is_lazy
 
+from autoparallel.capture import OpGraph
 from autoparallel.errors import (
     AutoparallelError,
     CaptureError,
@@ -37,6 +38,7 @@ from autoparallel.schedule.schedules import SCHEDULES, names_of, usual
 from autoparallel.schedule.step_config import BUCKET_BYTES, RECOMPUTE, REDUCE_DTYPES
 from autoparallel.schedule.tiers import ON_DEVICE, PLACES, Offload, largest_tile, offload_of
 from autoparallel.search import SEARCHES, Progress
+from autoparallel.strategies.host_lookups import tables_pinned
 from cost_models import Cluster, memory
 from cost_models.accuracy import usable_bytes
 from cost_models.unequal import only
@@ -44,7 +46,8 @@ from cost_models.unequal import only
 #: A line for each option, in the docstrings of `plan` and `compile`.
 OPTIONS = f"""
     search: "auto", "ilp", "recursive" or "exact".
-    pins: placements by name pattern, {{"*.q_proj.weight": (Replicate(), Shard(0)), "input_ids": {{"data": Shard(0)}}}}.
+    pins: placements by name pattern, {{"*.q_proj.weight": (Replicate(), Shard(0)), "input_ids": {{"data": Shard(0)}}}};
+        "host" of tables of embeddings and bags, which are looked up in the host's memory ({{"tables*": "host"}}).
     baseline: a classical plan instead of the search's own ("ddp", "fsdp", "tensor_parallel", "sequence_parallel").
     memory_limit_bytes: of each device's tensors; None is what the device has beside context, communicators and
         fragments, less the error of predictions (`memory_confidence`); inf no limit.
@@ -69,8 +72,8 @@ OPTIONS = f"""
         "parameters": these as well (by ZeRO-3, copied to the device for each use), "disk", the tiers of parameters,
         gradients and states, as "host/host/disk" and "disk/disk/disk"; by patterns of parameters' names
         {{"embed*": "disk", "layers.0.*": "host", "*": "none"}}, of which the first that matches holds (none: the
-        device); or "auto": the fastest of the plans that fit into the devices' memory. `ParallelModule.optimizer` steps
-        them.
+        device); or "auto": the fastest of the plans that fit into the devices' memory, also with tables on the host.
+        `ParallelModule.optimizer` steps them.
     offload_fraction: the share of each parameter's elements whose states are there; None: all ("auto": of the host, as
         few quarters as memory requires).
     host_memory_limit_bytes: of host memory for what leaves each device, or for tiles of what is on disk; None: its
@@ -121,6 +124,8 @@ class Options:
     by_hand: ByHand | None = field(default=None, metadata={"internal": True})  # of `plan` alone, and the next
     compare_by_hand: ByHand | str | None = field(default=None, metadata={"internal": True})  # a str is "usual"
     tiers: Sequence[str] = field(default=PLACES[1:], metadata={"internal": True})  # that "auto" may take
+    looks_up: bool = field(default=True, metadata={"internal": True})  # whether "auto" may put tables on the host
+    on_host: tuple[str, ...] = field(default=(), metadata={"internal": True})  # the tables that pins put there
 
     @property
     def stages(self) -> int:
@@ -143,8 +148,9 @@ class Options:
 
     @property
     def given(self) -> dict[str, Any]:
-        """The fields of `Hybrid` that the search does not choose: how gradients are reduced, where states live."""
-        return {"reduce_dtype": self.reduce_dtype, "offload": self.tier,
+        """The fields of `Hybrid` that the search does not choose: how gradients are reduced, where states and tables
+        live."""
+        return {"reduce_dtype": self.reduce_dtype, "offload": self.tier, "on_host": self.on_host,
                 "bucket_bytes": BUCKET_BYTES if self.bucket_bytes is None else self.bucket_bytes}
 
     @property
@@ -161,7 +167,11 @@ class Options:
 
     def without_decided(self) -> Options:
         """The options for calls of another form than a plan's: without those that the plan decides."""
-        return Options(**{**vars(self), **dict.fromkeys(DECIDED_BY_A_PLAN)})
+        return Options(**{**vars(self), **dict.fromkeys(DECIDED_BY_A_PLAN), "on_host": ()})
+
+    def with_tables(self, graph: OpGraph) -> Options:
+        """The options with the tables of a program that pins put on the host. Raises PinError."""
+        return replace(self, on_host=tables_pinned(graph, self.pins))
 
     @property
     def is_open(self) -> bool:
@@ -345,7 +355,8 @@ def _are_counts(value: Any) -> bool:
 _COUNT = _Wanted("a whole number, 1 or more", _is_count)
 _WANTED: Mapping[str, tuple[Any, ...] | _Wanted] = {
     "search": SEARCHES,
-    "pins": _Wanted("placements by name pattern: {'*.weight': (Replicate(), Shard(0)), 'ids': {'data': Shard(0)}}",
+    "pins": _Wanted("placements by name pattern: {'*.weight': (Replicate(), Shard(0)), 'ids': {'data': Shard(0)}}, or "
+                    "'host' of tables",
                     lambda value: isinstance(value, Mapping) and all(isinstance(k, str) for k in value)),
     "baseline": NAMES,
     "memory_limit_bytes": _Wanted("bytes per device as a number, 0 or more (70e9; inf: no limit)", _is_amount),

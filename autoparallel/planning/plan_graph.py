@@ -31,6 +31,7 @@ from autoparallel.plans import Plan
 from autoparallel.plans.record import Record
 from autoparallel.plans.reports.asked import alternative_of
 from autoparallel.search import Progress
+from autoparallel.strategies.host_lookups import tables_of
 from cost_models import Cluster
 
 _LOG = logging.getLogger("autoparallel")
@@ -64,7 +65,7 @@ def _told(plan: Plan, options: Options) -> Plan:
 def _compared(graph: OpGraph, cluster: Cluster, mesh_shape: Sequence[int] | None, axis_names: Sequence[str] | None,
               joint: bool, options: Options) -> Plan:
     """The plan, with usual plans by hand or the one that is asked for in its record."""
-    split = Splits(graph)
+    split, options = Splits(graph), options.with_tables(graph)
     made = _planned(split, cluster, mesh_shape, axis_names, joint, options)
     hand = options.compare_by_hand
     if isinstance(hand, ByHand):
@@ -83,9 +84,10 @@ def _planned(split: Splits, cluster: Cluster, mesh_shape: Sequence[int] | None, 
     if options.offload == "auto":
         return fastest_tier(options, cluster,
                             lambda chosen: _planned(split, cluster, mesh_shape, axis_names, joint, chosen),
-                            whole_state(split.graph, cluster, options),
+                            lambda chosen: whole_state(split.graph, cluster, chosen),
                             TierBounds(split, cluster, tuple(mesh_shape) if mesh_shape is not None else None)
-                            if joint and options.by_hand is None else None, block_paths(split.graph))
+                            if joint and options.by_hand is None else None, block_paths(split.graph),
+                            tables_of(split.graph) if options.by_hand is None else ())
     if options.by_hand is not None:
         return plan_by_hand(split, cluster, options, options.by_hand)
     if joint:
@@ -125,7 +127,7 @@ def _plan_jointly(split: Splits, cluster: Cluster, mesh_shape: Sequence[int] | N
     the fastest usual plans that fit."""
     started = clock.now()
     usual, ends = UsualPlans({}, (), options.limit_bytes(cluster)), started + options.time_limit_s
-    if mesh_shape is None and not options.pins:
+    if mesh_shape is None and not options.pins and not options.on_host:
         usual = usual_plans(split, cluster, options, options.time_limit_s * USUAL_SHARE)
         if options.progress is not None and usual.fastest is not None:
             options.progress("usual plans", usual.fastest[1].prediction.step_s, -math.inf)

@@ -6,7 +6,7 @@ grow with depth.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import groupby
 
@@ -87,16 +87,16 @@ def _node_name(decision: Decision) -> str:
     return decision.name.split(":")[0]
 
 
-def reduced_model(graph: OpGraph, offload: Offload = ON_DEVICE) -> ReducedModel:
+def reduced_model(graph: OpGraph, offload: Offload = ON_DEVICE, tables: Collection[str] = ()) -> ReducedModel:
     """The reduced-depth model of a program; programs with at most three equal blocks stay as they are. One block stands
-    for others with parameters in the same tiers only."""
+    for others with parameters in the same tiers only. ``tables``: those that are looked up on the host."""
     templates = equal_blocks(graph)
     twin: dict[int, int] = {}
     stands_for: dict[str, int] = {}
     for equivalent in templates:
         for block in equivalent:
             stands_for.update({graph.nodes[i].name: 1 for i in (*block.nodes, *_parameters(graph, block))})
-        for _, run in groupby(equivalent[1:-1], lambda block: _tiers(graph, block, offload)):
+        for _, run in groupby(equivalent[1:-1], lambda block: _tiers(graph, block, offload, tables)):
             _fold(graph, list(run), twin, stands_for)
     twins = {graph.nodes[index].name: graph.nodes[other].name for index, other in twin.items()}
     return ReducedModel(_without(graph, twin) if twin else graph, stands_for, sum(map(len, templates)), twins)
@@ -111,8 +111,10 @@ def _fold(graph: OpGraph, run: list[Block], twin: dict[int, int], stands_for: di
     stands_for.update({graph.nodes[index].name: len(run) for index in members})
 
 
-def _tiers(graph: OpGraph, block: Block, offload: Offload) -> list[Offload]:
-    return [offload.of(graph.nodes[index].path) for index in _parameters(graph, block)] if offload.groups else []
+def _tiers(graph: OpGraph, block: Block, offload: Offload, tables: Collection[str]) -> list[tuple[Offload, bool]]:
+    """Of each parameter, and whether it is looked up on the host."""
+    names = [graph.nodes[index].path for index in _parameters(graph, block)] if offload.groups or tables else []
+    return [(offload.of(name, tables), name in tables) for name in names]
 
 
 def _parameters(graph: OpGraph, block: Block) -> list[int]:

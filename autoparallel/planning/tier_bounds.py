@@ -39,9 +39,9 @@ class TierBounds:
 
     def update_s(self, options: Options) -> float:
         """A lower bound of the optimizer's step: what leaves the device of each parameter, divided evenly."""
-        found = 0.0
+        found, tiers, tables = 0.0, options.tier, frozenset(options.on_host)
         for node in self.split.graph.of_kind("parameter"):
-            if (meta := node.outputs[0]).requires_grad and (away := options.tier.of(node.path)).is_away:
+            if (meta := node.outputs[0]).requires_grad and (away := tiers.of(node.path, tables)).is_away:
                 step = host_step(meta.num_elements * away.fraction / self.cluster.num_devices,
                                  kept_precision(meta, self.cluster), options.optimizer, self.cluster,
                                  away.states == "disk", away.moves_gradients, away.moves_parameters,

@@ -2,13 +2,14 @@
 
     pins={"*.q_proj.weight": (Replicate(), Shard(0)),       a parameter's storage, one placement per mesh axis
           "model.layers.*.mlp": {"tp": Replicate()},        a module's output, on one axis only
-          "input_ids": {"dp": Shard(0)}}                    an input
+          "input_ids": {"dp": Shard(0)},                    an input
+          "tables*": "host"}                                tables, looked up there (`strategies/host_lookups.py`)
 """
 
 from __future__ import annotations
 
 import difflib
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from fnmatch import fnmatchcase
 from typing import Any
 
@@ -16,6 +17,7 @@ import numpy as np
 
 from autoparallel.errors import PinError
 from autoparallel.layout import Placement, from_torch
+from autoparallel.strategies.host_lookups import HOST, host_patterns
 from autoparallel.strategies.space import Decision, StrategySpace
 
 Pin = Sequence[Any] | Mapping[str, Any] | Any
@@ -27,7 +29,7 @@ def apply_pins(space: StrategySpace, pins: Mapping[str, Pin]) -> dict[int, np.nd
     Raises PinError if a pattern matches nothing, or if no strategy has the placements; the message names possible ones.
     """
     allowed: dict[int, np.ndarray] = {}
-    for pattern, pin in pins.items():
+    for pattern, pin in _placements(pins):
         decisions = _matches(space, pattern)
         wanted = _per_axis(space, pattern, pin)
         for decision in decisions:
@@ -42,9 +44,20 @@ def apply_pins(space: StrategySpace, pins: Mapping[str, Pin]) -> dict[int, np.nd
 def pin_strings(space: StrategySpace, pins: Mapping[str, Pin]) -> dict[str, str]:
     """Pins as text, by pattern, for the plan."""
     return {
-        pattern: "·".join("*" if p is None else str(p) for p in _per_axis(space, pattern, pin))
-        for pattern, pin in pins.items()
+        **{pattern: "·".join("*" if p is None else str(p) for p in _per_axis(space, pattern, pin))
+           for pattern, pin in _placements(pins)},
+        **dict.fromkeys(host_patterns(pins), HOST),
     }
+
+
+def _placements(pins: Mapping[str, Pin]) -> Iterator[tuple[str, Pin]]:
+    """Those that are placements."""
+    for pattern, pin in pins.items():
+        if isinstance(pin, str) and pin != HOST:
+            raise PinError(f"pin {pattern!r} is {pin!r}: give a placement for each mesh axis, or {HOST!r} for a table "
+                           "that is looked up in the memory of the host")
+        if not isinstance(pin, str):
+            yield pattern, pin
 
 
 def _per_axis(space: StrategySpace, pattern: str, pin: Pin) -> list[Placement | None]:

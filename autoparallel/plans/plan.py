@@ -96,8 +96,10 @@ class Prediction:
     (`cost_models.accuracy`). ``limit_bytes``: the memory limit of the search (0: none); on devices of unequal memory
     that of the smallest, and ``peak_bytes`` of a larger one count as its share of that. ``host_bytes``: of the host's
     memory for saved tensors (recompute="offload"), optimizer states, gradients and parameters that live there,
-    or for tiles of states on disk; ``disk_bytes``: of optimizer states on disk. ``repeated_ops``: ops without a rule,
-    repeated on every rank.
+    or for tiles of states on disk; ``disk_bytes``: of optimizer states on disk. ``lookups_forward_s``,
+    ``lookups_backward_s``: of ``forward_s`` and ``backward_s``, what the host does for tables in its memory;
+    ``crossings_s``: of communication, their ids, results and gradients on the link between host and device.
+    ``repeated_ops``: ops without a rule, repeated on every rank.
     """
 
     forward_s: float
@@ -121,6 +123,9 @@ class Prediction:
     ahead_s: float = 0.0
     disk_bytes: float = 0.0
     recompute_s: float = 0.0
+    lookups_forward_s: float = 0.0
+    lookups_backward_s: float = 0.0
+    crossings_s: float = 0.0
 
     def collectives_on_a_rank(self, pipeline_ranks: int) -> tuple[CollectiveUse, ...]:
         """The collectives of one rank, in the mean over those of the pipeline; numbers are rounded up."""

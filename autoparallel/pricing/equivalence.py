@@ -35,6 +35,8 @@ class Equivalence:
             facts.append(_numbered(self.prices.chains))
         if self.prices.cluster.profile is not None:  # hosts launch ahead in blocks only
             facts.append([bool(block) for block in self.space.blocks])
+        if counts.lookups.names:
+            facts.append([index in counts.lookups.tables or index in counts.lookups.ops for index in range(count)])
         if not counts.in_one:
             facts += [_numbered(counts.stages_of), [index in counts.unused for index in range(count)]]
         if counts.hybrid.recompute != "none":

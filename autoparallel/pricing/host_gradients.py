@@ -30,8 +30,12 @@ class HostGradients:
                 and len(self.counts.stages_of[index]) == 1 and len(self.counts.ranks_with(index)) < 2)
 
     def _goes(self, index: int) -> bool:
-        """Whether a decision is a trained parameter whose gradient leaves the device."""
-        moves = self.go and self.counts.away[index].moves_gradients
+        """Whether a decision is a trained parameter whose gradient leaves the device, where it is made."""
+        return self.go and self._is_away(index) and index not in self.counts.lookups.tables
+
+    def _is_away(self, index: int) -> bool:
+        """Whether a decision is a trained parameter whose gradient is outside of the device, also if made there."""
+        moves = self.prices.training and self.counts.away[index].moves_gradients
         return moves and self.space.strategy_sets[index].output_metas[0].requires_grad
 
     def bytes_of(self, s: StrategySet) -> np.ndarray:
@@ -42,9 +46,10 @@ class HostGradients:
     def away_bytes(self, index: int) -> np.ndarray:
         """Bytes in the gradients' tier; of the sum over micro-batches, where that is more precise."""
         s = self.space.strategy_sets[index]
-        if not self._goes(index):
+        if not self._is_away(index):
             return np.zeros(len(s.strategies))
-        apart = self.counts.accumulator_bytes(s.output_metas[0]) if self.leave(index) else 0
+        summed_there = self.leave(index) or index in self.counts.lookups.tables
+        apart = self.counts.accumulator_bytes(s.output_metas[0]) if summed_there else 0
         return np.maximum(self.bytes_of(s), apart * self.prices.elements(s))
 
     def moving_s(self, index: int) -> np.ndarray:

@@ -28,8 +28,8 @@ class HostParameters:
         self.prices, self.counts, self.space = prices, counts, prices.space
 
     def fetches(self, use: TensorUse) -> bool:
-        """Whether a use reads a parameter where it is stored, outside of the device."""
-        return self.counts.away[use.source].moves_parameters
+        """Whether a use reads a parameter where it is stored, outside of the device, and no op there."""
+        return self.counts.away[use.source].moves_parameters and use.source not in self.counts.lookups.tables
 
     def away_bytes(self, index: int) -> np.ndarray:
         """Bytes of a parameter in its tier."""
@@ -67,11 +67,13 @@ class HostParameters:
 
 def ops_beside(counts: ExecutionCounts, moves: Callable[[Offload], bool]) -> list[int]:
     """The ops beside which parameters or gradients move: all but those of blocks whose own do not (each moves while the
-    block next to its own computes). ``moves``: whether those of a parameter with these tiers do."""
+    block next to its own computes). ``moves``: whether those of a parameter with these tiers do; of tables that are
+    looked up on the host none does."""
     space, blocks = counts.space, {True: set[object](), False: set[object]()}
     for use in space.uses:
         if space.decisions[use.source].kind == "parameter":
-            blocks[moves(counts.away[use.source])].add(space.blocks[use.target])
+            own = use.source not in counts.lookups.tables and moves(counts.away[use.source])
+            blocks[own].add(space.blocks[use.target])
     idle = blocks[False] - blocks[True]
     return [one.index for one in space.decisions if one.kind == "op" and space.blocks[one.index] not in idle]
 

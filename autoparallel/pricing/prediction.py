@@ -66,8 +66,9 @@ class _Parts:
     """Seconds of one step and bytes, on each of the ``ranks`` ranks of a stage. ``host_bytes``, ``disk_bytes``: of
     activations and training state there; ``tiled_bytes``: of optimizer states on disk. ``once``: the seconds that do
     not depend on the number of micro-batches, ``once_forward`` those of them in forward. ``again``: compute of
-    recompute. ``by_class``: compute of ops by their class. ``outside``: by how much launches prolong ops outside of
-    blocks. All of these are in the others too, and so are ``ahead_forward`` and ``ahead_backward``."""
+    recompute. ``lookups_forward``, ``lookups_backward``, ``crossings``: of tables on the host. ``by_class``: compute of
+    ops by their class. ``outside``: by how much launches prolong ops outside of blocks. All of these are in the others
+    too, and so are ``ahead_forward`` and ``ahead_backward``."""
 
     forward: float = 0.0
     backward: float = 0.0
@@ -86,6 +87,9 @@ class _Parts:
     host_bytes: float = 0.0
     disk_bytes: float = 0.0
     tiled_bytes: float = 0.0
+    lookups_forward: float = 0.0
+    lookups_backward: float = 0.0
+    crossings: float = 0.0
     by_class: dict[str, float] = field(default_factory=dict)
     repeated: list[int] = field(default_factory=list)
     ranks: int = 1
@@ -171,6 +175,9 @@ def predict(pricer: SpacePricer, problem: Problem, strategies: Sequence[Strategy
         p90=bar.p90,
         basis=bar.basis,
         limit_bytes=pricer.limit_bytes if math.isfinite(pricer.limit_bytes) else 0.0,
+        lookups_forward_s=mean.lookups_forward / ranks,
+        lookups_backward_s=mean.lookups_backward / ranks,
+        crossings_s=mean.crossings / ranks,
     )
 
 
@@ -266,7 +273,7 @@ def _together(stages: Sequence[_Parts]) -> _Parts:
     made = _Parts(repeated=[index for s in stages for index in s.repeated])
     for name in ("forward", "backward", "optimizer", "forward_communication", "backward_communication", "once",
                  "once_forward", "again", "outside", "state_bytes", "live_bytes", "always_bytes", "host_bytes",
-                 "disk_bytes", "tiled_bytes"):
+                 "disk_bytes", "tiled_bytes", "lookups_forward", "lookups_backward", "crossings"):
         setattr(made, name, sum(getattr(s, name) for s in stages))
     for stage in stages:
         made.ahead_forward.add(stage.ahead_forward)
@@ -419,6 +426,9 @@ def _add_decisions(pricer: SpacePricer, strategies: Sequence[Strategy], stages: 
 
 def _add_op(pricer: SpacePricer, index: int, number: int, count: int, place: int, stage: _Parts, found: Found) -> None:
     cost, before_s = pricer.costs.of(index, place), stage.forward + stage.backward
+    if pricer.costs.lookups.runs(index):
+        _add_lookup(pricer, index, number, count, place, stage)
+        return
     stage.forward += count * float(cost.forward[number] + cost.again[number])
     stage.again += count * float(cost.again[number])
     stage.backward += count * float(cost.backward[number])
@@ -432,6 +442,22 @@ def _add_op(pricer: SpacePricer, index: int, number: int, count: int, place: int
     rule = pricer.space.strategy_sets[index].rule
     op_class = "" if rule is None else rule.op_class
     stage.by_class[op_class] = stage.by_class.get(op_class, 0.0) + stage.forward + stage.backward - before_s
+
+
+def _add_lookup(pricer: SpacePricer, index: int, number: int, count: int, place: int, stage: _Parts) -> None:
+    """Add an op that runs on the host: its work there, and what crosses between the two memories as communication."""
+    forward, backward = pricer.counts.op_times(index, place)
+    each = pricer.costs.lookups.price(pricer.space.strategy_sets[index])
+    work_s, back_s, up_s, down_s = (count * times * float(seconds[number]) for times, seconds in zip(
+        (forward, backward, forward, backward), each, strict=True))
+    again = (forward - backward) / forward if forward else 0.0
+    stage.forward, stage.backward, stage.again = (stage.forward + work_s, stage.backward + back_s,
+                                                  stage.again + again * work_s)
+    stage.forward_communication += up_s
+    stage.backward_communication += down_s
+    stage.lookups_forward += (1 - again) * work_s
+    stage.lookups_backward += back_s
+    stage.crossings += up_s + down_s
 
 
 def _add_ahead(pricer: SpacePricer, prices: Prices, index: int, number: int, times: tuple[int, int], stage: _Parts
@@ -561,7 +587,9 @@ def _add_use(pricer: SpacePricer, strategies: Sequence[Strategy], move: Move, co
     if counts.sums(use):
         summed_s = count * float(pricer.costs.sums_s(use)[ends])
         stage.backward += summed_s
-        if space.blocks[use.target]:
+        if pricer.costs.lookups.is_table(use.source):
+            stage.lookups_backward += summed_s
+        elif space.blocks[use.target]:
             stage.ahead_backward.add(_Ahead(summed_s, summed_s))
     if counts.offloads_copy(use):
         there, back = pricer.costs.offload_copy_s(use)

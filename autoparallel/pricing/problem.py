@@ -217,9 +217,8 @@ class _Builder:
         pick, cost = int(self.picks[index]), self.costs.of(index)
         costs = self.memo.once(("total", id(cost), pick), lambda: cost.total[numbers])
         inside = index in self.counts.saved.inside_only
-        leaves = self.costs.gradients.leave(index)
-        away = id(self.counts.away[index])
-        usages = self.memo.once(("usage", id(s), pick, decision.kind, inside, copies, leaves, away),
+        where = self.costs.gradients.leave(index), self.costs.lookups.is_table(index), id(self.counts.away[index])
+        usages = self.memo.once(("usage", id(s), pick, decision.kind, inside, copies, where),
                                 lambda: self.costs.decision_bytes(index)[numbers] * copies)
         strategies = s.strategies if len(numbers) == len(s.strategies) else tuple(s.strategies[n] for n in numbers)
         return Node(decision.name, costs, usages, strategies=strategies)

@@ -79,6 +79,7 @@ class StepCosts:
         self.kinds, self.memo = Equivalence(prices, counts), Memo()
         self.tiers = TierCosts(prices, counts, self.memo)
         self.gradients, self.parameters, self.states = self.tiers.gradients, self.tiers.parameters, self.tiers.states
+        self.lookups = self.tiers.lookups
 
     # --- seconds of decisions ---------------------------------------------------------------------------------------
 
@@ -89,13 +90,18 @@ class StepCosts:
         times, moves = counts.op_times(index, stage), counts.offloads(index)
         readers = int(self.kinds.readers[index]) if kind == "shared_read" else 0
         key = (id(s), kind, readers, self.prices.chains[index], times, moves, counts.ranks_with(index),
-               self.gradients.leave(index), id(counts.away[index]), id(prices))
+               self.gradients.leave(index), self.lookups.touches(index), id(counts.away[index]), id(prices))
         return self.memo.once(("cost", *key), lambda: self._cost(index, times, prices))
 
     def _cost(self, index: int, times: tuple[int, int], prices: Prices) -> StepCost:
         s, kind = self.space.strategy_sets[index], self.space.decisions[index].kind
         nothing = self._nothing(len(s.strategies))[0]
         cost = StepCost(nothing, nothing, nothing, nothing, nothing, nothing)
+        if kind == "op" and self.lookups.runs(index):
+            found = self.lookups.price(s)
+            return cost._replace(forward=times[1] * (found.forward + found.there),
+                                 again=(times[0] - times[1]) * (found.forward + found.there),
+                                 backward=times[1] * (found.backward + found.back))
         if kind == "op":
             price, (there, back) = prices.op_of(index), self.offload_s(index)
             return cost._replace(forward=times[1] * price.forward_s + there,
@@ -105,6 +111,8 @@ class StepCosts:
             return cost._replace(backward=times[1] * self.shared_read_s(index, prices))
         if kind == "parameter":
             some = self.counts.multiplicities[index]
+            if self.lookups.is_table(index):
+                return cost._replace(update=some * self.states.update_s(index, prices))
             return cost._replace(summed=some * self.shared_s(index), update=some * self.states.update_s(index, prices),
                                  moved=self.tiers.gradients_s(index, self.of) if self.gradients.go else nothing)
         return cost
@@ -127,6 +135,10 @@ class StepCosts:
     def shared_read_s(self, index: int, prices: Prices | None = None) -> np.ndarray:
         """Seconds of summing the gradients from a value's readers once, by strategy."""
         s, readers = self.space.strategy_sets[index], int(self.kinds.readers[index])
+        if self.lookups.is_table(index):
+            trains = s.output_metas[0].requires_grad and self.prices.training
+            moved = 3 * self.prices.local_bytes(s.output_metas[0], s.outputs[0])
+            return trains * max(0, readers - 1) * self.lookups.sums_s(moved)
         there = prices_of(self.prices, self.counts, index) if prices is None else prices
         chain = there.chains[index]
         return self.memo.once(("shared_read", id(s), readers, chain, id(there)),
@@ -171,6 +183,8 @@ class StepCosts:
         s, kind = self.space.strategy_sets[index], self.space.decisions[index].kind
         saved = self.counts.saved
         how = index in saved.inside_only, saved.products_only(index), self.gradients.leave(index)
+        if kind == "parameter" and self.lookups.is_table(index):
+            return self._nothing(len(s.strategies))[0]
         return self.memo.once(("bytes", id(s), kind, how, id(self.counts.away[index])),
                               lambda: self._bytes_of(index, *how))
 
@@ -222,10 +236,12 @@ class StepCosts:
             if self.parameters.fetches(use):
                 there, back = self.tiers.fetch_s(use, self.of)
                 found = found + (there + back)[:, None]
+            if self.lookups.is_table(use.source):
+                found = np.where(self.counts.lookups.as_stored(use), found, np.inf)
             return found[np.ix_(rows, columns)]
 
         key = "use", self.use_key(use, rows, columns), counted, sums, summing, moves, skips is not None, \
-            id(self.counts.away[use.source])
+            id(self.counts.away[use.source]), self.lookups.is_table(use.source)
         return self.memo.once(key, seconds)
 
     def sums_s(self, use: TensorUse) -> np.ndarray:
@@ -242,6 +258,8 @@ class StepCosts:
         profile, width = self.prices.cluster.profile, use.meta.dtype.itemsize
         each = profile.sum_bytes(width, apart * width) / width if profile is not None else 1 + 2 * apart if apart else 3
         moved = each * held
+        if self.lookups.is_table(use.source):
+            return self.counts.sums(use) * self.lookups.sums_s(moved)
         return self.counts.sums(use) * compute.op_time_s("elementwise", 0.0, moved, dtype_name(use.meta), device)
 
     def copy_bytes(self, use: TensorUse) -> np.ndarray:

@@ -9,6 +9,7 @@ import numpy as np
 
 from autoparallel.pricing.counts import ExecutionCounts
 from autoparallel.pricing.host_gradients import HostGradients
+from autoparallel.pricing.host_lookups import HostLookupPrices
 from autoparallel.pricing.host_parameters import Fetching, HostParameters
 from autoparallel.pricing.memo import Memo
 from autoparallel.pricing.state_prices import StatePrices
@@ -34,11 +35,13 @@ ComputeOf = Callable[[int], Compute]
 
 
 class TierCosts:
-    """States, gradients and parameters in the tiers of a step configuration; arrays by strategy of a parameter."""
+    """States, gradients and parameters in the tiers of a step configuration, and tables on the host; arrays by strategy
+    of a parameter."""
 
     def __init__(self, prices: Prices, counts: ExecutionCounts, memo: Memo) -> None:
         self.gradients, self.parameters = HostGradients(prices, counts), HostParameters(prices, counts)
         self.states = StatePrices(prices, counts, self.parameters)
+        self.lookups = HostLookupPrices(prices, counts)
         self.away, self.memo = counts.away, memo
 
     def gradients_s(self, index: int, compute: ComputeOf) -> np.ndarray:

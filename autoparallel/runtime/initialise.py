@@ -12,9 +12,11 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, distribute_tensor
 
 from autoparallel.errors import InputError
+from autoparallel.kernels.host_copies import table_memory
 from autoparallel.layout import Box, Layout, from_torch, local_boxes, to_torch
 from autoparallel.runtime.agree import decide_once
 from autoparallel.runtime.dtensors import KEPT
+from autoparallel.schedule.tiers import Offload
 
 #: Copies a tensor to the memory in which a parameter lives.
 Keep = Callable[[torch.Tensor], torch.Tensor]
@@ -47,9 +49,25 @@ def elsewhere(value: DTensor, keep: Keep) -> DTensor:
     return value if value.is_meta else DTensor(keep(value._local_tensor), value._spec, requires_grad=False)
 
 
+def outside(local: torch.Tensor, mesh: DeviceMesh, layout: Layout, shape: tuple[int, ...]) -> DTensor:
+    """The DTensor with a local shard that is not on the mesh's devices, and stays where it is."""
+    spec = as_dtensor(torch.empty_like(local, device="meta"), mesh, layout, shape)._spec
+    return DTensor(local, spec, requires_grad=False)
+
+
 def live_elsewhere(parameter: torch.Tensor, keep: Keep) -> None:
     """Mark a parameter whose values `set_value` shall keep outside of the device."""
     setattr(parameter, KEPT, keep)
+
+
+def is_table(parameter: torch.Tensor) -> bool:
+    """Whether a parameter lives on the host, and is looked up there."""
+    return getattr(parameter, KEPT, None) is table_memory
+
+
+def tiers_of(offload: Offload, name: str, parameter: torch.Tensor) -> Offload:
+    """The tiers of a parameter, by its first name."""
+    return offload.of(name, (name,) if is_table(parameter) else ())
 
 
 def taking_any_gradient(output: torch.Tensor) -> torch.Tensor:
@@ -175,9 +193,12 @@ def set_value(parallel: nn.Module, name: str, value: torch.Tensor, device: torch
             local = value.redistribute(mesh, to_torch(layout)).to_local()
         else:
             local = local_shard(value, mesh, layout)
-        made = as_dtensor(local.to(device=device, dtype=old.dtype).contiguous().clone(), mesh, layout, tuple(old.shape))
-        if old.device.type == "meta" and (keep := getattr(old, KEPT, None)) is not None:
-            made = elsewhere(made, keep)
+        if (keep := getattr(old, KEPT, None)) is None:
+            local = local.to(device=device, dtype=old.dtype).contiguous().clone()
+            made = as_dtensor(local, mesh, layout, tuple(old.shape))
+        else:
+            local = local.to(device="cpu", dtype=old.dtype)
+            made = outside(keep(local) if old.is_meta else local, mesh, layout, tuple(old.shape))
     if old.device.type != "meta":
         with torch.no_grad():
             old.copy_(made)
@@ -241,6 +262,9 @@ def lost_buffers(model: nn.Module, device: torch.device) -> dict[str, torch.Tens
 def _fill(model: nn.Module, module: nn.Module, path: str, parallel: nn.Module, leaves: set[str],
           device: torch.device) -> None:
     if leaves:
+        names = [f"{path}.{leaf}" if path else leaf for leaf in leaves]
+        if all(is_table(registered(parallel, name)) for name in names):
+            device = torch.device("cpu")    # a table may be larger than the device's memory
         for leaf, value in _initialised(model, module, path, device).items():
             if leaf in leaves:
                 set_value(parallel, f"{path}.{leaf}" if path else leaf, value, device)

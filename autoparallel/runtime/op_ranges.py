@@ -74,6 +74,8 @@ class OpRanges:
         if step is not None:
             return OpRange(f"{target} for {name}", block, OTHERS, self.space.axis_names[step.axis],
                         bool(node.meta.get("reads")))
+        if target == "cross":
+            return OpRange(f"{name}: {node.args[1]} to {node.args[2]}", block, OTHERS)
         rule = self.space.strategy_sets[node.meta["decision"]].rule
         axes = node.kwargs.get("axes") or ("",)
         return OpRange(name, block, _PARTS.get("" if rule is None else rule.op_class, OTHERS),

@@ -12,15 +12,15 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, distribute_tensor
 
 from autoparallel.errors import InputError
-from autoparallel.kernels.host_copies import host_memory
-from autoparallel.layout import INVARIANT, Layout, local_shape, to_torch
+from autoparallel.kernels.host_copies import host_memory, table_memory
+from autoparallel.layout import INVARIANT, Layout, local_boxes, local_shape, to_torch
 from autoparallel.runtime.agree import made_equally
 from autoparallel.runtime.corrected_ops import correct_ops
 from autoparallel.runtime.dtensors import watch
 from autoparallel.runtime.form import Compiled
 from autoparallel.runtime.guards import Places, SharedAttributes
 from autoparallel.runtime.hints import add_hints
-from autoparallel.runtime.initialise import Keep, as_dtensor, container, elsewhere, live_elsewhere, registered
+from autoparallel.runtime.initialise import Keep, as_dtensor, container, elsewhere, live_elsewhere, outside, registered
 from autoparallel.runtime.interleaved_views import view_rightly
 from autoparallel.runtime.mixing import mix_scalars
 from autoparallel.runtime.offload.gradients import HostGradients, leaves_by_itself
@@ -32,6 +32,9 @@ from autoparallel.runtime.state import State
 from autoparallel.runtime.whole_draws import draw_whole
 from autoparallel.runtime.whole_means import take_whole_means
 from autoparallel.schedule.tiers import BUCKETS_IN_FLIGHT
+
+#: Bytes of a table's rows that are on the device at a time, while it is brought to the hosts of all ranks.
+ROWS_BYTES = 64 * 2**20
 
 
 def place(root: nn.Module, state: State, compiled: Compiled) -> None:
@@ -53,7 +56,7 @@ def place(root: nn.Module, state: State, compiled: Compiled) -> None:
     state.parts = _make_parts(root, model)
     root.training, state.original_modes = model.training, [module.training for module in state.parts]
     placed: dict[int, nn.Parameter | torch.Tensor] = {}
-    state.offload = compiled.plan.hybrid.offload
+    state.offload, tables = compiled.plan.hybrid.offload, frozenset(compiled.plan.hybrid.on_host)
     state.files = _files(state, compiled)
     for name, parameter in model.named_parameters(remove_duplicate=False):
         value = _same_on_pipeline(state, parameter.detach())
@@ -61,14 +64,9 @@ def place(root: nn.Module, state: State, compiled: Compiled) -> None:
             continue
         owner, leaf = container(root, name)
         if id(parameter) not in placed:
-            keep = _keep(state, name)
-            layout = layouts.get(name, everywhere)
-            state.layouts[name] = layout
-            shard = _shard_of(value, mesh, layout, state.device)
-            placed[id(parameter)] = nn.Parameter(shard if keep is None else elsewhere(shard, keep),
-                                                 parameter.requires_grad)
-            if keep is not None:
-                live_elsewhere(placed[id(parameter)], keep)
+            state.layouts[name] = layouts.get(name, everywhere)
+            is_table = compiled.micro.whole.aliases.get(name, name) in tables
+            placed[id(parameter)] = _placed(state, name, value, parameter.requires_grad, is_table)
             _take_hooks(parameter, placed[id(parameter)])
         owner._parameters[leaf] = placed[id(parameter)]  # type: ignore[assignment]
     for path, owner_module in model.named_modules():
@@ -83,7 +81,7 @@ def place(root: nn.Module, state: State, compiled: Compiled) -> None:
                 if leaf in owner_module._non_persistent_buffers_set:
                     owner._non_persistent_buffers_set.add(leaf)
     if state.offload.is_away:
-        tiers = {name: state.offload.of(name) for name in state.layouts}
+        tiers = {name: state.offload.of(name) for name in state.layouts}    # of tables, as if none were looked up
         offload_states(state, {id(registered(root, name)): one for name, one in tiers.items() if one.is_away})
     if any(map(leaves_by_itself, state.offload.each)):
         in_flight = BUCKETS_IN_FLIGHT * compiled.plan.hybrid.bucket_bytes
@@ -92,8 +90,22 @@ def place(root: nn.Module, state: State, compiled: Compiled) -> None:
     state.originals = Originals(model, placed)
 
 
+def _placed(state: State, name: str, value: torch.Tensor, requires_grad: bool, is_table: bool) -> nn.Parameter:
+    """A parameter of the parallel module, in the memory where it lives; ``is_table``: on the host, looked up there."""
+    keep, layout = table_memory if is_table else _keep(state, name), state.layouts[name]
+    if is_table:
+        shard = _shard_on_host(value, state.mesh, layout, state.device)
+    else:
+        shard = _shard_of(value, state.mesh, layout, state.device)
+        shard = shard if keep is None else elsewhere(shard, keep)
+    made = nn.Parameter(shard, requires_grad)
+    if keep is not None:
+        live_elsewhere(made, keep)
+    return made
+
+
 def _keep(state: State, name: str) -> Keep | None:
-    """The way to the memory in which a parameter lives; None: on the device."""
+    """The way to the memory in which a parameter lives that the device reads; None: on the device."""
     away = state.offload.of(name)
     if away.parameters == "disk":
         assert state.files is not None
@@ -113,7 +125,7 @@ def _files(state: State, compiled: Compiled) -> MappedFiles | None:
         if id(parameter) in seen:
             continue
         seen.add(id(parameter))
-        there = state.offload.of(name).in_tier("disk")
+        there = state.offload.of(name, hybrid.on_host).in_tier("disk")
         layout = compiled.parameter_layouts.get(name, everywhere)
         count = math.prod(local_shape(tuple(parameter.shape), layout, state.mesh.shape, coordinate))
         width, sums = parameter.element_size(), hybrid.micro_batches > 1 and hybrid.sum_dtype
@@ -167,6 +179,26 @@ def _shard_of(value: torch.Tensor, mesh: DeviceMesh, layout: Layout, device: tor
         return distribute_tensor(value.to(device, copy=True), mesh, to_torch(layout))
     shape = local_shape(tuple(value.shape), layout, mesh.shape, mesh.get_coordinate() or ())
     return as_dtensor(torch.empty(shape, dtype=value.dtype, device="meta"), mesh, layout, tuple(value.shape))
+
+
+def _shard_on_host(value: torch.Tensor, mesh: DeviceMesh, layout: Layout, device: torch.device) -> DTensor:
+    """As `_shard_of`, in host memory: of a table that is larger than the device's, of which a few rows are there at a
+    time."""
+    if value.device.type == "meta":
+        return _shard_of(value, mesh, layout, device)
+    shape, coordinate = tuple(value.shape), mesh.get_coordinate() or ()
+    made = torch.empty(local_shape(shape, layout, mesh.shape, coordinate), dtype=value.dtype)
+    rows = max(1, ROWS_BYTES // max(1, value[:1].nbytes))
+    for start in range(0, shape[0], rows):
+        part = _same_everywhere(value[start : start + rows], mesh, device)
+        for box in local_boxes(shape, layout, mesh.shape, coordinate):
+            first, end = max(start, box.offsets[0]), min(start + rows, box.offsets[0] + box.shape[0])
+            if first < end:
+                to = first - box.offsets[0] + box.local_offsets[0]
+                columns = slice(box.offsets[1], box.offsets[1] + box.shape[1])
+                at = slice(box.local_offsets[1], box.local_offsets[1] + box.shape[1])
+                made[to : to + end - first, at] = part[first - start : end - start, columns]
+    return outside(made, mesh, layout, shape)
 
 
 def _same_everywhere(value: torch.Tensor, mesh: DeviceMesh, device: torch.device) -> torch.Tensor:

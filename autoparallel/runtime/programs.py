@@ -7,11 +7,13 @@ from autoparallel.errors import PlanError
 from autoparallel.kernels.groups import MeshPosition
 from autoparallel.lower import check, emit, order_digest, sum_gradients_in
 from autoparallel.lower.fetch_pass import fetch_parameters
+from autoparallel.lower.lookup_pass import look_up_on_host
 from autoparallel.partition import MicroBatches, stages_of
 from autoparallel.plans import Plan
 from autoparallel.pricing import Prices
 from autoparallel.runtime.agree import made_equally
 from autoparallel.runtime.form import Compiled
+from autoparallel.strategies.host_lookups import HostLookups
 from autoparallel.strategies.space import StrategySpace
 from cost_models import Cluster
 
@@ -41,12 +43,15 @@ def _own(plan: Plan, space: StrategySpace, micro: MicroBatches, position: MeshPo
         number: emit(space, strategies, path, position.coordinate, position.mesh.device_type, stages.parts[number])
         for number in plan.hybrid.stages_of(position.pipeline_rank)
     }
+    lookups = HostLookups(space, plan.hybrid.on_host)
     for program in programs.values():
         check(program, space, position.coordinate)
         sum_gradients_in(program, plan.hybrid.sum_dtype)
         away = plan.hybrid.offload
         fetched = {one.index for one in program.placeholders
-                   if one.kind == "parameter" and away.of(one.path).moves_parameters}
+                   if one.kind == "parameter" and away.of(one.path).moves_parameters} - lookups.tables
         if fetched:
             fetch_parameters(program.module, fetched, space.mesh_shape, position.mesh.device_type)
+        if lookups.ops:
+            look_up_on_host(program.module, lookups.ops, position.mesh.device_type)
     return Compiled(plan, space, micro, stages, programs, backend, cluster)

@@ -47,8 +47,10 @@ class Hybrid:
     more precise than the parameter's (None: the parameter's). ``bucket_bytes``: the largest bucket of parameter gathers
     and gradient reductions (a single larger parameter is allowed). ``copies``: micro-batches that run at
     a time (multi-copy): one's activations are sent while another computes, for the activations of so many. ``offload``:
-    where the optimizer's states live, and gradients and parameters. ``pieces``: linear layers whose operand or result
-    is redistributed run in so many pieces, of which one travels while another is computed (`schedule.pieces`).
+    where the optimizer's states live, and gradients and parameters. ``on_host``: tables whose lookups run on the host,
+    with their gradients and optimizer states in its memory (states on disk, where ``offload`` puts states there).
+    ``pieces``: linear layers whose operand or result is redistributed run in so many pieces, of which one travels while
+    another is computed (`schedule.pieces`).
     """
 
     micro_batches: int = 1
@@ -64,6 +66,7 @@ class Hybrid:
     bucket_bytes: float = BUCKET_BYTES
     copies: int = 1
     offload: Offload = ON_DEVICE
+    on_host: tuple[str, ...] = ()
     pieces: int = 1
 
     def __post_init__(self) -> None:
@@ -88,6 +91,8 @@ class Hybrid:
                             "them to the host: take zero_stage=2 or recompute='full'")
         if self.offload.moves_parameters:
             _check_fetches(self)
+        if self.on_host:
+            _check_lookups(self)
         if self.replicas:
             _check_replicas(self)
         elif self.stages % self.pipeline_ranks:
@@ -231,6 +236,19 @@ def _check_fetches(hybrid: Hybrid) -> None:
         if wrong:
             raise PlanError(f"offload={hybrid.offload.place!r} fetches each parameter for each use, and does not go "
                             f"with {given}")
+
+
+def _check_lookups(hybrid: Hybrid) -> None:
+    for name in hybrid.on_host:
+        away = hybrid.offload.of(name)
+        for wrong, given in (
+                (hybrid.stages > 1, f"{hybrid.stages} pipeline stages: leave the pipeline out"),
+                (away.fraction != 1, f"offload_fraction={away.fraction:g}: leave offload_fraction out"),
+                (bool({"parameters", "gradients"} & {*away.in_tier("disk")}),
+                 f"offload={hybrid.offload.place!r}: take a tier with parameters and gradients in memory")):
+            if wrong:
+                raise PlanError(f"tables that are looked up on the host ({name!r}) live in its memory with their "
+                                f"gradients, and do not go with {given}")
 
 
 def _check_copies(hybrid: Hybrid) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
 from functools import cached_property
@@ -84,10 +84,16 @@ class Offload:
         before = data.get("parameters")
         return {**data, "parameters": "host" if before else "device"} if isinstance(before, bool) else data
 
-    def of(self, name: str) -> Offload:
-        """The tiers of one parameter."""
-        return next((one for (pattern, _), one in zip(self.groups, self.each[1:], strict=True)
-                     if fnmatchcase(name, pattern)), self.each[0])
+    def of(self, name: str, tables: Collection[str] = ()) -> Offload:
+        """The tiers of one parameter. ``tables``: those that are looked up on the host, and so live there with their
+        gradients, and with their states unless these are on disk."""
+        found = next((one for (pattern, _), one in zip(self.groups, self.each[1:], strict=True)
+                      if fnmatchcase(name, pattern)), self.each[0])
+        return found._looked_up if name in tables else found
+
+    @cached_property
+    def _looked_up(self) -> Offload:
+        return offload_of("host/host/disk" if self.states == "disk" else "parameters", tile_bytes=self.tile_bytes)
 
     @cached_property
     def each(self) -> tuple[Offload, ...]:

@@ -83,12 +83,14 @@ def _memory(p: Prediction, record: Record | None) -> Memory:
 
 
 def times_of(p: Prediction) -> tuple[Time, ...]:
-    """The parts of a step: compute, recompute, communication that is exposed and that is hidden, launches, the bubble,
-    the framework."""
+    """The parts of a step: compute, recompute, tables on the host, communication that is exposed and that is hidden,
+    launches, the bubble, the framework."""
     return (
-        Time("forward compute", p.forward_s - p.recompute_s), Time("recompute", p.recompute_s),
-        Time("backward compute", p.backward_s), Time("optimizer", p.optimizer_s),
-        Time("exposed communication", p.exposed_s),
+        Time("forward compute", p.forward_s - p.recompute_s - p.lookups_forward_s), Time("recompute", p.recompute_s),
+        Time("backward compute", p.backward_s - p.lookups_backward_s), Time("optimizer", p.optimizer_s),
+        Time("lookups on the host", p.lookups_forward_s + p.lookups_backward_s),
+        Time("their ids, results and gradients between host and device", p.crossings_s),
+        Time("exposed communication", p.exposed_s - p.crossings_s),
         Time(LAUNCHED, p.hidden_communication_s - p.hidden_s),
         Time("bubbles, sends, waits", p.waiting_s),
         Time("framework, per step and micro-batch", p.fixed_s),

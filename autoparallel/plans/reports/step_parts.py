@@ -38,9 +38,9 @@ def predicted_parts(plan: Plan) -> dict[str, float]:
     uses = p.collectives_on_a_rank(plan.hybrid.pipeline_ranks)
     by_purpose = {name: sum(use.seconds for use in uses if use.purpose == purpose)
                   for purpose, name in COLLECTIVES.items()}
-    rest_s = p.forward_communication_s + p.backward_communication_s - sum(by_purpose.values())
+    rest_s = p.forward_communication_s + p.backward_communication_s - p.crossings_s - sum(by_purpose.values())
     return {PRODUCTS: products_s, ATTENTION: attention_s,
-            OTHERS: max(0.0, p.forward_s + p.backward_s - products_s - attention_s), **by_purpose,
+            OTHERS: max(0.0, p.forward_s + p.backward_s + p.crossings_s - products_s - attention_s), **by_purpose,
             CHECKS: rest_s if rest_s > 1e-9 * p.step_s else 0.0, OVERLAPPED: -p.hidden_s if p.hidden_s else 0.0,
             IDLE: p.waiting_s + p.fixed_s}
 

@@ -218,6 +218,9 @@ def _settings(plan: Plan) -> Iterator[str]:
         yield f"{how} on {some}{len(every)} blocks"
     if h.offload.is_away:
         yield h.offload.told()
+    if h.on_host:
+        some = h.on_host[0] if len(h.on_host) == 1 else f"{len(h.on_host)} tables ({h.on_host[0]}, ...)"
+        yield f"{some} looked up in the memory of the host"
     if h.reduce_dtype:
         yield f"gradients summed in {h.reduce_dtype}"
 

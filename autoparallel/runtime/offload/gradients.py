@@ -21,6 +21,7 @@ from torch.distributed.tensor import DTensor
 from autoparallel.errors import InputError
 from autoparallel.kernels import host_copies
 from autoparallel.kernels.host_copies import Copies
+from autoparallel.runtime.initialise import tiers_of
 from autoparallel.runtime.offload.mapped import MappedFiles
 from autoparallel.schedule.tiers import Offload
 
@@ -63,7 +64,7 @@ class HostGradients:
         first says the tiers."""
         self._settle()
         named, first = dict(parameters), dict[int, str]()
-        self._tiers = {name: self.offload.of(first.setdefault(id(p), name)) for name, p in named.items()}
+        self._tiers = {name: tiers_of(self.offload, first.setdefault(id(p), name), p) for name, p in named.items()}
         self._parameters = {name: parameter for name, parameter in named.items() if self.takes(name)}
         for name, parameter in self._parameters.items():
             hooks = (getattr(parameter, "_post_accumulate_grad_hooks", None) or {}).values()
@@ -202,7 +203,8 @@ def _on_host(gradient: Any, shard: Tensor) -> Any:
 
 
 def leaves_by_itself(away: Offload) -> bool:
-    """Whether a gradient in these tiers is moved there, not made there by the program that fetches its parameter."""
+    """Whether a gradient in these tiers is moved there, not made there by the program that fetches its parameter or
+    looks it up."""
     return away.moves_gradients and (not away.moves_parameters or away.gradients == "disk")
 
 

@@ -13,6 +13,7 @@ from autoparallel.errors import InputError, shown
 from autoparallel.runtime import tracing
 from autoparallel.runtime.agree import made_equally
 from autoparallel.runtime.arguments import check_flag
+from autoparallel.runtime.initialise import tiers_of
 from autoparallel.runtime.offload.optimizer import FUSED_ON_DEVICE, OffloadedOptimizer, fused_by_default
 from autoparallel.runtime.offload.threads import step_threads
 from autoparallel.runtime.state import State
@@ -45,7 +46,7 @@ def optimizer(parallel: nn.Module, state: State, kind: type[torch.optim.Optimize
         raise InputError("parameters are on the meta device, and have no values: call init_weights(), load_pretrained "
                          "or load_state_dict before the optimizer is made")
     away = state.offload if tile_bytes is None else replace(state.offload, tile_bytes=tile_bytes)
-    tiers = {id(p): away.of(name) for name, p in parallel.named_parameters()}
+    tiers = {id(p): tiers_of(away, name, p) for name, p in parallel.named_parameters()}
     state.together.agree("optimizer")
     count = step_threads(threads)
     return made_equally(

@@ -157,14 +157,9 @@ class OffloadedOptimizer(torch.optim.Optimizer):
         for tier, some in away.items():
             if some:
                 tile_bytes = next(one.tile_bytes for one in tiers if one.states == tier)
-                found.append(_Part(some, tile_bytes, partial(self._store, tier, names, tile_bytes), on_host=True))
+                found.append(_Part(some, tile_bytes, partial(
+                    _store, tier, self._limits.disk_path, names, tile_bytes), on_host=True))
         return found
-
-    def _store(self, tier: str, names: Sequence[str], tile_bytes: int, num_bytes: int) -> Store:
-        if tier == "host":
-            return Memory(names, num_bytes, torch.device("cpu"), "host")
-        assert self._limits.disk_path is not None
-        return Disk(names, num_bytes, tile_bytes, self._limits.disk_path)
 
     def _check_limits(self, parameters: Sequence[tuple[Tensor, Offload]], count: int, num_bytes: Mapping[str, int]
                       ) -> None:
@@ -377,6 +372,13 @@ class OffloadedOptimizer(torch.optim.Optimizer):
         if self._broken:
             raise InputError(f"the optimizer's states are not whole ({self._broken}): load the last checkpoint with a "
                              "new optimizer, parallel.load(folder, parallel.optimizer(...))")
+
+
+def _store(tier: str, disk_path: Path | None, names: Sequence[str], tile_bytes: int, num_bytes: int) -> Store:
+    if tier == "host":
+        return Memory(names, num_bytes, torch.device("cpu"), "host")
+    assert disk_path is not None
+    return Disk(names, num_bytes, tile_bytes, disk_path)
 
 
 def _states_by_tier(parts: Iterable[_Part]) -> dict[str, int]:

@@ -1,0 +1,45 @@
+"""Lookups on the host: their ids cross to its memory, and their results to the device."""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+
+from torch.fx import GraphModule
+from torch.fx import Node as FxNode
+
+from autoparallel.kernels.host_lookups import cross
+from autoparallel.strategies.host_lookups import HOST
+
+
+def look_up_on_host(program: GraphModule, ops: Collection[int], device: str) -> None:
+    """Let the lookups of these decisions run on the host, where the tables are that they read; changes the program in
+    place. A value that several of them read crosses once."""
+    crossed = dict[FxNode, FxNode]()
+    for node in list(program.graph.nodes):
+        if node.op != "call_function" or node.meta.get("decision") not in ops:
+            continue
+        if not any(operand.meta["reads"] for operand in node.all_input_nodes):
+            continue    # what leads to a lookup or follows it
+        for operand in node.all_input_nodes:
+            if operand.meta["reads"]:
+                continue
+            if operand not in crossed:
+                with program.graph.inserting_before(node):
+                    crossed[operand] = program.graph.call_function(cross, (operand, device, HOST))
+                crossed[operand].meta = _meta(operand, node)
+            node.replace_input_with(operand, crossed[operand])
+        with program.graph.inserting_after(node):
+            result = program.graph.call_function(cross, (node, HOST, device))
+        node.replace_all_uses_with(result, delete_user_cb=lambda user, own=result: user is not own)
+        result.meta = _meta(node, node)
+    program.recompile()
+
+
+def _meta(value: FxNode, lookup: FxNode) -> dict[str, object]:
+    """What is known of a copy of ``value``, which is no step of its path."""
+    kept = {name: value.meta[name] for name in ("layout", "global_meta", "val")}
+    return {**kept, "decision": lookup.meta["decision"], "block": lookup.meta.get("block"), "reads": False,
+            "of_parameter": False}
+
+
+__all__ = ["look_up_on_host"]
