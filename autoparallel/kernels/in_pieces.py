@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -32,13 +33,15 @@ Cut = tuple[int, int, bool]
 
 @dataclass
 class _Whole:
-    """A tensor that is made piece by piece; the cut as `Cut` has it."""
+    """A tensor that is made piece by piece; the cut as `Cut` has it. ``pieces``: in a traced program, whose compiler
+    puts them in their place."""
 
     count: int
     dim: int
     inside: bool
     made: torch.Tensor | None = None
     number: int = 0
+    pieces: list[torch.Tensor] = field(default_factory=list)
 
     def _next(self, like: torch.Tensor, shape: Sequence[int]) -> torch.Tensor:
         """The place of the next piece, of this shape."""
@@ -50,23 +53,29 @@ class _Whole:
 
     def add(self, piece: torch.Tensor) -> torch.Tensor:
         """Put the next piece in its place; returns it there."""
+        if is_traced():
+            self.pieces.append(piece)
+            return piece
         return self._next(piece, piece.shape).copy_(piece)
 
     def multiply(self, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
         """Compute the next piece, x @ weight + bias, in its place if that is contiguous; returns it there."""
-        rows, place = x.reshape(-1, x.shape[-1]), self._next(x, (*x.shape[:-1], weight.shape[-1]))
+        rows, shape = x.reshape(-1, x.shape[-1]), (*x.shape[:-1], weight.shape[-1])
+        at = self.dim + self.inside
         # Selective recompute, a dispatch mode, keeps results of products, which nobody may write to.
-        if is_traced() or is_in_torch_dispatch_mode() or not place.is_contiguous():
+        if is_traced() or is_in_torch_dispatch_mode() or math.prod(shape[:at]) > 1:
             made = rows.mm(weight) if bias is None else torch.addmm(bias, rows, weight)
-            return place.copy_(made.view(place.shape))
-        out = place.view(-1, weight.shape[-1])
+            return self.add(made.view(shape))
+        place = self._next(x, shape)
+        out = place.view(rows.shape[0], -1)
         torch.mm(rows, weight, out=out) if bias is None else torch.addmm(bias, rows, weight, out=out)
         return place
 
     @property
     def tensor(self) -> torch.Tensor:
-        assert self.made is not None and self.number == self.count
-        return self.made.flatten(self.dim, self.dim + 1) if self.inside else self.made
+        made = torch.cat(self.pieces, self.dim + self.inside) if self.pieces else self.made
+        assert made is not None and max(self.number, len(self.pieces)) == self.count
+        return made.flatten(self.dim, self.dim + 1) if self.inside else made
 
 
 @dataclass(frozen=True)

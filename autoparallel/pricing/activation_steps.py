@@ -79,14 +79,14 @@ class ActivationSteps:
 
     def _take_pieces(self) -> None:
         """Set `pieced`; its steps are no longer among those of paths."""
-        found = dict[int, PiecedStep]()
+        found, place_of = dict[int, PiecedStep](), {id(path): at for at, path in enumerate(self._paths)}
         some = [(n, one) for n in range(len(self._travels)) if (one := self._candidate(n)) is not None]
         for made in pieced_products([candidate for _, candidate in some], self.space.blocks.__getitem__):
             path, travel = self._travelling[(n := some[made.number][0])], self._travels[n]
             place = made.layers[0] if made.behind else travel.reader
             found[place] = pieced_step(self.reads, path.use, path.priced[path.sent], path.steps[path.sent], made, place)
             rest = path._replace(steps=[*path.steps[: path.sent], *path.steps[path.sent + 1 :]], sent=NOWHERE)
-            self._paths[next(at for at, other in enumerate(self._paths) if other is path)] = rest
+            self._paths[place_of[id(path)]] = rest
         self.pieced = found
         self._travelling = [path for path in self._paths if path.sent != NOWHERE]
         self._travels = self._with_layers()
@@ -120,9 +120,9 @@ class ActivationSteps:
                                                              enumerate(self._travelling) if self._is_shared(path)}
         number = {(path.use.target, path.use.position): n for n, path in enumerate(self._travelling)}
         readers = [self.reads.first_reader(path.use.target) for path in self._travelling]
+        in_pieces = {layer for one in self.pieced.values() for layer in one.layers}
         for index, uses in sorted(self.space.uses_by.items()):
-            if not self.reads.here[index] or not self._is_layer(index, uses) or any(
-                    index in one.layers for one in self.pieced.values()):
+            if not self.reads.here[index] or index in in_pieces or not self._is_layer(index, uses):
                 continue
             own = number.get((index, uses[0].position))
             if own is None or self._last_back(self._travelling[own]) == NOWHERE:
