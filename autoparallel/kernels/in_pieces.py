@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -15,7 +16,6 @@ from autoparallel.kernels.async_communication import Moved
 from autoparallel.kernels.collectives import (
     Finish,
     Sizes,
-    act,
     begin_action,
     begin_gathered_view,
     begin_scattered_view,
@@ -131,7 +131,8 @@ def _begin(x: torch.Tensor, axis: Axis, source: Placement, source_sizes: Sizes, 
 
 
 class _Gathered(torch.autograd.Function):
-    """Layers that read a gathered operand. ``parameters``: weight and bias of each."""
+    """Layers that read a gathered operand. ``parameters``: weight and bias of each. The gathered operand is a result,
+    too: backward saves it, and gradients of gradients go through it."""
 
     @staticmethod
     def forward(ctx: Any, pieces: _Pieces, x: torch.Tensor, *parameters: torch.Tensor | None
@@ -146,28 +147,25 @@ class _Gathered(torch.autograd.Function):
                 assert weight is not None
                 result.multiply(piece, weight.t(), bias)
         ctx.pieces = pieces
-        ctx.save_for_backward(x, operand.tensor, *parameters[::2])    # x: for gradients of gradients alone
-        return tuple(result.tensor for result in made)
+        whole = operand.tensor
+        ctx.save_for_backward(whole, *parameters[::2])
+        return whole, *(result.tensor for result in made)
 
     @staticmethod
-    def backward(ctx: Any, *gradients: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
-        (x, operand, *weights), pieces, wanted = ctx.saved_tensors, ctx.pieces, ctx.needs_input_grad[2:]
+    def backward(ctx: Any, of_operand: torch.Tensor | None, *gradients: torch.Tensor | None
+                 ) -> tuple[torch.Tensor | None, ...]:
+        (operand, *weights), pieces, wanted = ctx.saved_tensors, ctx.pieces, ctx.needs_input_grad[2:]
         some = [(g, weight) for g, weight in zip(gradients, weights, strict=True) if g is not None][::-1]
+        if of_operand is not None or torch.is_grad_enabled():    # these are differentiated, or of gradients
+            sums = [_of_operand(g, weight) for g, weight in some] + ([] if of_operand is None else [of_operand])
+            (back,) = pieces.moved.backward_at_once((sum(sums),)) if sums else (None,)
+            return None, back, *_of_parameters(gradients, operand, wanted)
         if not some:
             return (None,) * (2 + 2 * len(weights))
-        if torch.is_grad_enabled():    # these are differentiated again
-            (back,) = pieces.moved.backward_at_once((sum(_of_operand(g, weight) for g, weight in some),))
-            m = pieces.moved
-            whole = act(x, m.axis, m.source, m.target, m.source_sizes, m.target_sizes)
-            return None, back, *_of_parameters(gradients, whole, wanted)
         begun = list[Finish]()
         for parts in zip(*(pieces.split(g, pieces.moved.target) for g, _ in some), strict=True):
-            sums = None
-            for part, (_, weight) in zip(parts, some, strict=True):
-                own = _of_operand(part, weight)
-                sums = own if sums is None else sums.add_(own)
-            assert sums is not None
-            begun.append(pieces.send_back(sums))
+            made = [_of_operand(part, weight) for part, (_, weight) in zip(parts, some, strict=True)]
+            begun.append(pieces.send_back(functools.reduce(torch.Tensor.add_, made)))
         of_parameters, back = _of_parameters(gradients, operand, wanted), pieces.whole()
         for finish in begun:
             back.add(finish())
@@ -226,7 +224,7 @@ def gathered_products(x: torch.Tensor, layers: Sequence[Layer], axis: str, sourc
     """The results of linear ``layers`` of x, which is gathered piece by piece; arguments of the step as
     `collectives.redistribute` has them."""
     pieces = _Pieces.of(axis, source, target, source_sizes, target_sizes, cut)
-    return _Gathered.apply(pieces, x, *(value for layer in layers for value in layer))
+    return _Gathered.apply(pieces, x, *(value for layer in layers for value in layer))[1:]
 
 
 def reduced_product(x: torch.Tensor, layer: Layer, axis: str, source: str, target: str, source_sizes: Sizes,
