@@ -68,8 +68,8 @@ class Profile:
       copies_sums             1 if gradients that are added up in float32 are first copied there, as DeepSpeed's
                               BF16_Optimizer does (update_hp_grads: 2 + 4 bytes, and 4 + 4 + 4)
       masters                 1 if the optimizer keeps a copy of two-byte parameters, and its state, in float32
-      sends_beside            1 if activations are sent beside compute as this project's programs do
-                              (`autoparallel.schedule.activation_windows`), which predictions simulate: not hide_tensor
+      overlaps_activations    1 if communication of activations overlaps with compute as in this project's programs
+                              (`autoparallel.schedule.activation_windows`): simulated, in place of hide_tensor
       scatter_sends           1 if tensor ranks share out what they send to the next stage, and gather it there
       early_stop              1 if recompute of a block ends where backward has all it needs, before its last product
       core_only               1 if selective recompute runs the core of attention again, and nothing else
@@ -121,7 +121,7 @@ class Profile:
     fuses_sums: float
     copies_sums: float
     masters: float
-    sends_beside: float
+    overlaps_activations: float
     scatter_sends: float
     early_stop: float
     core_only: float

@@ -1,4 +1,5 @@
-"""Layers in pieces beside their communication: the same numbers, priced as they run, chosen where they pay."""
+"""Linear layers in pieces that overlap with communication: the same numbers, priced as they run, chosen where they
+pay."""
 
 from __future__ import annotations
 

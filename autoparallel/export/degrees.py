@@ -213,7 +213,7 @@ def _lost(plan: Plan, roles: Roles, layers: tuple[str, ...]) -> list[Lost]:
         found.append(Lost(f"{copies} micro-batches at a time (multi-copy)", "one after the other",
                           plan.prediction.hidden_communication_s))
     if (pieces := plan.hybrid.pieces) > 1:
-        found.append(Lost(f"layers beside communication in {pieces} pieces", "whole layers"))
+        found.append(Lost(f"linear layers in {pieces} pieces that overlap with communication", "whole layers"))
     if plan.devices:
         found.append(Lost("hosts in another order, so that equal ones share pipeline stages", "the hosts as they are "
                           f"listed: start the ranks on the cluster's devices {told(plan.devices)}"))

@@ -140,9 +140,17 @@ class Moved:
     target_sizes: Sizes
     sum_dtype: torch.dtype | None = None
 
+    @property
+    def action(self) -> str:
+        return ACTIONS[self.source.kind, self.target.kind][0]
+
+    @property
+    def action_back(self) -> str:
+        """The action of the gradient."""
+        return ACTIONS[dual(self.target).kind, dual(self.source).kind][0]
+
     def forward(self, values: Values) -> Callable[[], Values]:
-        action = ACTIONS[self.source.kind, self.target.kind][0]
-        finish = begin_action(action, values[0], self.axis, self.source, self.source_sizes, self.target,
+        finish = begin_action(self.action, values[0], self.axis, self.source, self.source_sizes, self.target,
                               self.target_sizes)
         return lambda: (finish(),)
 
@@ -151,8 +159,8 @@ class Moved:
         if gradient is None:
             return lambda: gradients
         source, target, dtype = dual(self.target), dual(self.source), gradient.dtype
-        action, summed = ACTIONS[source.kind, target.kind][0], gradient.to(self.sum_dtype or dtype)
-        finish = begin_action(action, summed, self.axis, source, self.target_sizes, target, self.source_sizes)
+        summed = gradient.to(self.sum_dtype or dtype)
+        finish = begin_action(self.action_back, summed, self.axis, source, self.target_sizes, target, self.source_sizes)
         return lambda: (finish().to(dtype),)
 
     def backward_at_once(self, gradients: Gradients) -> Gradients:

@@ -143,11 +143,14 @@ def begin_sums_of_shards(values: Sequence[torch.Tensor], axis: Axis) -> list[Fin
 
 
 def begin_all_gather(x: torch.Tensor, axis: Axis, dim: int, sizes: Sizes) -> Finish:
-    finish = begin_gathered_view(x, axis, dim, sizes)
+    return _contiguous(_begin_gathered(x, axis, dim, sizes))
+
+
+def _contiguous(finish: Finish) -> Finish:
     return lambda: finish().contiguous()
 
 
-def begin_gathered_view(x: torch.Tensor, axis: Axis, dim: int, sizes: Sizes) -> Finish:
+def _begin_gathered(x: torch.Tensor, axis: Axis, dim: int, sizes: Sizes) -> Finish:
     """All-gather along ``dim``; the result lies in memory as its parts came."""
     longest = max(sizes)
     gathered = _begin_whole(padded(_leading(x, dim), longest), axis)
@@ -162,11 +165,10 @@ def begin_gathered_view(x: torch.Tensor, axis: Axis, dim: int, sizes: Sizes) -> 
 
 
 def begin_reduce_scatter(x: torch.Tensor, axis: Axis, dim: int, sizes: Sizes) -> Finish:
-    finish = begin_scattered_view(x, axis, dim, sizes)
-    return lambda: finish().contiguous()
+    return _contiguous(_begin_scattered(x, axis, dim, sizes))
 
 
-def begin_scattered_view(x: torch.Tensor, axis: Axis, dim: int, sizes: Sizes) -> Finish:
+def _begin_scattered(x: torch.Tensor, axis: Axis, dim: int, sizes: Sizes) -> Finish:
     """Reduce-scatter along ``dim``; the result lies in memory as it came."""
     longest = max(sizes)
     moved = _leading(x, dim)
@@ -276,18 +278,25 @@ torch.fx.node.has_side_effect(torch.ops.autoparallel.awaited.default)  # as `wai
 def begin_action(action: str, x: torch.Tensor, axis: Axis, a: Placement, a_sizes: Sizes, b: Placement, b_sizes: Sizes
                  ) -> Finish:
     """Begin one action of the redistribution table, from placement a to placement b. Those without communication are
-    done at once.
+    done at once. Gathered and scattered tensors are made contiguous.
 
     An interleaved shard is a plain one of the tensor whose parts are dealt to the ranks (`dealt`), and treated so."""
     if a.is_interleaved or b.is_interleaved:
         return _begin_interleaved(action, x, axis, a, a_sizes, b, b_sizes)
+    begun = begin_plain(action, x, axis, a, a_sizes, b, b_sizes)
+    return _contiguous(begun) if action in ("all_gather", "reduce_scatter") else begun
+
+
+def begin_plain(action: str, x: torch.Tensor, axis: Axis, a: Placement, a_sizes: Sizes, b: Placement, b_sizes: Sizes
+                ) -> Finish:
+    """`begin_action` between plain shards, whose result lies in memory as it came: for who copies it elsewhere."""
     match action:
         case "all_reduce":
             return begin_all_reduce(x, axis)
         case "all_gather":
-            return begin_all_gather(x, axis, a.dim, a_sizes)
+            return _begin_gathered(x, axis, a.dim, a_sizes)
         case "reduce_scatter":
-            return begin_reduce_scatter(x, axis, b.dim, b_sizes)
+            return _begin_scattered(x, axis, b.dim, b_sizes)
         case "all_to_all":
             return begin_all_to_all(x, axis, a.dim, a_sizes, b.dim, b_sizes)
     made = _local_action(action, x, axis, a, a_sizes, b, b_sizes)

@@ -1,4 +1,5 @@
-"""Linear layers in pieces of their rows, beside a redistribution of their operand or result (`schedule.pieces`)."""
+"""Linear layers in pieces of their rows, which overlap with the redistribution of their operand or result
+(`schedule.pieces`)."""
 
 from __future__ import annotations
 
@@ -13,17 +14,10 @@ from torch.utils._python_dispatch import is_in_torch_dispatch_mode
 
 from autoparallel.kernels import groups
 from autoparallel.kernels.async_communication import Moved
-from autoparallel.kernels.collectives import (
-    Finish,
-    Sizes,
-    begin_action,
-    begin_gathered_view,
-    begin_scattered_view,
-)
-from autoparallel.kernels.groups import Axis
+from autoparallel.kernels.collectives import Finish, Sizes, begin_plain
 from autoparallel.kernels.tracing import is_traced
 from autoparallel.layout import Placement, dual
-from autoparallel.layout.redistribution import ACTIONS, COLLECTIVES
+from autoparallel.layout.redistribution import COLLECTIVES
 
 #: A layer's weight and bias.
 Layer = tuple[torch.Tensor, torch.Tensor | None]
@@ -108,26 +102,17 @@ class _Pieces:
     @property
     def sends_back(self) -> bool:
         """Whether gradients communicate."""
-        return ACTIONS[dual(self.moved.target).kind, dual(self.moved.source).kind][0] in COLLECTIVES
+        return self.moved.action_back in COLLECTIVES
 
     def send(self, x: torch.Tensor) -> Finish:
         """Begin the step of a piece, whose result may lie in any order in memory."""
-        return _begin(x, self.moved.axis, self.moved.source, self.each[0], self.moved.target, self.each[1])
+        m = self.moved
+        return begin_plain(m.action, x, m.axis, m.source, self.each[0], m.target, self.each[1])
 
     def send_back(self, gradient: torch.Tensor) -> Finish:
         """Begin the step of a piece's gradient, as `send`."""
-        return _begin(gradient, self.moved.axis, dual(self.moved.target), self.each[1], dual(self.moved.source),
-                      self.each[0])
-
-
-def _begin(x: torch.Tensor, axis: Axis, source: Placement, source_sizes: Sizes, target: Placement, target_sizes: Sizes
-           ) -> Finish:
-    action = ACTIONS[source.kind, target.kind][0]
-    if action == "all_gather":
-        return begin_gathered_view(x, axis, source.dim, source_sizes)
-    if action == "reduce_scatter":
-        return begin_scattered_view(x, axis, target.dim, target_sizes)
-    return begin_action(action, x, axis, source, source_sizes, target, target_sizes)
+        m = self.moved
+        return begin_plain(m.action_back, gradient, m.axis, dual(m.target), self.each[1], dual(m.source), self.each[0])
 
 
 class _Gathered(torch.autograd.Function):

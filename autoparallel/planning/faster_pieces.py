@@ -1,4 +1,4 @@
-"""The number of pieces of layers beside communication (`schedule.pieces`) with which a plan is predicted fastest."""
+"""The number of pieces of linear layers (`schedule.pieces`) with which a plan is predicted fastest."""
 
 from __future__ import annotations
 

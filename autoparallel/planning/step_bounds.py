@@ -142,7 +142,7 @@ class StepBounds:
         share = (prices.device.overlap_slowdown - 1) / len(kind.mesh_shape)
         hidden = 1.0 if profile is None else profile.hide_data
         left = 1 - hidden * (1 - share)
-        if profile is None or profile.sends_beside:
+        if profile is None or profile.overlaps_activations:
             return Exposed(left, left, share)
         of_activations = 1 - profile.hide_tensor    # the software hides a share of its own
         return Exposed(left, left, left * of_activations if kind.copies > 1 else of_activations)

@@ -92,7 +92,7 @@ def _hides(pricer: SpacePricer) -> bool:
 def _hides_activations(pricer: SpacePricer) -> bool:
     """Whether the overlap of activations is simulated; software of others has a share (`Profile.hide_tensor`)."""
     profile = pricer.prices.cluster.profile
-    return profile is None or profile.sends_beside > 0
+    return profile is None or profile.overlaps_activations > 0
 
 
 def _overlaps_parameters(hybrid: Hybrid) -> bool:

@@ -308,7 +308,7 @@ class RankStep:
             run.forward(self.activations.before.get(index, ()))
             pieced, again_s = self.activations.pieced.get(index), self.seconds.again_s[index]
             if pieced is not None and (again_s or index in self._saved_last):
-                pieced.again(step, self.count, bool(again_s))
+                pieced.forward(step, self.count, "recompute", counted=bool(again_s))
             elif index not in self.activations.in_pieces:
                 step.compute(again_s / self.count, ("recompute", index, index))
 

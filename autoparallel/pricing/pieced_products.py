@@ -1,4 +1,4 @@
-"""Layers in pieces beside their redistribution (`schedule.pieces`), as tasks of the simulator."""
+"""Linear layers in pieces that overlap with a redistribution (`schedule.pieces`), as tasks of the simulator."""
 
 from __future__ import annotations
 
@@ -41,18 +41,11 @@ class PiecedStep:
     joined_s: tuple[float, float]
     parts_s: tuple[float, float]
 
-    def forward(self, step: StepTasks, count: float) -> None:
-        """Run forward of one of ``count`` micro-batches."""
+    def forward(self, step: StepTasks, count: float, what: str = "forward", counted: bool = True) -> None:
+        """Run forward of one of ``count`` micro-batches; ``counted``: whether the search counts it."""
         run = self._made_and_sent if self.behind else self._awaited_and_read
-        run(step, self.step.forward, count, "forward", self.forward_s)
-        self._compute(step, "forward", self.joined_s[0] / count)
-        self._count(step, count, 0, self.pieces * (self.forward_s + self.step.forward.seconds))
-
-    def again(self, step: StepTasks, count: float, counted: bool) -> None:
-        """Run forward again for backward; ``counted``: as the search counts it."""
-        run = self._made_and_sent if self.behind else self._awaited_and_read
-        run(step, self.step.forward, count, "recompute", self.forward_s)
-        self._compute(step, "recompute", self.joined_s[0] / count)
+        run(step, self.step.forward, count, what, self.forward_s)
+        self._compute(step, what, self.joined_s[0] / count)
         seconds = self.pieces * (self.forward_s + self.step.forward.seconds) + self.joined_s[0]
         step.extra_s += (seconds - counted * self.parts_s[0]) / count
 
@@ -65,7 +58,8 @@ class PiecedStep:
         else:
             self._made_and_sent(step, sent, count, "backward", self.operand_s, self.weights_s)
         self._compute(step, "backward", self.joined_s[1] / count)
-        self._count(step, count, 1, self.pieces * (self.operand_s + sent.seconds) + self.weights_s)
+        seconds = self.pieces * (self.operand_s + sent.seconds) + self.weights_s + self.joined_s[1]
+        step.extra_s += (seconds - self.parts_s[1]) / count
 
     def _awaited_and_read(self, step: StepTasks, sent: Timed, count: float, what: str, each_s: float) -> None:
         """The redistributions of all pieces start; the products of each wait for it."""
@@ -89,9 +83,6 @@ class PiecedStep:
     def _issue(self, step: StepTasks, timed: Timed, count: float) -> list[int]:
         label = ("activations in pieces", self.step.target, self.step.target)
         return [step.issue([timed.per(count)], label)] if timed.message is not None and timed.seconds else []
-
-    def _count(self, step: StepTasks, count: float, way: int, seconds: float) -> None:
-        step.extra_s += (seconds + self.joined_s[way] - self.parts_s[way]) / count
 
 
 def pieced_step(reads: RankReads, use: TensorUse, priced: PricedStep, whole: TimedStep, pieced: Pieced, place: int

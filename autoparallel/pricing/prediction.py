@@ -52,7 +52,7 @@ class _Ahead:
         """How much less than the sum they take: the host launches ahead, collectives overlap with compute (by
         ``hidden_s``, or by the software's share). Ranks that wait for one another wait for one another's hosts
         (`Profile.tied`)."""
-        hidden = hidden_s if profile.sends_beside else profile.hide_tensor * min(self.collectives, self.summed)
+        hidden = hidden_s if profile.overlaps_activations else profile.hide_tensor * min(self.collectives, self.summed)
         taken = larger(self.device + self.collectives - hidden, self.host, profile.tied if self.collectives else 6.0)
         return self.summed + self.collectives - float(taken) if self.summed else hidden
 

@@ -47,4 +47,4 @@ def profile_of(run: Run, table: Table | None = None) -> Profile:
     activations as torch's own tensor parallelism does, not beside compute."""
     found = Profile.of(run.machine, run.stack, run.network, table)
     native = 0.0 if is_torch(run.stack) else found.native
-    return replace(found, masters=float(run.master_in_float32), native=native, sends_beside=0.0)
+    return replace(found, masters=float(run.master_in_float32), native=native, overlaps_activations=0.0)

@@ -210,7 +210,7 @@ def _settings(plan: Plan) -> Iterator[str]:
         yield f"{h.micro_batches} micro-batches" + (
             f", of which {h.copies} at a time interleave (multi-copy)" if h.copies > 1 else "")
     if h.pieces > 1:
-        yield f"layers beside communication in {h.pieces} pieces"
+        yield f"linear layers in {h.pieces} pieces that overlap with communication"
     if h.recompute != "none":
         how = "saved tensors in the host's memory" if h.recompute == "offload" else f"{h.recompute} recompute"
         every = {path for block in plan.blocks for path in block.paths if path != "outside blocks"}
