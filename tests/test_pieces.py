@@ -165,6 +165,14 @@ def test_pieces_shorten_a_step_by_what_travels_beside_products() -> None:
     assert sum("in pieces" in name for name, *_ in spans) >= 4
 
 
+def test_pieces_of_no_layer_are_told(caplog: pytest.LogCaptureFixture) -> None:
+    planned(TOY, baseline="ddp", pieces=2)
+    assert "pieces=2 changes nothing" in caplog.text
+    caplog.clear()
+    planned(TOY, baseline="tensor_parallel", pieces=2)
+    assert "pieces" not in caplog.text
+
+
 def test_what_pieces_do_not_go_with_is_refused() -> None:
     with pytest.raises(PlanError, match="pieces=2 with copies=2"):
         Hybrid(2, copies=2, pieces=2)

@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Sequence
 
 from autoparallel.planning.options import Options
 from autoparallel.pricing import SpacePricer
+from autoparallel.pricing.activation_steps import ActivationSteps
 from autoparallel.pricing.hidden import hidden_s
+from autoparallel.pricing.rank_reads import RankReads
 from autoparallel.schedule.pieces import TRIED
 from autoparallel.strategies.space import Strategy
 
+_LOG = logging.getLogger("autoparallel")
 #: Pieces are taken where they make a step shorter by more than this share.
 LEAST_GAIN = 0.01
 
@@ -22,10 +26,11 @@ def in_faster_pieces(pricer: SpacePricer, strategies: Sequence[Strategy], object
     hybrid = pricer.counts.hybrid
     if options.pieces is not None or options.baseline or hybrid.copies > 1 or hybrid.puts_off_weights:
         return pricer
-    whole_s = hidden_s(pricer, strategies)
-    best, most_s = pricer, whole_s + LEAST_GAIN * (objective - whole_s)
+    best = whole = pricer.in_pieces(1)
+    whole_s = hidden_s(whole, strategies)
+    most_s = whole_s + LEAST_GAIN * (objective - whole_s)
     for pieces in TRIED:
-        other = pricer.in_pieces(pieces)
+        other = whole.in_pieces(pieces)
         saved_s = hidden_s(other, strategies)
         if saved_s == whole_s:    # no layer of this plan runs in pieces
             break
@@ -34,4 +39,14 @@ def in_faster_pieces(pricer: SpacePricer, strategies: Sequence[Strategy], object
     return best
 
 
-__all__ = ["in_faster_pieces"]
+def tell_of_pieces(pricer: SpacePricer, strategies: Sequence[Strategy]) -> None:
+    """Warn where the step configuration asks for pieces, and no layer of the plan runs in any."""
+    hybrid = pricer.counts.hybrid
+    if hybrid.pieces > 1 and not any(ActivationSteps(RankReads(pricer, strategies, stage), True).pieced
+                                     for stage in range(hybrid.stages)):
+        _LOG.warning("pieces=%d changes nothing: no linear layer of this plan has an operand that is gathered, or a "
+                     "result that is summed over ranks, within its block, and rows that %d divides", hybrid.pieces,
+                     hybrid.pieces)
+
+
+__all__ = ["in_faster_pieces", "tell_of_pieces"]

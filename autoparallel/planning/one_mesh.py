@@ -28,7 +28,7 @@ from autoparallel.planning.baselines import baseline
 from autoparallel.planning.block_summary import block_layouts
 from autoparallel.planning.candidates import First
 from autoparallel.planning.facts import block_paths, facts_of, whole_state
-from autoparallel.planning.faster_pieces import in_faster_pieces
+from autoparallel.planning.faster_pieces import in_faster_pieces, tell_of_pieces
 from autoparallel.planning.offloading import fastest_tier, tier_limits
 from autoparallel.planning.options import Options
 from autoparallel.planning.recompute import fewest_recomputed
@@ -325,6 +325,7 @@ def _plan_of(
     named_strategies = {
         decision.name: names[kind] for decision, kind in zip(space.decisions, which.tolist(), strict=True)
     }
+    tell_of_pieces(pricer, strategies)
     prediction = predict(pricer, problem, strategies, judged.peak_bytes, stages.sent_bytes(space, strategies))
     _check_tiers(prediction, pricer.prices.cluster, pricer.counts.hybrid, options)
     return Plan(
