@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 import autoparallel
 from autoparallel.errors import InfeasibleError, InputError, PlanError
@@ -19,9 +19,9 @@ from autoparallel.plans import Plan
 from autoparallel.schedule.tiers import offload_of
 from cost_models import Cluster, offload
 from tests.support.models import CASES
-from tests.support.offloaded import Net, Options, differing, local, trained
+from tests.support.offloaded import Net, Options, Wide, check_as_one_process, differing, in_file, local, trained
 from tests.support.ranks import mesh_of
-from tests.support.reference import Trained, assert_same_parameters, gathered, train_reference
+from tests.support.reference import gathered
 from tests.support.tiers import slow
 
 PLAIN = Cluster.load("a100-sxm", num_devices=4, software="none")
@@ -116,26 +116,8 @@ def test_equal_to_all_on_the_device(ranks: Any, tmp_path: Path, case: str, shape
         assert 0.95 * predicted - 2 * 4096 <= most <= 1.05 * predicted + 2 * 4096 + rooms
         assert (predicted > 0) == (at == "host" or any("disk" in tier for tier in away.values()))    # tiles are there
     if norm is None and calls == 1:
-        expected = train_reference(CASES[case], "adamw", num_steps=3, batch_size=8)
-        everything = Trained(0, [], {}, expected.parameters | moved[0]["whole"], {})
-        assert moved[0]["losses"][:3] == pytest.approx(expected.losses, rel=1e-5)
-        assert_same_parameters(everything.parameters, expected, 1e-4)
+        check_as_one_process(case, moved[0])
     assert list(tmp_path.iterdir()) == []
-
-
-class Wide(nn.Module):
-    """Layers that are large beside what rounding to blocks adds."""
-
-    def __init__(self, width: int = 192, layers: int = 4) -> None:
-        super().__init__()
-        with torch.random.fork_rng():
-            torch.manual_seed(0)
-            self.layers = nn.ModuleList(nn.Linear(width, width) for _ in range(layers))
-
-    def forward(self, x: Tensor) -> Tensor:
-        for layer in self.layers:
-            x = x + layer(x).tanh()
-        return x.square().mean()
 
 
 GROUPS = {"layers.0.*": "parameters", "layers.1.*": "disk", "layers.2.*": "disk/disk/disk"}
@@ -157,15 +139,6 @@ def counted(folder: Path, micro_batches: int) -> tuple[dict[str, int], Any, dict
         where = {name: (in_file(p), in_file(p.grad)) for name, p in parallel.named_parameters() if "weight" in name}
         optimizer.zero_grad()
     return optimizer.memory(), parallel.plan.prediction, where
-
-
-def in_file(value: Any) -> bool:
-    """Whether a shard is in a file without a name, by the system's own list."""
-    for line in Path("/proc/self/maps").read_text().splitlines():
-        begin, end = (int(part, 16) for part in line.split()[0].split("-"))
-        if begin <= value._local_tensor.data_ptr() < end:
-            return line.endswith("(deleted)")
-    return False
 
 
 @pytest.mark.ranks

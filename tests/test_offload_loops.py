@@ -13,7 +13,7 @@ from torch import Tensor
 
 import autoparallel
 from autoparallel.errors import InputError
-from tests.support.offloaded import Net, local
+from tests.support.offloaded import Net, in_file, local
 from tests.support.ranks import mesh_of
 from tests.support.reference import gathered
 
@@ -92,15 +92,6 @@ def added_in_vain(folder: Path) -> tuple[str, int, bool]:
 def test_a_group_without_room_changes_nothing(ranks: Any, tmp_path: Path) -> None:
     for text, groups, steps in ranks(2).run(added_in_vain, tmp_path):
         assert "and disk_limit_bytes is 12,288" in text and groups == 1 and steps
-
-
-def in_file(value: Any) -> bool:
-    """Whether a shard is in a file without a name, by the system's own list."""
-    for line in Path("/proc/self/maps").read_text().splitlines():
-        begin, end = (int(part, 16) for part in line.split()[0].split("-"))
-        if begin <= value._local_tensor.data_ptr() < end:
-            return line.endswith("(deleted)")
-    return False
 
 
 def copies(tier: str, folder: Path) -> tuple[list[float], bool, dict[str, int], dict[str, int]]:

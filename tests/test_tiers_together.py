@@ -14,7 +14,7 @@ from unittest.mock import patch
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 import autoparallel
 from autoparallel.errors import InfeasibleError, InputError, PlanError
@@ -26,9 +26,8 @@ from autoparallel.schedule.tiers import PLACES, Offload, offload_of
 from cost_models import Cluster, offload
 from cost_models.memory import TrainingState
 from tests.support.models import CASES
-from tests.support.offloaded import Options, differing, local, resumed_in_tiers, trained
+from tests.support.offloaded import Options, Wide, check_as_one_process, differing, local, resumed_in_tiers, trained
 from tests.support.ranks import mesh_of
-from tests.support.reference import Trained, assert_same_parameters, train_reference
 from tests.support.tiers import slow
 
 PLAIN = Cluster.load("a100-sxm", num_devices=4, software="none")
@@ -64,26 +63,8 @@ def test_equal_to_all_on_the_device(ranks: Any, tmp_path: Path, case: str, shape
         rooms = 4096 * 2 * len(moved[0]["parameters"]) if at == "disk" and tier.count("disk") > 1 else 0
         assert planned > 0 and planned <= most * 1.05 + 3 * 8192 and most <= 1.05 * planned + 3 * 8192 + rooms
     if norm is None and calls == 1:
-        expected = train_reference(CASES[case], "adamw", num_steps=3, batch_size=8)
-        everything = Trained(0, [], {}, expected.parameters | moved[0]["whole"], {})
-        assert moved[0]["losses"][:3] == pytest.approx(expected.losses, rel=1e-5)
-        assert_same_parameters(everything.parameters, expected, 1e-4)
+        check_as_one_process(case, moved[0])
     assert list(tmp_path.iterdir()) == []
-
-
-class Wide(nn.Module):
-    """Layers that are large beside what rounding to blocks adds."""
-
-    def __init__(self, width: int = 192, layers: int = 4) -> None:
-        super().__init__()
-        with torch.random.fork_rng():
-            torch.manual_seed(0)
-            self.layers = nn.ModuleList(nn.Linear(width, width) for _ in range(layers))
-
-    def forward(self, x: Tensor) -> Tensor:
-        for layer in self.layers:
-            x = x + layer(x).tanh()
-        return x.square().mean()
 
 
 def counted(tier: str, folder: Path, micro_batches: int) -> tuple[dict[str, int], float, float, int]:

@@ -6,13 +6,14 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 from torch import Tensor, nn
 
 import autoparallel
 from tests.support.models import CASES
 from tests.support.ranks import mesh_of
-from tests.support.reference import ADAMW_EPS, gathered, scalar
+from tests.support.reference import ADAMW_EPS, Trained, assert_same_parameters, gathered, scalar, train_reference
 
 ADAMW = {"lr": 1e-3, "eps": ADAMW_EPS, "fused": True}
 Options = dict[str, Any]
@@ -115,3 +116,35 @@ def resumed_in_tiers(folder: Path, saved: str, others: Sequence[tuple[str, bool]
     expected = step(first, optimizer)
     whole = gathered(first.named_parameters())
     return [*(loss == expected for loss in found), all(torch.isfinite(value).all() for value in whole.values())]
+
+
+class Wide(nn.Module):
+    """Layers that are large beside what rounding to blocks adds."""
+
+    def __init__(self, width: int = 192, layers: int = 4) -> None:
+        super().__init__()
+        with torch.random.fork_rng():
+            torch.manual_seed(0)
+            self.layers = nn.ModuleList(nn.Linear(width, width) for _ in range(layers))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = x + layer(x).tanh()
+        return x.square().mean()
+
+
+def in_file(value: Any) -> bool:
+    """Whether a shard is in a file without a name, by the system's own list."""
+    for line in Path("/proc/self/maps").read_text().splitlines():
+        begin, end = (int(part, 16) for part in line.split()[0].split("-"))
+        if begin <= value._local_tensor.data_ptr() < end:
+            return line.endswith("(deleted)")
+    return False
+
+
+def check_as_one_process(case: str, moved: Any) -> None:
+    """A rank's result of `trained`: losses and parameters are those of one process."""
+    expected = train_reference(CASES[case], "adamw", num_steps=3, batch_size=8)
+    everything = Trained(0, [], {}, expected.parameters | moved["whole"], {})
+    assert moved["losses"][:3] == pytest.approx(expected.losses, rel=1e-5)
+    assert_same_parameters(everything.parameters, expected, 1e-4)
