@@ -188,6 +188,18 @@ def test_checkpoints_are_for_any_groups(ranks: Any, tmp_path: Path, groups: Any,
         assert torch.equal(whole, found)
 
 
+def four_steps(model: Any, optimizer: torch.optim.Optimizer, x: Tensor) -> float:
+    """The last loss of four steps, the last two of which step the second layer too."""
+    for number in range(4):
+        if number == 2:
+            optimizer.add_param_group({"params": list(model.b.parameters()), "lr": 0.02})
+        loss = model(x + number)
+        loss.backward()
+        optimizer.step()
+        model.zero_grad()
+    return float(loss)
+
+
 def loops(folder: Path) -> list[Any]:
     """Of a module with `Net`'s layers in tiers of their own: the losses of a copy and the original trained alike, the
     bytes of both, a group added later, and what a plain optimizer of each layer says."""
@@ -199,16 +211,7 @@ def loops(folder: Path) -> list[Any]:
     parallel = net()
     other = copy.deepcopy(parallel)
     made = [one.optimizer(torch.optim.AdamW, list(one.a.parameters()), lr=0.1) for one in (parallel, other)]
-    losses = []
-    for one, optimizer in zip((parallel, other), made, strict=True):
-        for number in range(4):
-            if number == 2:
-                optimizer.add_param_group({"params": list(one.b.parameters()), "lr": 0.02})
-            loss = one(x + number)
-            loss.backward()
-            optimizer.step()
-            one.zero_grad()
-        losses.append(loss.item())
+    losses = [four_steps(one, optimizer, x) for one, optimizer in zip((parallel, other), made, strict=True)]
     plain = net()
     plain(x).backward()
     torch.optim.AdamW(plain.b.parameters()).step()
@@ -225,15 +228,9 @@ def test_groups_are_added_and_modules_copied(ranks: Any, tmp_path: Path) -> None
     """As torch's optimizer in one process; a layer that stays on the device may have a plain optimizer."""
     model, x = Net(), torch.linspace(-1, 1, 64).view(8, 8)
     optimizer = torch.optim.AdamW(model.a.parameters(), lr=0.1)
-    for number in range(4):
-        if number == 2:
-            optimizer.add_param_group({"params": list(model.b.parameters()), "lr": 0.02})
-        loss = model(x + number)
-        loss.backward()
-        optimizer.step()
-        model.zero_grad()
+    loss = four_steps(model, optimizer, x)
     for (mine, theirs), (memory, again), whole, kept, expected in ranks(2).run(loops, tmp_path):
-        assert mine == theirs == pytest.approx(loss.item(), rel=1e-5) and memory == again
+        assert mine == theirs == pytest.approx(loss, rel=1e-5) and memory == again
         assert memory["device"] > 0 and memory["disk"] > 0 and kept == expected
         for name, value in model.named_parameters():
             torch.testing.assert_close(whole[name], value.detach(), rtol=1e-5, atol=1e-6)
