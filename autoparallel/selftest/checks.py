@@ -57,6 +57,7 @@ def ways(size: int) -> dict[str, Way]:
     found["fully sharded"] = Way(line, {"baseline": "fsdp"})
     found["fully sharded, ZeRO-3, recompute"] = Way(line, {"baseline": "fsdp", "zero_stage": 3, "recompute": "full"})
     found["tensor parallel"] = Way(line, {"baseline": "tensor_parallel"})
+    found["tensor parallel, layers in two pieces"] = Way(line, {"baseline": "tensor_parallel", "pieces": 2})
     found["searched"] = Way(line, {})
     found["two micro-batches"] = Way(line, {"micro_batches": 2}, by_step=True)
     found["ZeRO-2, two micro-batches"] = Way(line, {"micro_batches": 2, "zero_stage": 2}, by_step=True)
