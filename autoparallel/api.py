@@ -149,6 +149,7 @@ def compile(
     max_forms: int = 64,
     peer_timeout_s: float = 60.0,
     backend: str = "eager",
+    cuda_graphs: bool = False,
     disk_path: str | PathLike[str] | None = None,
     search: str = "auto",
     pins: Mapping[str, Any] | None = None,
@@ -199,6 +200,9 @@ def compile(
         AOTAutograd with its collectives (in buckets, overlapped) and compiled, which takes a minute or more at the
         first call; "auto", Inductor on GPUs with Triton and eager elsewhere; "aot_eager", the traced graphs without
         Inductor, to find a fault. Compiled graphs have no double backward, and no backward with retain_graph.
+    cuda_graphs: on GPUs, forward and backward are recorded at the second call of a form, and one launch each replays
+        them: for steps in which the host is slower than the device. Backward must come before the next forward. What
+        draws random numbers (dropout), or has shapes that depend on data, runs without, and a warning says why.
     disk_path: the folder for what is on disk (``offload="disk"``), on a disk of each rank's machine.
     max_forms: compiled programs to keep, of calls of different forms; the least recently used is dropped.
     peer_timeout_s: a rank whose process shows no sign of life for so many seconds (stopped, hung, its machine gone) is
@@ -232,7 +236,7 @@ def compile(
 
     with naming_peers():
         return compiler.compile(model, mesh, (example_inputs or (), example_kwargs or {}) if given else None, taken,
-                                outputs, plan, cluster, chosen, backend, max_forms, peer_timeout_s,
+                                outputs, plan, cluster, chosen, backend, cuda_graphs, max_forms, peer_timeout_s,
                                 None if disk_path is None else Path(disk_path))
 
 

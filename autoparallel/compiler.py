@@ -53,8 +53,8 @@ def plan(model: nn.Module, cluster: Cluster, args: Sequence[Any], kwargs: Mappin
 
 
 def compile(model: nn.Module, mesh: DeviceMesh | int, example: Call | None, inputs: Inputs, outputs: str,
-            plan: Plan | None, cluster: Cluster | str | Path | None, options: Options, backend: str, max_forms: int,
-            peer_timeout_s: float, disk_path: Path | None) -> ParallelModule:
+            plan: Plan | None, cluster: Cluster | str | Path | None, options: Options, backend: str, replays: bool,
+            max_forms: int, peer_timeout_s: float, disk_path: Path | None) -> ParallelModule:
     """The model on a mesh, as `autoparallel.compile`; traced now if there is an ``example`` call."""
     import torch.distributed as dist
 
@@ -83,6 +83,8 @@ def compile(model: nn.Module, mesh: DeviceMesh | int, example: Call | None, inpu
     hybrid = plan.hybrid if plan else options.hybrid(mesh.size(0) if options.stages > 1 else 1)
     position = groups.position_on(mesh, hybrid.pipeline_ranks)
     backends.check(runs_by, hybrid)
+    if replays:
+        backends.check_replays(hybrid, position)
     away, on_host = hybrid.offload, hybrid.on_host    # of the first form, in which the others find parameters
 
     def compile_call(
@@ -99,7 +101,7 @@ def compile(model: nn.Module, mesh: DeviceMesh | int, example: Call | None, inpu
         micro = made_equally("a program",
                            lambda: split_batch(capture_for_any(model, args, kwargs, numbers), how.micro_batches),
                            lambda made: f"{made.whole.fingerprint} {how}", lines=lambda made: made.whole.described())
-        made = _compile_call(micro, position, machine, within, how, given, placed, runs_by)
+        made = _compile_call(micro, position, machine, within, how, given, placed, runs_by, replays)
         if not placed:
             away, on_host = made.plan.hybrid.offload, made.plan.hybrid.on_host
         return made
@@ -127,7 +129,7 @@ def _plan_on_devices(model: nn.Module, count: int, cluster: Cluster | str | Path
 
 @collected_later()
 def _compile_call(micro: MicroBatches, position: MeshPosition, cluster: Cluster, options: Options, hybrid: Hybrid,
-                  given: Plan | None, placed: Mapping[str, Layout], backend: str) -> Compiled:
+                  given: Plan | None, placed: Mapping[str, Layout], backend: str, replays: bool) -> Compiled:
     """One call form: rank 0 plans it (or the plan is given), every rank makes its own programs and checks them."""
     from autoparallel.runtime.agree import decide_once
     from autoparallel.runtime.programs import compiled
@@ -138,4 +140,4 @@ def _compile_call(micro: MicroBatches, position: MeshPosition, cluster: Cluster,
         made = plan_call(space, micro, cluster, options, placed, hybrid)
         return replace(made, record=made.known)  # for all ranks: what makes it stays on rank 0
 
-    return compiled(given or decide_once(best), space, micro, position, cluster, options.optimizer, backend)
+    return compiled(given or decide_once(best), space, micro, position, cluster, options.optimizer, backend, replays)

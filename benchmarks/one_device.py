@@ -111,6 +111,8 @@ def variants(case: Case, device: torch.device) -> dict[str, Callable[[], tuple[S
         "torch.compile": lambda: torchs(mode="default"),
         "autoparallel, inductor": lambda: ours("inductor"),
         "torch.compile, CUDA graphs": lambda: torchs(mode="reduce-overhead"),
+        "autoparallel, CUDA graphs": lambda: ours("eager", cuda_graphs=True),
+        "autoparallel, inductor, CUDA graphs": lambda: ours("inductor", cuda_graphs=True),
         "torch again": torchs,
     }
 
@@ -211,11 +213,11 @@ def main(
 def line(row: Row, plain: Row) -> str:
     """One variant for a terminal; the ratio is its median over plain torch's."""
     if row.step is None or plain.step is None:
-        return f"{row.case:22}{row.variant:30}{row.error}"
+        return f"{row.case:22}{row.variant:36}{row.error}"
     s = row.step
     told = "" if math.isnan(row.predicted_s) else (
         f" predicted {row.predicted_s * 1e3:8.2f} ms, {row.predicted_bytes / 2**30:6.2f} GiB")
-    return (f"{row.case:22}{row.variant:30}{s.median_s * 1e3:9.2f} ms ({s.minimum_s * 1e3:.2f} to "
+    return (f"{row.case:22}{row.variant:36}{s.median_s * 1e3:9.2f} ms ({s.minimum_s * 1e3:.2f} to "
             f"{s.maximum_s * 1e3:.2f}) {s.median_s / plain.step.median_s:6.3f}; host {row.host_s * 1e3:8.2f} ms; "
             f"{row.kernels:5} kernels {row.kernel_s * 1e3:8.2f} ms; first {row.first_s:6.1f} s; "
             f"{row.peak_bytes / 2**30:6.2f} GiB;{told} {row.error}")

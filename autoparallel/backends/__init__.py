@@ -5,10 +5,15 @@ from __future__ import annotations
 import importlib.util
 import logging
 import shutil
+from typing import TYPE_CHECKING
 
 from autoparallel.errors import PlanError, shown
 from autoparallel.schedule.schedules import names_of
 from autoparallel.schedule.step_config import Hybrid
+from autoparallel.schedule.tiers import ON_DEVICE
+
+if TYPE_CHECKING:
+    from autoparallel.kernels.groups import MeshPosition
 
 EAGER, TRACED, INDUCTOR, AUTO = "eager", "aot_eager", "inductor", "auto"
 BACKENDS = (EAGER, INDUCTOR, TRACED, AUTO)
@@ -53,4 +58,22 @@ def check(backend: str, hybrid: Hybrid) -> None:
                         f"is one: take schedule={names_of(lambda how: not how.splits_backward)}, or backend='eager'")
 
 
-__all__ = ["AUTO", "BACKENDS", "EAGER", "INDUCTOR", "TRACED", "check", "chosen"]
+def check_replays(hybrid: Hybrid, position: MeshPosition) -> None:
+    """Raises PlanError for a step configuration, or devices, whose program cannot run as CUDA graphs."""
+    def refuse(why: str) -> None:
+        raise PlanError(f"cuda_graphs=True: {why}; leave it out")
+
+    if (device := position.mesh.device_type) != "cuda":
+        refuse(f"there are CUDA graphs on GPUs only, and the mesh is of {device!r}")
+    if not hybrid.is_plain:
+        refuse(f"a step of {hybrid.micro_batches} micro-batches, {hybrid.stages} stages and {hybrid.copies} copies is "
+               "several programs, and only one forward and its backward are recorded")
+    if hybrid.offload != ON_DEVICE or hybrid.recompute == "offload" or hybrid.on_host:
+        refuse("what goes to the host or comes from it waits for the host, which a recording cannot")
+    import torch.distributed as dist
+
+    if position.whole.size() > 1 and (how := dist.get_backend(position.whole.get_group(0))) != "nccl":
+        refuse(f"{how} sends by the host; NCCL can be recorded")
+
+
+__all__ = ["AUTO", "BACKENDS", "EAGER", "INDUCTOR", "TRACED", "check", "check_replays", "chosen"]

@@ -62,7 +62,7 @@ class Calls:
 
     def modules(self, compiled: Compiled) -> Mapping[int, nn.Module]:
         """The modules that run a form's steps, by stage, after its first step."""
-        return {0: compiled.forward} if compiled.plan.hybrid.is_plain else dict(self._runners[compiled].modules)
+        return {0: compiled.by_ops} if compiled.plan.hybrid.is_plain else dict(self._runners[compiled].modules)
 
     def step(self, compiled: Compiled, leaves: Sequence[Any]) -> torch.Tensor:
         """Forward and backward; returns the loss, detached."""

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from functools import cached_property
 from operator import ne
@@ -13,6 +15,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from autoparallel.backends import EAGER
+from autoparallel.backends.replayed import Replayed, why_not_recorded
 from autoparallel.capture import refuse_other_layouts
 from autoparallel.capture.contents import description
 from autoparallel.capture.numbers import is_number, is_usual
@@ -30,6 +33,7 @@ from autoparallel.runtime.step import Forward
 from autoparallel.strategies.space import StrategySpace
 from cost_models import Cluster
 
+_LOG = logging.getLogger("autoparallel")
 #: Namespaces of ops that send nothing themselves.
 _SILENT = ("aten", "prims", "autoparallel")
 
@@ -37,7 +41,7 @@ _SILENT = ("aten", "prims", "autoparallel")
 @dataclass(frozen=True, eq=False)
 class Compiled:
     """One compiled call form: plan, strategy space of one micro-batch, this rank's programs by stage, what runs them
-    (`backends.BACKENDS`), and the cluster that priced them."""
+    (`backends.BACKENDS`), the cluster that priced them, and whether a program runs as CUDA graphs."""
 
     plan: Plan
     space: StrategySpace
@@ -46,6 +50,7 @@ class Compiled:
     programs: Mapping[int, Program]
     backend: str = EAGER
     cluster: Cluster | None = None
+    replays: bool = False
 
     @property
     def program(self) -> Program:
@@ -57,11 +62,34 @@ class Compiled:
     @cached_property
     def forward(self) -> nn.Module:
         """The program of a form with one stage as it runs: parameter communication overlapped, recompute applied;
-        compiled at its first call if the backend compiles."""
+        compiled at its first call if the backend compiles, recorded at its second if it replays."""
         hybrid = self.plan.hybrid
         if self.backend == EAGER and hybrid.recompute == "none" and hybrid.zero_stage < 3:
-            return overlapped(self.program.module, hybrid)
-        return Forward(self.program, hybrid, self.backend)
+            module: nn.Module = overlapped(self.program.module, hybrid)
+        else:
+            module = Forward(self.program, hybrid, self.backend)
+        return self._replayed(module) if self.replays else module
+
+    @property
+    def by_ops(self) -> nn.Module:
+        """The program of a form with one stage as it runs, without CUDA graphs."""
+        return self.forward.module if isinstance(self.forward, Replayed) else self.forward
+
+    @contextmanager
+    def op_by_op(self) -> Iterator[None]:
+        """Within, calls run without CUDA graphs."""
+        with self.forward.paused() if self.replays and isinstance(self.forward, Replayed) else nullcontext():
+            yield
+
+    def _replayed(self, module: nn.Module) -> nn.Module:
+        """The program as CUDA graphs, if it can be recorded; else it runs as it is, and a warning says why."""
+        program = self.program
+        if (reason := why_not_recorded(program.module)) is not None:
+            _LOG.warning("a program runs without CUDA graphs: %s", reason)
+            return module
+        stays = [decision.kind in ("parameter", "buffer") and decision.path not in program.updates
+                 and decision.path not in self.space.graph.constant_tensors for decision in program.placeholders]
+        return Replayed(module, stays, self.micro.loss)
 
     @cached_property
     def sends_by_kernels(self) -> bool:

@@ -59,7 +59,7 @@ def profiled(step: Callable[[], object], roots: Callable[[], Mapping[int, nn.Mod
         step()
     unprofiled = [_timed(step, device) for _ in range(TIMED)]
     ops, links = OpRanges(compiled.space), _links(compiled.plan)
-    with named(roots(), ops):
+    with compiled.op_by_op(), named(roots(), ops):
         step()  # finds the ops' names
         dist.barrier()
         recording = recorded(step, device)

@@ -19,19 +19,19 @@ from cost_models import Cluster
 
 
 def compiled(plan: Plan, space: StrategySpace, micro: MicroBatches, position: MeshPosition, cluster: Cluster,
-             optimizer: str, backend: str) -> Compiled:
+             optimizer: str, backend: str, replays: bool = False) -> Compiled:
     """A call form as this rank runs it; all ranks call this. Raises PlanError for a plan of another model, and on all
     ranks where the ranks of a stage would communicate in different orders."""
     def digest(made: Compiled) -> str:
         return "".join(order_digest(program) for program in made.programs.values())
 
     return made_equally("an order of collectives",
-                        lambda: _own(plan, space, micro, position, cluster, optimizer, backend),
+                        lambda: _own(plan, space, micro, position, cluster, optimizer, backend, replays),
                         digest, position.pipeline_rank)
 
 
 def _own(plan: Plan, space: StrategySpace, micro: MicroBatches, position: MeshPosition, cluster: Cluster,
-         optimizer: str, backend: str) -> Compiled:
+         optimizer: str, backend: str, replays: bool) -> Compiled:
     backends.check(backend, plan.hybrid)
     strategies = plan.strategies_on(space)
     stages = stages_of(space, micro.loss, plan.hybrid)
@@ -54,4 +54,6 @@ def _own(plan: Plan, space: StrategySpace, micro: MicroBatches, position: MeshPo
             fetch_parameters(program.module, fetched, space.mesh_shape, position.mesh.device_type)
         if lookups.ops:
             look_up_on_host(program.module, lookups.ops, position.mesh.device_type)
-    return Compiled(plan, space, micro, stages, programs, backend, cluster)
+    if replays:
+        backends.check_replays(plan.hybrid, position)
+    return Compiled(plan, space, micro, stages, programs, backend, cluster, replays)
