@@ -12,6 +12,14 @@ from autoparallel.ops.routed_experts import body_of, routed_experts
 _TAGS = (torch.Tag.dynamic_output_shape, torch.Tag.data_dependent_output)
 
 
+def _selects(index: object) -> bool:
+    """Whether an index of ``x[index]`` is a mask, or may be one."""
+    if not isinstance(index, FxNode):
+        return False
+    value = index.meta.get("val")
+    return value is None or value.dtype in (torch.bool, torch.uint8)
+
+
 def why_not_traced(node: FxNode) -> str | None:
     """Why a node cannot be part of a traced graph; None if it can."""
     if node.target is dispatched_experts:
@@ -22,6 +30,8 @@ def why_not_traced(node: FxNode) -> str | None:
         body, weights = node.args[0], node.args[4]
         some = weights[0].meta["val"].shape[0] < body_of(str(body)).num_experts  # type: ignore[index,union-attr]
         return "experts of this rank, whose tokens' number depends on the data" if some else None
+    if node.target is torch.ops.aten.index.Tensor and not any(map(_selects, node.args[1])):  # type: ignore[arg-type]
+        return None    # rows by their numbers
     if any(tag in getattr(node.target, "tags", ()) for tag in _TAGS):
         return f"{node.target}, the shape of whose result depends on the data"
     return None

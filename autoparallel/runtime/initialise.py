@@ -98,15 +98,38 @@ class _LocalShards(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, *values: DTensor) -> tuple[torch.Tensor, ...]:
-        ctx.specs = [value._spec for value in values]
+        ctx.values, ctx.specs = values, [value._spec for value in values]
         ctx.set_materialize_grads(False)
         return tuple(value._local_tensor.view_as(value._local_tensor) for value in values)
 
     @staticmethod
     def backward(ctx: Any, *gradients: torch.Tensor | None) -> tuple[DTensor | None, ...]:
-        made = _gradient_to_differentiate if torch.is_grad_enabled() else _gradient
-        return tuple(None if g is None else made(g.contiguous(), spec)
-                     for g, spec in zip(gradients, ctx.specs, strict=True))
+        if torch.is_grad_enabled():
+            return tuple(None if g is None else _gradient_to_differentiate(g.contiguous(), spec)
+                         for g, spec in zip(gradients, ctx.specs, strict=True))
+        return tuple(None if g is None else _handed_on(value, node, _gradient(g.contiguous(), spec))
+                     for g, value, (node, _), spec in zip(gradients, ctx.values, ctx.next_functions, ctx.specs,
+                                                          strict=True))
+
+
+def _handed_on(value: DTensor, node: Any, gradient: DTensor) -> DTensor | None:
+    """The gradient for autograd to pass on; None where it has become the value's ``grad``, as autograd would do by
+    itself, only slower (by a detached DTensor): of a parameter that has no gradient yet and no hooks, in a backward
+    that accumulates gradients."""
+    if (value.is_leaf and value.grad is None and not value._backward_hooks and not value._post_accumulate_grad_hooks
+            and value.grad_dtype in (None, gradient.dtype) and _accumulates(node)):
+        value.grad = gradient
+        return None
+    return gradient
+
+
+def _accumulates(node: Any) -> bool:
+    """Whether the backward that runs now calls this node, which adds gradients up in a parameter. (Asked of one that
+    it captures instead, for `torch.autograd.grad`, torch raises.)"""
+    try:
+        return torch._C._will_engine_execute_node(node)
+    except RuntimeError:
+        return False
 
 
 def _gradient(local: torch.Tensor, spec: Any) -> DTensor:
