@@ -251,7 +251,11 @@ def _timed(part: str, name: str, deadline: float, check: Callable[[], tuple[str,
     started = time.monotonic()
     if not decide_once(lambda: started < deadline):
         return Check(part, name, "skipped", "no time left", {}, 0.0)
-    status, text, figures = check()
+    try:
+        status, text, figures = check()
+    except Exception as error:    # ends the part: ranks may be at different places
+        error.add_note(f"in the check {name}")
+        raise
     return Check(part, name, status, text, figures, time.monotonic() - started)
 
 

@@ -11,6 +11,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -49,7 +50,8 @@ class Request:
 
 
 def main(request: Request, output: Path | None) -> bool:
-    """Run, print the page, and write ``output`` (.json) and the page beside it (.md). Whether no check failed."""
+    """Run, print the page, and write ``output`` (.json) and the page beside it (.md) as parts end. Whether no check
+    failed."""
     under_launcher = "WORLD_SIZE" in os.environ
     if under_launcher:
         import autoparallel
@@ -57,23 +59,27 @@ def main(request: Request, output: Path | None) -> bool:
         if request.device == "cpu":
             os.environ["CUDA_VISIBLE_DEVICES"] = ""              # as `launch` has it for local ranks
         autoparallel.init(device=request.device)
-    checks = _run(request, _here if under_launcher else _on_local_ranks(request.ranks, request.device))
-    passed = all(check.status != "failed" for check in checks)
+    checks = _run(request, _here if under_launcher else _on_local_ranks(request.ranks, request.device),
+                  partial(_write, request, output))
     if int(os.environ.get("RANK", 0)) == 0:
-        page = as_page(checks, environment(request))
-        print(page)
-        if output is not None:
-            found = {"format": 1, "environment": environment(request), "checks": [asdict(check) for check in checks]}
-            write_whole(output.with_suffix(".json"), json.dumps(found, indent=1) + "\n")
-            write_whole(output.with_suffix(".md"), page + "\n")
-    return passed
+        print(as_page(checks, environment(request)))
+    return all(check.status != "failed" for check in checks)
+
+
+def _write(request: Request, output: Path | None, checks: Sequence[Check]) -> None:
+    """Write what is known, so that a run that is ended early leaves it."""
+    if output is not None:
+        about = environment(request)
+        found = {"format": 1, "environment": about, "checks": [asdict(check) for check in checks]}
+        write_whole(output.with_suffix(".json"), json.dumps(found, indent=1) + "\n")
+        write_whole(output.with_suffix(".md"), as_page(checks, about) + "\n")
 
 
 Part = Callable[..., list[Check]]
 
 
-def _run(request: Request, run: Callable[..., list[Check]]) -> list[Check]:
-    """All parts in turn, told as they end. The failure of a rank comes last, since it ends the process groups."""
+def _run(request: Request, run: Callable[..., list[Check]], told: Callable[[Sequence[Check]], None]) -> list[Check]:
+    """All parts in turn, ``told`` as they end. The failure of a rank comes last, since it ends the process groups."""
     ends, checks = time.monotonic() + 60 * request.minutes, list[Check]()
 
     def add(found: Sequence[Check]) -> None:
@@ -81,6 +87,10 @@ def _run(request: Request, run: Callable[..., list[Check]]) -> list[Check]:
         counts = ", ".join(f"{count} {status}" for status, count in sorted(Counter(c.status for c in found).items()))
         if int(os.environ.get("RANK", 0)) == 0:
             print(f"{found[0].part} of {found[0].name.split(',')[0]}: {counts}", file=sys.stderr, flush=True)
+            for check in found:
+                if check.status == "failed":
+                    print(f"  {check.name}: {check.text}", file=sys.stderr, flush=True)
+            told(checks)
 
     models_end = ends - (1 - EQUALITY_SHARE) * 60 * request.minutes
     for number, name in enumerate(request.models):
@@ -110,11 +120,22 @@ def _on_local_ranks(ranks: int, device: str | None) -> Callable[..., list[Check]
         try:
             found: list[list[Check]] = launch(part, ranks, *args, device=device)
         except Exception as error:  # a rank's exception, with its traceback
-            text = str(error).strip().splitlines()[-1] if not isinstance(error, AutoparallelError) else str(error)
+            text = _end_of(str(error)) if not isinstance(error, AutoparallelError) else str(error)
             return [Check(part.__name__, " ".join(map(str, args[:1])) or part.__name__, "failed", text, {}, 0.0)]
         return [_worst(checks) for checks in zip(*found, strict=True)]
 
     return run
+
+
+def _end_of(traceback: str) -> str:
+    """The error that a rank's traceback ends with, and the notes after it.
+
+    >>> _end_of('  File "a.py", line 1, in f\\n    g()\\nRuntimeError: gloo cannot\\n  do that\\nin the check llama')
+    'RuntimeError: gloo cannot\\n  do that\\nin the check llama'
+    """
+    frames = traceback.strip().rpartition('  File "')[2].splitlines()
+    first = next((number for number, line in enumerate(frames) if number and not line.startswith(" ")), 0)
+    return "\n".join(frames[first:])
 
 
 def _worst(checks: Sequence[Check]) -> Check:
