@@ -21,6 +21,7 @@ from torch.fx import Node as FxNode
 import autoparallel
 from autoparallel import Cluster
 from autoparallel.api import plan
+from autoparallel.capture import capture
 from autoparallel.errors import InputError, LoweringError
 from autoparallel.kernels.collectives import STEP_FUNCTIONS, all_gather
 from autoparallel.layout import COLLECTIVES, local_shape, parse_layout
@@ -353,3 +354,16 @@ def test_constant_tensors_are_made_in_shards(ranks: Any) -> None:
     expected = Filled()(FILLED_INPUT).item()
     for rows in (("d0", "d0"), ("d0", "repeat"), ("repeat", "d0")):
         assert ranks(4).run(filled_sharded, rows) == pytest.approx([expected] * 4, rel=1e-5)
+
+
+def test_numbers_are_made_on_the_programs_device() -> None:
+    """Not on the host, from which each call would copy them and wait."""
+    class Masked(torch.nn.Module):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return torch.where(x > 0, torch.full((), 0.5), torch.zeros(4)) + x
+
+    space = StrategySpace(capture(Masked(), (torch.randn(4, 4),)), (1,))
+    first, factories = [s.strategies[0] for s in space.strategy_sets], (torch.ops.aten.full.default, torch.ops.aten.zeros.default)
+    program = emit(space, first, lambda *_: (), (0,), "cuda")
+    made = [node for node in program.module.graph.nodes if node.target in factories]
+    assert len(made) == 2 and all(node.kwargs["device"].type == "cuda" for node in made)

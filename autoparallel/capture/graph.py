@@ -230,6 +230,17 @@ def is_floating(dtype: torch.dtype) -> bool:
     return dtype.is_floating_point or dtype.is_complex
 
 
-def on_device(kwargs: Mapping[str, Any], device: torch.device) -> dict[str, Any]:
-    """An op's keyword arguments, for a device other than the one that it was traced on."""
-    return {k: device if isinstance(v, torch.device) else v for k, v in kwargs.items() if k != "pin_memory"}
+def on_device(op: Any, kwargs: Mapping[str, Any], device: torch.device) -> dict[str, Any]:
+    """An op's keyword arguments, for a device other than the one that it was traced on. Tensors that are made without
+    a device (numbers of ``torch.where``) are made there too, since a copy from the host waits for it."""
+    made = {k: device if isinstance(v, torch.device) else v for k, v in kwargs.items() if k != "pin_memory"}
+    return made if device.type == "cpu" or not _makes_tensors(op) else {**made, "device": device}
+
+
+@cache
+def _makes_tensors(op: Any) -> bool:
+    """Whether an op makes a tensor on a device from numbers alone."""
+    if not isinstance(op, torch._ops.OpOverload):
+        return False
+    arguments = op._schema.arguments
+    return any(a.name == "device" for a in arguments) and not any("Tensor" in str(a.type) for a in arguments)

@@ -184,7 +184,7 @@ class _Emitter:
             lambda leaf: next(operands) if isinstance(leaf, Ref) else leaf, (node.args, dict(node.kwargs))
         )
         layouts = [strategy_set.output_layout(strategy, o) for o in range(len(node.outputs))]
-        made = self._call(decision, node, list(args), on_device(kwargs, self.device), layouts)
+        made = self._call(decision, node, list(args), on_device(node.target, kwargs, self.device), layouts)
         made.meta["op_class"] = "" if strategy_set.rule is None else strategy_set.rule.op_class
         of_parameter = is_view and all(value.meta["of_parameter"] for value in values)
         if len(node.outputs) == 1 and not _returns_tuple(node):

@@ -15,6 +15,7 @@ import numpy as np
 from autoparallel import clock
 from autoparallel.layout import RedistributionTable
 from autoparallel.pricing.counts import ExecutionCounts
+from autoparallel.pricing.gradient_memory import GradientMemory
 from autoparallel.pricing.live_intervals import Liveness
 from autoparallel.pricing.pipeline_buffers import Buffer
 from autoparallel.pricing.step_cost import ALL_EXPOSED, Exposed, StepCosts
@@ -67,6 +68,7 @@ class SpacePricer:
         self.costs = StepCosts(prices, self.counts, exposed)
         self.live = Liveness(self.counts, () if self.counts.one_for_all else prices.memory_shares(self.counts.hybrid))
         self.windows = WindowMemory(self.counts, self.live)
+        self.gradients = GradientMemory(prices, self.counts, self.live)
         self.allowed = {**_side_computations(self.space), **(allowed or {})}
         self.axis_names = self.space.axis_names
         self.tier_limits: Mapping[str, float] = {}
@@ -185,6 +187,7 @@ class _Builder:
         if self.counts.hybrid.prefetches:
             single += [edge for use in self.space.uses if self.counts.prefetches(use) for edge in self._gathered(use)]
         single += self.pricer.windows.edges(self.costs, self.chosen)
+        single += self.pricer.gradients.edges(self.chosen)
         single += self._gradients() + self._in_tiers()    # last, where the record looks for them
         return Problem(self.nodes(), edges.followed_by(single), self.pricer.limit_bytes, "strategy space")
 

@@ -182,10 +182,15 @@ class Prices:
     @cached_property
     def chains(self) -> Sequence[InChain | None]:
         """By decision: the op's part in a chain that the software fuses into one kernel."""
-        profile = self.cluster.profile
-        if profile is None:
+        if self.cluster.profile is None:
             return [None] * len(self.space)
-        return with_losses(self.space, chains_of(self.space) if profile.fused else [None] * len(self.space))
+        return with_losses(self.space, chains_of(self.space) if self.fuses else [None] * len(self.space))
+
+    @property
+    def fuses(self) -> bool:
+        """Whether the software compiles chains of ops to kernels."""
+        profile = self.cluster.profile
+        return profile is not None and bool(profile.fused)
 
     def local_bytes(self, meta: TensorMeta, numbers: np.ndarray) -> np.ndarray:
         """Bytes of a tensor on the fullest rank, an array: of each layout in ``numbers`` (`strategies.space` numbers a

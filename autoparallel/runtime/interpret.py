@@ -32,7 +32,7 @@ def values_of(graph: OpGraph, wanted: Iterable[Ref], known: Mapping[Ref, torch.T
         node = graph.nodes[index]
         given = with_values((node.args, dict(node.kwargs)), call_numbers())
         args, kwargs = pytree.tree_map_only(Ref, found.__getitem__, given)
-        made = node.target(*args, **on_device(kwargs, device))
+        made = node.target(*args, **on_device(node.target, kwargs, device))
         for output, value in enumerate(made if isinstance(made, (tuple, list)) else (made,)):
             found[Ref(index, output)] = value
     return found

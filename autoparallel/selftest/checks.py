@@ -43,11 +43,13 @@ class Check:
 
 @dataclass(frozen=True)
 class Way:
-    """One kind of plan: mesh and options of `autoparallel.compile`; ``by_step``: run by `ParallelModule.step`."""
+    """One kind of plan: mesh and options of `autoparallel.compile`; ``by_step``: run by `ParallelModule.step`;
+    ``calls``: the number of the call that is compared."""
 
     mesh_shape: tuple[int, ...]
     options: Mapping[str, Any]
     by_step: bool = False
+    calls: int = 1
 
 
 def ways(size: int) -> dict[str, Way]:
@@ -58,6 +60,8 @@ def ways(size: int) -> dict[str, Way]:
     found["fully sharded, ZeRO-3, recompute"] = Way(line, {"baseline": "fsdp", "zero_stage": 3, "recompute": "full"})
     found["tensor parallel"] = Way(line, {"baseline": "tensor_parallel"})
     found["tensor parallel, layers in two pieces"] = Way(line, {"baseline": "tensor_parallel", "pieces": 2})
+    found["data parallel, CUDA graphs"] = Way(line, {"baseline": "ddp", "cuda_graphs": True}, calls=3)
+    found["tensor parallel, CUDA graphs"] = Way(line, {"baseline": "tensor_parallel", "cuda_graphs": True}, calls=3)
     found["searched"] = Way(line, {})
     found["two micro-batches"] = Way(line, {"micro_batches": 2}, by_step=True)
     found["ZeRO-2, two micro-batches"] = Way(line, {"micro_batches": 2, "zero_stage": 2}, by_step=True)
@@ -107,7 +111,9 @@ def _equal(subject: Subject, way: Way, backend: str, expected: dict[str, Tensor]
     try:
         parallel = autoparallel.compile(subject.model(device()), _mesh(way.mesh_shape), example_kwargs=inputs,
                                         backend=backend, time_limit_s=10.0, **way.options)
-        actual = loss_and_gradients(parallel, inputs, way.by_step)
+        for _ in range(way.calls):
+            parallel.zero_grad()
+            actual = loss_and_gradients(parallel, inputs, way.by_step)
     except (PeerError, MeshError):
         raise
     except AutoparallelError as error:

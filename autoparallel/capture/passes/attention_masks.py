@@ -205,7 +205,7 @@ class _Values:
 
     def _made(self, node: Node) -> Any:
         if node.target in ONE_NUMBER:
-            kwargs = on_device(node.kwargs, torch.device("cpu"))
+            kwargs = on_device(node.target, node.kwargs, torch.device("cpu"))
             return node.target((1,) * node.meta["val"].dim(), *node.args[1:], **kwargs)
         if node.target is aten.expand.default:
             value = self.small[node.args[0]]
@@ -237,7 +237,7 @@ class _Values:
 
     def _run(self, node: Node, value_of: Any) -> Any:
         args, kwargs = torch.fx.node.map_arg((node.args, node.kwargs), value_of)
-        return node.target(*args, **on_device(kwargs, torch.device("cpu")))
+        return node.target(*args, **on_device(node.target, kwargs, torch.device("cpu")))
 
 
 def _along(node: Node) -> int | None:

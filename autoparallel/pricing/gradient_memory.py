@@ -1,0 +1,97 @@
+"""Memory of gradients of activations: of the largest ones, such as logits, while backward of their readers has made
+them and backward of their own op has not read them yet. (Small ones come and go beside saved tensors.)
+
+Gradients of parameters count in the whole step, but in a step of one micro-batch it is backward that makes them. At the
+loss none is there, and gradients of logits have the room of the parameters', at least of their smallest shards.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import NamedTuple
+
+import numpy as np
+
+from autoparallel.pricing.chains import LOSS
+from autoparallel.pricing.counts import ExecutionCounts
+from autoparallel.pricing.live_intervals import Liveness
+from autoparallel.pricing.unit_costs import Prices
+from autoparallel.search.model.problem import Edge
+from autoparallel.strategies.space import TensorUse
+
+#: A gradient counts from this share of the bytes of all results on.
+SHARE = 0.02
+
+
+class Gradient(NamedTuple):
+    """A gradient of the value of a use: the input's of its target (``inside``, by a loss for itself), or the result's
+    of its source; and its live interval."""
+
+    use: TensorUse
+    inside: bool
+    interval: tuple[int, int]
+
+
+class GradientMemory:
+    """``held``: the gradients that count. A compiler's kernels keep none of values that they fuse."""
+
+    def __init__(self, prices: Prices, counts: ExecutionCounts, live: Liveness) -> None:
+        self.prices, self.counts, self.live, self.space = prices, counts, live, prices.space
+        self.held: Sequence[Gradient] = list(self._found()) if prices.training else ()
+
+    def edges(self, chosen: Sequence[np.ndarray]) -> Iterator[Edge]:
+        """Zero-cost edges with these bytes, for the strategy numbers ``chosen`` by decision."""
+        room = self._room()
+        for use, inside, interval in self.held:
+            end, (rows, columns) = use.target if inside else use.source, (chosen[use.source], chosen[use.target])
+            s, shape = self.space.strategy_sets[end], (len(rows), len(columns))
+            if inside:
+                num_bytes = self.prices.local_bytes(use.meta, s.inputs[use.position])[columns][None, :]
+            else:
+                num_bytes = self.prices.local_bytes(s.output_metas[use.output], s.outputs[use.output])[rows][:, None]
+            copies = self.counts.held[end] * self.live.share(*self.counts.stages_of[end])
+            usages = np.broadcast_to(copies * np.maximum(num_bytes - room, 0.0), shape)
+            room = max(0.0, room - float(num_bytes.max()))
+            yield Edge(use.source, use.target, np.zeros(shape), usages, interval)
+
+    def _room(self) -> float:
+        """Bytes of the parameters' gradients, each in its smallest shard, that are not there at the loss."""
+        if not self.counts.hybrid.is_plain:
+            return 0.0
+        sets = [self.space.strategy_sets[d.index] for d in self.space.decisions if d.kind == "parameter"]
+        return sum(float(self.prices.local_bytes(s.output_metas[0], s.outputs[0]).min()) for s in sets
+                   if s.output_metas[0].requires_grad)
+
+    def _found(self) -> Iterator[Gradient]:
+        sets, chains, turning = self.space.strategy_sets, self.prices.chains, 2 * len(self.space)
+        fused = [self.prices.fuses and chain is not None for chain in chains]
+        last, first = self._last_readers(), {use.source: use for use in reversed(self.space.uses)}
+        made = [sum(m.num_elements * m.dtype.itemsize for m in s.output_metas if m.requires_grad)
+                if decision.kind == "op" and not self._passes_on(decision.index) else 0
+                for decision, s in zip(self.space.decisions, sets, strict=True)]
+        least = SHARE * sum(made)
+        for index, decision in enumerate(self.space.decisions):
+            if decision.kind == "op" and LOSS in self.space.graph.nodes[decision.node].op_name and not fused[index]:
+                (use, *_), turned = self.space.uses_by[index], int(self.live.starts[index]) + turning - index
+                yield Gradient(use, True, (turned, turned + 1))
+        for index, num_bytes in enumerate(made):
+            if num_bytes >= least and num_bytes and not fused[index] and index in first:
+                turned = int(self.live.starts[index]) + turning
+                yield Gradient(first[index], False, (turned - last.get(index, index), turned - index + 1))
+
+    def _passes_on(self, index: int) -> bool:
+        """Whether a decision's result, and so its gradient, is a view of its input's."""
+        rule = self.space.strategy_sets[index].rule
+        return self.space.decisions[index].kind == "shared_read" or (rule is not None and rule.alias)
+
+    def _last_readers(self) -> dict[int, int]:
+        """By decision, the last op of its stage that computes with its results: the first to make their gradient."""
+        last: dict[int, int] = {}
+        for use in reversed(self.space.uses):  # ordered by target
+            if not self.counts.crosses(use) and use.meta.requires_grad:
+                reader = last.get(use.target, use.target) if self._passes_on(use.target) else use.target
+                last[use.source] = max(last.get(use.source, 0), reader)
+        return last
+
+
+__all__ = ["GradientMemory"]

@@ -1,0 +1,75 @@
+"""The predicted peak of a step is that of its tensors, at the loss too, where gradients of logits are made."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import torch.utils._pytree as pytree
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils._python_dispatch import TorchDispatchMode
+
+import autoparallel
+from benchmarks.subjects import gpt2, llama, token_batch
+from cost_models import Cluster
+
+VOCABULARY, LENGTH = 20_000, 64
+#: Parameter and two moments of AdamW: at the loss there are no gradients of parameters.
+KEPT = 3
+MODELS = {"gpt2": lambda: gpt2(VOCABULARY, 64, 2, LENGTH), "llama": lambda: llama(VOCABULARY, 64, 176, 2, 2, heads=4)}
+
+
+class MostBytes(TorchDispatchMode):
+    """The most bytes of storages that ops have made, and that lived at once, without those of ``known`` tensors."""
+
+    def __init__(self, known: list[torch.Tensor]) -> None:
+        super().__init__()
+        self.known = {tensor.untyped_storage()._cdata for tensor in known}
+        self.storages: dict[int, tuple[StorageWeakRef, int]] = {}
+        self.most = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        made = func(*args, **(kwargs or {}))
+        for tensor in pytree.tree_leaves(made):
+            if isinstance(tensor, torch.Tensor) and not isinstance(tensor, DTensor):
+                storage = tensor.untyped_storage()
+                if storage._cdata not in self.known:
+                    self.storages[storage._cdata] = StorageWeakRef(storage), storage.nbytes()
+        self.storages = {key: one for key, one in self.storages.items() if not one[0].expired()}
+        self.most = max(self.most, sum(size for _, size in self.storages.values()))
+        return made
+
+
+def local(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor._local_tensor if isinstance(tensor, DTensor) else tensor
+
+
+@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("batch", [2, 8])
+def test_peaks_of_eager_steps(mesh_of_one: DeviceMesh, name: str, batch: int) -> None:
+    """Where logits outweigh the parameters' gradients (batch 8), and where they do not."""
+    cluster = Cluster.load("h200", num_devices=1, software="torch-eager")
+    kwargs, model = token_batch(VOCABULARY, batch, LENGTH), MODELS[name]()
+    parallel = autoparallel.compile(model, mesh_of_one, example_kwargs=kwargs, cluster=cluster)
+    parameters = [local(p) for p in parallel.parameters()]
+    with MostBytes([*parameters, *map(local, parallel.buffers()), *kwargs.values(), *model.parameters()]) as seen:
+        loss = parallel(**kwargs).loss
+        loss.backward()
+    measured = seen.most + KEPT * sum(p.nbytes for p in parameters)
+    assert parallel.plan.prediction.peak_bytes == pytest.approx(measured, rel=0.03)
+
+
+def test_compiled_steps_take_less() -> None:
+    """Kernels keep what they fuse in registers. (Measured on an H200: docs/measurements/gpu.md.)"""
+    def peak(software: str) -> float:
+        with torch.device("meta"):
+            model: nn.Module = MODELS["gpt2"]()
+        cluster = Cluster.load("h200", num_devices=1, software=software)
+        return autoparallel.plan(model, cluster, example_kwargs=token_batch(VOCABULARY, 8, LENGTH), mesh_shape=(1,),
+                                 micro_batches=1).prediction.peak_bytes
+
+    assert peak("torch-compile") < 0.8 * peak("torch-eager")
