@@ -363,7 +363,8 @@ def test_numbers_are_made_on_the_programs_device() -> None:
             return torch.where(x > 0, torch.full((), 0.5), torch.zeros(4)) + x
 
     space = StrategySpace(capture(Masked(), (torch.randn(4, 4),)), (1,))
-    first, factories = [s.strategies[0] for s in space.strategy_sets], (torch.ops.aten.full.default, torch.ops.aten.zeros.default)
+    first = [s.strategies[0] for s in space.strategy_sets]
+    factories = torch.ops.aten.full.default, torch.ops.aten.zeros.default
     program = emit(space, first, lambda *_: (), (0,), "cuda")
     made = [node for node in program.module.graph.nodes if node.target in factories]
     assert len(made) == 2 and all(node.kwargs["device"].type == "cuda" for node in made)
