@@ -182,17 +182,12 @@ class StepCosts:
         disk, or goes there), by strategy."""
         s, kind = self.space.strategy_sets[index], self.space.decisions[index].kind
         saved = self.counts.saved
-        nothing = index in saved.inside_only or self._is_fused(index)
+        nothing = index in saved.inside_only or self.prices.in_registers(index)
         how = nothing, saved.products_only(index), self.gradients.leave(index)
         if kind == "parameter" and self.lookups.is_table(index):
             return self._nothing(len(s.strategies))[0]
         return self.memo.once(("bytes", id(s), kind, how, id(self.counts.away[index])),
                               lambda: self._bytes_of(index, *how))
-
-    def _is_fused(self, index: int) -> bool:
-        """Whether a kernel keeps the op's result in registers, in backward too."""
-        chain = self.prices.chains[index]
-        return self.prices.fuses and chain is not None and not chain.writes and not chain.gradients
 
     def _bytes_of(self, index: int, inside_only: bool, products_only: bool, leaves: bool) -> np.ndarray:
         s, kind = self.space.strategy_sets[index], self.space.decisions[index].kind

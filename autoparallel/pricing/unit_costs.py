@@ -192,6 +192,11 @@ class Prices:
         profile = self.cluster.profile
         return profile is not None and bool(profile.fused)
 
+    def in_registers(self, index: int) -> bool:
+        """Whether a kernel keeps a decision's result in registers, in backward too."""
+        chain = self.chains[index]
+        return self.fuses and chain is not None and not chain.writes and not chain.gradients
+
     def local_bytes(self, meta: TensorMeta, numbers: np.ndarray) -> np.ndarray:
         """Bytes of a tensor on the fullest rank, an array: of each layout in ``numbers`` (`strategies.space` numbers a
         tensor's layouts)."""
