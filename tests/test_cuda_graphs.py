@@ -209,6 +209,22 @@ def test_a_copy_has_recordings_of_its_own_parameters(mesh_of_one: DeviceMesh) ->
     assert all(one > 0 and other == 0 for one, other in found)
 
 
+def test_decoding_replays(mesh_of_one: DeviceMesh) -> None:
+    """Each token is a call of one form."""
+    transformers = pytest.importorskip("transformers")
+    torch.manual_seed(0)
+    model = transformers.LlamaForCausalLM(transformers.LlamaConfig(
+        vocab_size=64, hidden_size=16, intermediate_size=32, num_hidden_layers=1, num_attention_heads=2)).eval()
+    ids = torch.randint(0, 64, (2, 4))
+    how: dict[str, Any] = {"attention_mask": torch.ones_like(ids), "max_new_tokens": 6, "do_sample": False}
+    with recording():
+        parallel = autoparallel.compile(model, mesh_of_one, example_kwargs={"input_ids": ids}, cuda_graphs=True,
+                                        cluster="h200")
+        found = [parallel.generate(ids, **how) for _ in range(2)]
+    assert all(torch.equal(tokens, model.generate(ids, **how)) for tokens in found)
+    assert [made.forward.calls for made in parallel._state.forms._used][-1] == {False: 10}
+
+
 def test_buffers_are_written(mesh_of_one: DeviceMesh) -> None:
     model = nn.BatchNorm1d(4)
     plain, parallel = copy.deepcopy(model), on_one(mesh_of_one, model, torch.randn(8, 4))
