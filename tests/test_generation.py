@@ -271,3 +271,14 @@ def lies_in_shards() -> tuple[bool, bool, float]:
 def test_keys_and_values_stay_in_shards_between_tokens(ranks: Any) -> None:
     for whole, right, share in ranks(4).run(lies_in_shards, timeout_s=200):
         assert whole and right and share == 0.25
+
+
+def test_generate_may_come_first(mesh_of_one: Any) -> None:
+    """The prompt is the example."""
+    model: Any = CASES["llama"].build().eval()
+    ids = torch.arange(8).reshape(2, 4)
+    how = {"attention_mask": torch.ones_like(ids), "max_new_tokens": 3, "do_sample": False}
+    for name in ("", "input_ids"):
+        parallel: Any = autoparallel.compile(model, mesh_of_one, cluster="h200")
+        found = parallel.generate(**{name: ids}, **how) if name else parallel.generate(ids, **how)
+        assert torch.equal(found, model.generate(ids, **how))

@@ -37,6 +37,8 @@ def generating(module: Any, original: Any) -> Any:
     @functools.wraps(original.generate)
     def generate(self: Any, *args: Any, **kwargs: Any) -> Any:
         state: State = self._state
+        if not state.forms and not self.config.is_encoder_decoder:
+            _trace_prompt(self, args, kwargs)
         leaves_open = _leaves_cache_open(self, args, kwargs)
         if leaves_open and takes_static_cache(state.model):
             kwargs = {**kwargs, "cache_implementation": "static"}
@@ -85,6 +87,13 @@ def generating(module: Any, original: Any) -> Any:
                        get_encoder=get_encoder, _valid_auto_compile_criteria=compiles, __doc__=module.__doc__)
 
     return types.new_class(f"Parallel{original.__name__}", (module, original), {}, namespace)
+
+
+def _trace_prompt(parallel: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    """Trace a call of the prompt, if ``generate`` was given one: it asks for the parameters' device before it calls."""
+    ids = next((ids for ids in (kwargs.get("inputs"), kwargs.get("input_ids"), *args[:1]) if ids is not None), None)
+    if isinstance(ids, torch.Tensor):
+        parallel.trace(*parallel.taken((), {"input_ids": ids, "use_cache": False}), step=False)
 
 
 class Encoder:
