@@ -94,6 +94,23 @@ def test_a_group_without_room_changes_nothing(ranks: Any, tmp_path: Path) -> Non
         assert "and disk_limit_bytes is 12,288" in text and groups == 1 and steps
 
 
+def two_optimizers(folder: Path) -> tuple[str, bool]:
+    """The error of a second optimizer, beside whose states there is no room; whether there is once the first is
+    replaced by one of all parameters."""
+    parallel = compiled("disk", folder, disk_limit_bytes=3 * 4096)
+    first = parallel.optimizer(torch.optim.AdamW, list(parallel.a.parameters()), tile_bytes=4096)
+    with pytest.raises(InputError) as error:
+        parallel.optimizer(torch.optim.AdamW, list(parallel.b.parameters()), tile_bytes=4096)
+    again = parallel.optimizer(torch.optim.AdamW, list(parallel.a.parameters()), tile_bytes=4096)
+    return str(error.value), first is not again
+
+
+@pytest.mark.ranks
+def test_optimizers_of_one_module_share_the_limits(ranks: Any, tmp_path: Path) -> None:
+    for text, replaced in ranks(2).run(two_optimizers, tmp_path):
+        assert "and disk_limit_bytes is 12,288" in text and replaced
+
+
 def copies(tier: str, folder: Path) -> tuple[list[float], bool, dict[str, int], dict[str, int]]:
     """The loss of a copy after its original was trained, of both after the copy was trained as the original, whether
     its parameters are where the original's are, and the bytes of both."""

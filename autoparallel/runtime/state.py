@@ -6,6 +6,7 @@ from copy import deepcopy
 from dataclasses import dataclass
 from operator import attrgetter
 from typing import Any
+from weakref import WeakSet
 
 import torch
 import torch.distributed as dist
@@ -70,6 +71,7 @@ class State:
         self.offload = ON_DEVICE  # of the first form's plan
         self.host_gradients: HostGradients | None = None
         self.files: MappedFiles | None = None  # of parameters and gradients on disk
+        self.optimizers = WeakSet[Any]()    # with states elsewhere, which share the limits
         self.gathers = False
         self.caches: Caches | None = None
         self.seed = initialise.shared_seed(torch.initial_seed())
@@ -81,6 +83,7 @@ class State:
         """The state of a copied module: parameters of its own, the same process groups."""
         made = memo[id(self)] = object.__new__(State)
         memo.update({id(shared): shared for shared in (self.together, *self.shared_groups.values())})
+        memo[id(self.optimizers)] = WeakSet()
         made.__dict__.update(deepcopy(self.__dict__, memo))
         return made
 

@@ -49,8 +49,10 @@ def optimizer(parallel: nn.Module, state: State, kind: type[torch.optim.Optimize
     tiers = {id(p): tiers_of(away, name, p) for name, p in parallel.named_parameters()}
     state.together.agree("optimizer")
     count = step_threads(threads)
-    return made_equally(
+    found = made_equally(
         "an optimizer",
         lambda: OffloadedOptimizer(kind, chosen, options, lambda p: tiers.get(id(p), away.each[0]), state.limits,
-                                   prefetch, state.host_gradients, state.files, count),
+                                   prefetch, state.host_gradients, state.files, count, state.optimizers),
         lambda made: f"{kind.__qualname__} {away}")
+    state.optimizers.add(found)
+    return found

@@ -86,7 +86,8 @@ class OffloadedOptimizer(torch.optim.Optimizer):
 
     ``offload``: the tiers of a parameter, and its tiles. ``prefetch``: the next tile is fetched, and the one before
     written, while a tile is stepped. ``gradients``: what moves them to the host, if they go;
-    ``files``: of parameters and gradients on disk; ``threads``: of a step (None: torch's). Parameter groups,
+    ``files``: of parameters and gradients on disk; ``threads``: of a step (None: torch's); ``made``: the module's other
+    optimizers, which share the limits. Parameter groups,
     schedulers, ``state_dict`` and ``load_state_dict`` are those of ``kind``; numbers are too, to the bit, where it
     steps on the CPU with the same kernel (``fused=True`` is taken if ``kind`` has it and the options name none).
     Raises InputError.
@@ -94,14 +95,15 @@ class OffloadedOptimizer(torch.optim.Optimizer):
 
     def __init__(self, kind: Any, params: Any, options: Mapping[str, Any], offload: Callable[[Tensor], Offload],
                  limits: Limits, prefetch: bool = True, gradients: HostGradients | None = None,
-                 files: MappedFiles | None = None, threads: int | None = None) -> None:
+                 files: MappedFiles | None = None, threads: int | None = None,
+                 made: Iterable[OffloadedOptimizer] = ()) -> None:
         _check(kind, options)
         self._sealed, self._broken, self._others = False, "", 0
         super().__init__(params, {})
         self._take_options(kind, options)
         self._away, self._prefetch, self._gradients, self._files = offload, prefetch, gradients, files
         self.kind: Any = kind
-        self.threads, self._limits = threads, limits
+        self.threads, self._limits, self._made_before = threads, limits, made
         self._parameters, self._group_of, self._tiers = list[Tensor](), list[int](), list[Offload]()
         self._names = list[tuple[tuple[str, ...], tuple[str, ...]]]()  # by group, as `names_of` has them
         self._scalars: dict[int, dict[str, Any]] = {}  # by parameter that has states
@@ -164,8 +166,11 @@ class OffloadedOptimizer(torch.optim.Optimizer):
     def _check_limits(self, parameters: Sequence[tuple[Tensor, Offload]], count: int, num_bytes: Mapping[str, int]
                       ) -> None:
         """``num_bytes`` of each of ``count`` states more, by tier, with those there are of all ``parameters``."""
-        limits, needed = self._limits, _states_by_tier(self._parts)
+        beside = _with_others(self._made_before, [p for p, _ in parameters])
+        limits, needed = self._limits, _states_by_tier(chain(self._parts, *(other._parts for other in beside)))
         tile_bytes = parameters[0][1].tile_bytes
+        parameters = [*parameters, *(pair for other in beside
+                                     for pair in zip(other._parameters, other._tiers, strict=True))]
         needed["host"] += count * (num_bytes["host"] + int(buffer_bytes(num_bytes["disk"], tile_bytes)))
         needed["disk"] += count * num_bytes["disk"] + (0 if self._files is None else self._files.num_bytes)
         needed["host"] += sum(local_of(p).nbytes * sum(what != "optimizer states" for what in one.in_tier("host"))
@@ -387,6 +392,13 @@ def _states_by_tier(parts: Iterable[_Part]) -> dict[str, int]:
         for tier, num_bytes in part.store.tier_bytes().items():
             found[tier] += num_bytes
     return found
+
+
+def _with_others(made: Iterable[OffloadedOptimizer], parameters: Sequence[Tensor]) -> list[OffloadedOptimizer]:
+    """The optimizers that keep states beside one of these parameters: of other parameters, and not closed. (One of the
+    same parameters is about to be replaced.)"""
+    own = set(map(id, parameters))
+    return [other for other in made if not other._broken and own.isdisjoint(map(id, other._parameters))]
 
 
 def _others_on_host(tiers: Sequence[Offload], parameters: Sequence[Tensor], gradients: Sequence[Tensor | None]) -> int:
