@@ -122,6 +122,8 @@ def copies(tier: str, folder: Path) -> tuple[list[float], bool, dict[str, int], 
     losses = [float(other(X)), float(parallel(X))]
     again = other.optimizer(torch.optim.AdamW, lr=0.1)
     other(X).backward()
+    with pytest.raises(InputError, match="the plan keeps optimizer states on the"):
+        torch.optim.AdamW(other.parameters(), lr=0.1).step()
     again.step()
     there = [(in_file(a), in_file(a.grad)) == (in_file(b), in_file(b.grad))
              for a, b in zip(parallel.parameters(), other.parameters(), strict=True)]

@@ -24,6 +24,7 @@ from autoparallel.runtime import initialise
 from autoparallel.runtime.form import Compiled
 from autoparallel.runtime.interpret import values_of
 from autoparallel.runtime.local_inputs import local_input
+from autoparallel.runtime.placing import keep_states_away
 from autoparallel.runtime.scaler import scaled
 from autoparallel.runtime.shared import SharedGradients
 from autoparallel.runtime.state import State
@@ -149,6 +150,8 @@ class Calls:
             host_copies.settle()
 
     def _watch_gradients(self) -> None:
+        if self._state.offload.is_away and not self._state.keeps_away:    # of a copy
+            keep_states_away(self.module, self._state)
         if (gradients := self._state.host_gradients) is not None:
             gradients.watch(nn.Module.named_parameters(self.module, remove_duplicate=False))
 

@@ -80,14 +80,19 @@ def place(root: nn.Module, state: State, compiled: Compiled) -> None:
                 owner._buffers[leaf] = placed[id(buffer)]
                 if leaf in owner_module._non_persistent_buffers_set:
                     owner._non_persistent_buffers_set.add(leaf)
-    if state.offload.is_away:
-        tiers = {name: state.offload.of(name) for name in state.layouts}    # of tables, as if none were looked up
-        offload_states(state, {id(registered(root, name)): one for name, one in tiers.items() if one.is_away})
+    keep_states_away(root, state)
     if any(map(leaves_by_itself, state.offload.each)):
         in_flight = BUCKETS_IN_FLIGHT * compiled.plan.hybrid.bucket_bytes
         state.host_gradients = HostGradients(state.device, in_flight, state.offload, state.files)
     state.attributes, state.places = SharedAttributes(state.parts), Places(root)
     state.originals = Originals(model, placed)
+
+
+def keep_states_away(root: nn.Module, state: State) -> None:
+    """Refuse optimizers that would keep states on the device of parameters whose states the plan has elsewhere."""
+    tiers = {name: state.offload.of(name) for name in state.layouts}    # of tables, as if none were looked up
+    offload_states(state, {id(registered(root, name)): one for name, one in tiers.items() if one.is_away})
+    state.keeps_away = True
 
 
 def _placed(state: State, name: str, value: torch.Tensor, requires_grad: bool, is_table: bool) -> nn.Parameter:

@@ -72,6 +72,7 @@ class State:
         self.host_gradients: HostGradients | None = None
         self.files: MappedFiles | None = None  # of parameters and gradients on disk
         self.optimizers = WeakSet[Any]()    # with states elsewhere, which share the limits
+        self.keeps_away = False    # optimizers that would keep states on the device are refused
         self.gathers = False
         self.caches: Caches | None = None
         self.seed = initialise.shared_seed(torch.initial_seed())
@@ -84,7 +85,7 @@ class State:
         made = memo[id(self)] = object.__new__(State)
         memo.update({id(shared): shared for shared in (self.together, *self.shared_groups.values())})
         memo[id(self.optimizers)] = WeakSet()
-        made.__dict__.update(deepcopy(self.__dict__, memo))
+        made.__dict__.update({**deepcopy(self.__dict__, memo), "keeps_away": False})
         return made
 
     def __reduce__(self) -> Any:
