@@ -59,7 +59,7 @@ class Two(nn.Module):
 
 
 def recorded(starts: int | None = 0) -> tuple[Replayed, Tensor, Callable[[int], Tensor]]:
-    module = Replayed(Two(), (False, True), starts, Again)
+    module = Replayed(Two(), (False, True), None if starts is None else frozenset([starts]), Again)
     weight = nn.Parameter(torch.randn(4, 3, generator=torch.Generator().manual_seed(1)))
     return module, weight, lambda seed: torch.randn(2, 4, generator=torch.Generator().manual_seed(seed))
 
@@ -109,23 +109,63 @@ def test_backward_from_another_result_is_right_at_once_and_recorded_then() -> No
     assert module.recorded == 2
 
 
-def test_a_backward_of_an_earlier_call_and_a_second_one_are_refused() -> None:
+def test_several_calls_before_their_backwards() -> None:
+    """The recording holds the activations of one of them; the others run without."""
     module, weight, inputs = recorded()
-    module(inputs(0), weight)
-    first, second = module(inputs(1), weight)["loss"], module(inputs(2), weight)["loss"]
-    with pytest.raises(InputError, match="the model was called again"):
+    for seed in range(3):
+        weight.grad = None
+        first, second = (module(inputs(number), weight)["loss"] for number in (seed, seed + 9))
         (first + second).backward()
-    loss = module(inputs(3), weight)["loss"]
+        torch.testing.assert_close(weight.grad, sum(expected(weight, inputs(number))[1] for number in (seed, seed + 9)))
+    kept = [module(inputs(seed), weight)["loss"] for seed in range(4)]     # none of which goes backward
+    torch.testing.assert_close(kept, [expected(weight, inputs(seed))[0] for seed in range(4)])
+    assert module.recorded == 1
+
+
+def test_a_second_backward_and_one_to_differentiate_are_refused() -> None:
+    module, weight, inputs = recorded()
+    module(inputs(0), weight)["loss"].backward()
+    loss = module(inputs(1), weight)["loss"]
     loss.backward(retain_graph=True)
     with pytest.raises(InputError, match="a second backward"):
         loss.backward()
+    with pytest.raises(InputError, match="cannot be differentiated"):
+        module(inputs(2), weight)["loss"].backward(create_graph=True)
+    module(inputs(3), weight)["loss"].backward()
+
+
+class NoGradient(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> None:
+        return None
+
+
+def test_a_backward_that_reaches_no_result() -> None:
+    module, weight, inputs = recorded()
+    for seed in range(4):
+        NoGradient.apply(module(inputs(seed), weight)["loss"]).backward()
+    assert weight.grad is None and module.recorded == 1
+
+
+def test_other_results_in_turn_run_without(caplog: pytest.LogCaptureFixture) -> None:
+    module, weight, inputs = recorded()
+    for seed in range(8):
+        weight.grad = None
+        name = ("loss", "product")[seed % 2]
+        module(inputs(seed), weight)[name].sum().backward()
+        torch.testing.assert_close(weight.grad, expected(weight, inputs(seed), name)[1])
+    assert module.recorded == 2 and caplog.text.count("starts from other results") == 1
 
 
 def test_parameters_that_moved_are_recorded_again(caplog: pytest.LogCaptureFixture) -> None:
     module, weight, inputs = recorded()
     for seed in range(MANY + 2):
-        loss = module(inputs(seed), weight)["loss"]
-        torch.testing.assert_close(loss.detach(), expected(weight, inputs(seed))[0])
+        loss = module(inputs(seed), weight)["loss"].detach()
+        torch.testing.assert_close(loss, expected(weight, inputs(seed))[0])
         weight = nn.Parameter(weight.detach().clone() + 1)
     assert module.recorded == MANY + 1 and caplog.text.count("have new memory") == 1
 
@@ -223,6 +263,7 @@ def test_decoding_replays(mesh_of_one: DeviceMesh) -> None:
         found = [parallel.generate(ids, **how) for _ in range(2)]
     assert all(torch.equal(tokens, model.generate(ids, **how)) for tokens in found)
     assert [made.forward.calls for made in parallel._state.forms._used][-1] == {False: 10}
+    assert [made.forward.recorded for made in parallel._state.forms._used] == [0, 1, 1]
 
 
 def test_buffers_are_written(mesh_of_one: DeviceMesh) -> None:
@@ -232,6 +273,7 @@ def test_buffers_are_written(mesh_of_one: DeviceMesh) -> None:
         x = torch.randn(8, 4, generator=torch.Generator().manual_seed(seed))
         with recording():
             torch.testing.assert_close(parallel(x), plain(x))
+    assert parallel._state.forms.first().forward.recorded == 1
     torch.testing.assert_close(dict(parallel.named_buffers()), dict(plain.named_buffers()))
 
 

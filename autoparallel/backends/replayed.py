@@ -2,23 +2,24 @@
 
 A replay reads and writes the memory of the recording. So inputs are copied into it, results and gradients out of it;
 parameters stay where they are (a recording is made anew when they have moved); and activations are those of the last
-forward: a backward of an earlier one is refused.
+recorded forward: until its backward has run, or its results are gone, further calls run without the recording.
 """
 
 from __future__ import annotations
 
 import logging
+import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import copy_context
 from copy import deepcopy
-from dataclasses import dataclass, field
+from dataclasses import InitVar, dataclass
 from typing import Any, Protocol
+from weakref import ref
 
 import torch
 import torch.utils._pytree as pytree
 from torch import Tensor, nn
-from torch.autograd.function import once_differentiable
 from torch.fx import GraphModule
 
 from autoparallel.backends.untraceable import why_not_traced
@@ -26,20 +27,20 @@ from autoparallel.errors import InputError, LoweringError
 from autoparallel.kernels import rng
 
 _LOG = logging.getLogger("autoparallel")
-#: Calls of a program before it is recorded: they compile, and start what is started at first use.
+#: Calls that run as they are before the program is recorded: they compile, and set up what is set up at first use.
 BEFORE = 1
-#: Recordings after which it is told that the parameters move.
+#: Recordings after which a warning says that parameters move.
 MANY = 4
 
 
 class Recorder(Protocol):
-    """Records runs of one forward and of its backward. A run's tensors keep their memory in its replays."""
+    """Records a forward and its backward."""
 
     def warm_up(self, run: Callable[[], object]) -> None:
         """Run as in a recording, without one."""
 
     def record(self, run: Callable[[], Sequence[Tensor | None]]) -> tuple[Sequence[Tensor | None], Callable[[], None]]:
-        """Record a run; returns its tensors, and a function that replays it."""
+        """Record a run; returns its tensors, and a function that replays it, which writes to these tensors again."""
 
 
 class CudaRecorder:
@@ -76,23 +77,21 @@ class Replayed(nn.Module):
     """``module``, called with local tensors, from its second call on as recordings; one with and one without gradients.
 
     ``stays``: for each argument, whether its memory stays the same from call to call (parameters, buffers).
-    ``differentiated``: the number of the result that backward starts from, if it is known.
+    ``starts``: the numbers, among the tensors of the result, of those that backward starts from (None: of all).
     """
 
-    def __init__(self, module: nn.Module, stays: Sequence[bool], differentiated: int | None,
+    def __init__(self, module: nn.Module, stays: Sequence[bool], starts: frozenset[int] | None,
                  recorder: Callable[[], Recorder] | None = None) -> None:
         super().__init__()
-        self.module, self.stays, self.recorder = module, stays, recorder or CudaRecorder
+        self.module, self.stays, self.starts, self.recorder = module, stays, starts, recorder or CudaRecorder
         self.calls: dict[bool, int] = {}
         self.recordings: dict[bool, Recording] = {}
-        self.starts = None if differentiated is None else frozenset([differentiated])
-        self.recorded, self.pauses = 0, False
+        self.recorded, self.turned, self.pauses = 0, 0, False
+        self.moved = 0.0    # times that parameters had new memory; -inf once told
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Replayed:
         """Recordings are not copied: they are of this one's parameters."""
-        copied = Replayed(deepcopy(self.module, memo), self.stays, None, self.recorder)
-        copied.starts = self.starts
-        return copied
+        return Replayed(deepcopy(self.module, memo), self.stays, self.starts, self.recorder)
 
     @contextmanager
     def paused(self) -> Iterator[None]:
@@ -104,14 +103,15 @@ class Replayed(nn.Module):
             self.pauses = False
 
     def forward(self, *local: Tensor) -> Any:
-        if self.pauses:
-            return self.module(*local)
         graded = torch.is_grad_enabled()
-        self.calls[graded] = self.calls.get(graded, 0) + 1
-        if self.calls[graded] <= BEFORE:
+        if self.pauses or (graded and self.turned > 1):
             return self.module(*local)
+        self.calls[graded] = self.calls.get(graded, 0) + 1
         kept = self.recordings.get(graded)
+        if self.calls[graded] <= BEFORE or (kept is not None and kept.is_held):
+            return self.module(*local)
         if kept is None or not kept.serves(local):
+            self.moved += kept is not None
             self.recordings.pop(graded, None)     # its memory goes before the next one takes some
             del kept
             kept = self.recordings[graded] = self._recording(local)
@@ -121,19 +121,28 @@ class Replayed(nn.Module):
 
     def _recording(self, local: Sequence[Tensor]) -> Recording:
         self.recorded += 1
-        if self.recorded == MANY:
+        if self.moved == MANY - 1:
+            self.moved = -math.inf
             _LOG.warning("a program was recorded as CUDA graphs %d times, since its parameters have new memory each "
                          "time: set values in place (copy_), or compile with cuda_graphs=False", MANY)
+        first = self.calls[torch.is_grad_enabled()] == BEFORE + 1
         try:
-            return Recording(self.module, local, self.stays, self.starts, self.recorder())
+            return Recording(self.module, local, self.stays, self.starts, self.recorder(), first)
         except RuntimeError as error:
-            raise LoweringError("the program cannot be recorded as CUDA graphs: compile it with cuda_graphs=False\n  "
-                                + str(error)) from error
+            raise LoweringError("the program cannot be recorded as CUDA graphs, where ops must not wait for the host: "
+                                "compile it with cuda_graphs=False\n  " + str(error)) from error
 
     def start_from(self, results: frozenset[int]) -> None:
-        """Backward starts from these results: record so from now on."""
-        self.starts = results
+        """Backward starts from these results: record so from now on; or no more, where that has changed before."""
+        self.turned, self.starts = self.turned + 1, results
         self.recordings.pop(True, None)
+        if self.turned == 2:
+            _LOG.warning("backward starts from other results of the model in turn: it runs without CUDA graphs, which "
+                         "have one backward")
+
+
+class _Held:
+    """Lives as long as the results of a recorded forward, or until its backward."""
 
 
 class _Replay(torch.autograd.Function):
@@ -142,18 +151,25 @@ class _Replay(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, owner: Replayed, recording: Recording, *local: Tensor) -> tuple[Tensor, ...]:
         made = recording.forward(local)
-        ctx.owner, ctx.recording, ctx.number = owner, recording, recording.number
+        ctx.owner, ctx.recording, ctx.held = owner, recording, recording.hold()
         ctx.set_materialize_grads(False)
         fixed = [x for x, graded in zip(made, recording.differentiable, strict=True) if not graded]
         ctx.mark_non_differentiable(*fixed)
         return tuple(made)
 
     @staticmethod
-    @once_differentiable
     def backward(ctx: Any, *gradients: Tensor | None) -> tuple[Any, ...]:
         recording: Recording = ctx.recording
-        recording.check(ctx.number)
         starts = frozenset(number for number, g in enumerate(gradients) if g is not None)
+        if not starts:
+            return (None,) * (2 + len(recording.arguments))
+        if torch.is_grad_enabled():
+            raise InputError("backward(create_graph=True): gradients of CUDA graphs cannot be differentiated\n  "
+                             "Compile with cuda_graphs=False.")
+        if ctx.held is None:
+            raise InputError("a second backward of one call: CUDA graphs can run backward once per call\n  Compile "
+                             "with cuda_graphs=False for backward(retain_graph=True).")
+        ctx.held = None
         if starts == recording.starts:
             return None, None, *recording.backward(gradients)
         ctx.owner.start_from(starts)
@@ -162,24 +178,28 @@ class _Replay(torch.autograd.Function):
 
 @dataclass(eq=False)
 class Recording:
-    """One recorded forward, and its backward from the results ``starts`` (None: from all that have gradients)."""
+    """One recorded forward, and its backward from the results ``starts`` (None: from all that have gradients).
+
+    ``warms_up``: it runs once before it is recorded. (Not where a rank may record again by itself: a recording sends
+    nothing, and a run does.)
+    """
 
     module: nn.Module
-    local: Sequence[Tensor]
+    local: InitVar[Sequence[Tensor]]
     stays: Sequence[bool]
     starts: frozenset[int] | None
     recorder: Recorder
-    number: int = field(default=0, init=False)
-    used: int = field(default=0, init=False)
+    warms_up: InitVar[bool]
 
-    def __post_init__(self) -> None:
+    def __post_init__(self, local: Sequence[Tensor], warms_up: bool) -> None:
         graded, self.context = torch.is_grad_enabled(), copy_context()
         with torch.inference_mode(False), torch.set_grad_enabled(graded):
-            self.arguments = [_alias(x) if kept else _copy(x) for x, kept in zip(self.local, self.stays, strict=True)]
-            self.addresses, self.local = _addresses(self.local, self.stays), ()
+            self.arguments = [_alias(x) if kept else _copy(x) for x, kept in zip(local, self.stays, strict=True)]
+            self.addresses, self._held = _addresses(local, self.stays), ref(_Held())
             self.taking = [x for x in self.arguments if x.requires_grad]
             self.made = list[Tensor]()
-            self.recorder.warm_up(self._once)
+            if warms_up:
+                self.recorder.warm_up(self._once)
             made, self.replay_forward = self.recorder.record(self._run)
             self.differentiable = [x is not None and x.requires_grad for x in made]
             self.results = [x.detach() for x in made if x is not None]
@@ -217,9 +237,19 @@ class Recording:
             pairs = [(kept, x) for kept, x, stays in zip(self.arguments, local, self.stays, strict=True) if not stays]
             for kept, x in pairs:
                 kept.copy_(x)
-            self.number += 1
             self.replay_forward()
             return [x.clone() for x in self.results]
+
+    def hold(self) -> _Held:
+        """What lives until backward: so long, `is_held`."""
+        held = _Held()
+        self._held = ref(held)
+        return held
+
+    @property
+    def is_held(self) -> bool:
+        """Whether a backward of the last forward may still come, which needs its activations."""
+        return self._held() is not None
 
     def structured(self, made: Sequence[Tensor]) -> Any:
         """The module's results, from their tensors."""
@@ -227,17 +257,6 @@ class Recording:
         for place, x in zip(self.places, made, strict=True):
             leaves[place] = x
         return pytree.tree_unflatten(leaves, self.spec)
-
-    def check(self, number: int) -> None:
-        """Raises InputError unless the activations are those of forward ``number``, for its first backward."""
-        if number != self.number:
-            raise InputError("backward of a call after which the model was called again: CUDA graphs hold the "
-                             "activations of the last call only\n  Call backward before the next forward, or compile "
-                             "with cuda_graphs=False.")
-        if self.used == number:
-            raise InputError("a second backward of one call: CUDA graphs have one only\n  Compile with "
-                             "cuda_graphs=False for backward(retain_graph=True).")
-        self.used = number
 
     def backward(self, gradients: Sequence[Tensor | None]) -> list[Tensor | None]:
         """Replay; returns the gradients of the arguments in memory of their own."""

@@ -81,6 +81,12 @@ class Compiled:
         with self.forward.paused() if self.replays and isinstance(self.forward, Replayed) else nullcontext():
             yield
 
+    @property
+    def _starts(self) -> frozenset[int] | None:
+        """The number of the loss among the program's results that are tensors; None without a loss."""
+        loss, layouts = self.micro.loss, self.program.output_layouts
+        return None if loss is None else frozenset([sum(layout is not None for layout in layouts[:loss])])
+
     def _replayed(self, module: nn.Module) -> nn.Module:
         """The program as CUDA graphs, if it can be recorded; else it runs as it is, and a warning says why."""
         program = self.program
@@ -89,7 +95,7 @@ class Compiled:
             return module
         stays = [decision.kind in ("parameter", "buffer") and decision.path not in program.updates
                  and decision.path not in self.space.graph.constant_tensors for decision in program.placeholders]
-        return Replayed(module, stays, self.micro.loss)
+        return Replayed(module, stays, self._starts)
 
     @cached_property
     def sends_by_kernels(self) -> bool:

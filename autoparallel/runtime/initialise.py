@@ -99,43 +99,51 @@ class _LocalShards(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, *values: DTensor) -> tuple[torch.Tensor, ...]:
         ctx.values, ctx.specs = values, [value._spec for value in values]
+        ctx.versions = [value._version for value in values]
         ctx.set_materialize_grads(False)
         return tuple(value._local_tensor.view_as(value._local_tensor) for value in values)
 
     @staticmethod
     def backward(ctx: Any, *gradients: torch.Tensor | None) -> tuple[DTensor | None, ...]:
-        if torch.is_grad_enabled():
-            return tuple(None if g is None else _gradient_to_differentiate(g.contiguous(), spec)
-                         for g, spec in zip(gradients, ctx.specs, strict=True))
-        return tuple(None if g is None else _handed_on(value, node, _gradient(g.contiguous(), spec))
-                     for g, value, (node, _), spec in zip(gradients, ctx.values, ctx.next_functions, ctx.specs,
-                                                          strict=True))
+        if ctx.versions != (now := [value._version for value in ctx.values]):
+            number = next(n for n, (was, version) in enumerate(zip(ctx.versions, now, strict=True)) if was != version)
+            raise InputError(f"a parameter {list(ctx.values[number].shape)} was written to between forward and "
+                             "backward, which would take its new values\n  Write to parameters after backward.")
+        made = _gradient_to_differentiate if torch.is_grad_enabled() else _gradient
+        return tuple(None if g is None else made(g, spec)
+                     for g, spec in zip(_own(gradients), ctx.specs, strict=True))
 
 
-def _handed_on(value: DTensor, node: Any, gradient: DTensor) -> DTensor | None:
-    """The gradient for autograd to pass on; None where it has become the value's ``grad``, as autograd would do by
-    itself, only slower (by a detached DTensor): of a parameter that has no gradient yet and no hooks, in a backward
-    that accumulates gradients."""
-    if (value.is_leaf and value.grad is None and not value._backward_hooks and not value._post_accumulate_grad_hooks
-            and value.grad_dtype in (None, gradient.dtype) and _accumulates(node)):
-        value.grad = gradient
-        return None
-    return gradient
+def _own(gradients: Sequence[torch.Tensor | None]) -> list[torch.Tensor | None]:
+    """The gradients, contiguous, each in memory of its own: autograd may give two parameters one tensor, or the user's,
+    and adds to the gradient of a parameter in place."""
+    seen, made = set[int](), list[torch.Tensor | None]()
+    for g in gradients:
+        if g is not None:
+            g = g.contiguous()
+            shared = g._use_count() > 1 or g.data_ptr() in seen  # type: ignore[attr-defined]
+            g = g.clone() if shared else g
+            seen.add(g.data_ptr())
+        made.append(g)
+    return made
 
 
-def _accumulates(node: Any) -> bool:
-    """Whether the backward that runs now calls this node, which adds gradients up in a parameter. (Asked of one that
-    it captures instead, for `torch.autograd.grad`, torch raises.)"""
-    try:
-        return torch._C._will_engine_execute_node(node)
-    except RuntimeError:
-        return False
+class _Gradient(DTensor):
+    """A gradient on its way to a parameter, which becomes a DTensor when autograd detaches it, without DTensor's slow
+    dispatch."""
+
+    @classmethod
+    def __torch_dispatch__(  # type: ignore[override]
+            cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is torch.ops.aten.detach.default:
+            return DTensor.__new__(DTensor, args[0]._local_tensor, args[0]._spec, requires_grad=False)
+        return super().__torch_dispatch__(func, types, args, kwargs)
 
 
 def _gradient(local: torch.Tensor, spec: Any) -> DTensor:
     """A contiguous local gradient as a DTensor: torch's fused optimizers assume the parameter's strides. (Made without
     `DTensor.__init__`, which only looks for a compiler's trace, in which no backward of ours runs.)"""
-    return DTensor.__new__(DTensor, local, spec, requires_grad=False)
+    return _Gradient.__new__(_Gradient, local, spec, requires_grad=False)
 
 
 def _gradient_to_differentiate(local: torch.Tensor, spec: Any) -> DTensor:
