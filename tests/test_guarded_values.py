@@ -169,3 +169,26 @@ def test_item_1_variables_of_the_environment(mesh_of_one: Any, monkeypatch: pyte
                 torch.testing.assert_close(parallel(x), model(x))
             is_read = kind is Listing or name in (VARIABLE, f"{VARIABLE}_2")
             assert ("another form" in caplog.text) == is_read, name
+
+
+#: As in a script's loop: globals with the names of an attribute and of a key that forward reads.
+loss = shift = 0.0
+
+
+class Named(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.shift = 2.0
+
+    def forward(self, batch: dict[str, torch.Tensor]) -> torch.Tensor:
+        return (batch["loss"] + self.shift).sum()
+
+
+def test_globals_with_the_names_of_attributes_are_not_read(mesh_of_one: Any) -> None:
+    """Each step of a script that calls its loss so compiled again."""
+    global loss, shift
+    batch = {"loss": torch.ones(3)}
+    parallel = autoparallel.compile(Named(), mesh_of_one, example_inputs=(batch,))
+    for number in range(3):
+        loss = shift = float(parallel(batch)) + number
+    assert loss == 9.0 + 2 and shift == loss and parallel._state.forms.compiled == 1

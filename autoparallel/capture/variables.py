@@ -8,6 +8,7 @@ import os
 import sys
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from dis import EXTENDED_ARG, opmap
 from types import CellType, CodeType, FunctionType, MethodType, ModuleType
 from typing import Any
 
@@ -114,6 +115,10 @@ def read_by(model: nn.Module) -> Read:
 
 #: What every module has; parameters and submodules are watched apart.
 _TABLES = frozenset(vars(nn.Module()))
+#: Names in code that may read a global whose name is a text, or an attribute of the module.
+_BY_TEXT = frozenset(("globals", "vars", "eval", "exec", "modules", "import_module", "__import__", "__globals__",
+                      "__dict__", "attrgetter", "__main__"))
+_LOOKS_UP = frozenset((opmap["LOAD_GLOBAL"], opmap["LOAD_NAME"]))
 #: Methods of classes by which objects are made, copied and shown, not computed with.
 _NOT_CALLED = frozenset(("__init__", "__new__", "__repr__", "__str__", "__del__", "__dir__", "__format__", "__copy__",
                          "__deepcopy__", "__reduce__", "__reduce_ex__", "__getstate__", "__setstate__",
@@ -204,9 +209,11 @@ class _Names:
         for code in _codes(function.__code__):
             self.bypasses = self.bypasses or {"object", "__getattribute__"} <= {*code.co_names}
             self.may_ask = self.may_ask or not (installed or OPENING.isdisjoint(code.co_names))
-            for name in (*code.co_names, *_texts(code.co_consts)):
+            by_text = not _BY_TEXT.isdisjoint(code.co_names)
+            named, own = (*code.co_names, *_texts(code.co_consts)), set(_globals_of(code))
+            for name in named:
                 self.add_name(name)
-                if name in function.__globals__:
+                if (by_text or name in own) and name in function.__globals__:
                     self._value(function.__globals__, name)
                 for imported in (name, f"{package}.{name}"):
                     if imported in sys.modules:
@@ -286,6 +293,16 @@ def _texts(constants: Sequence[Any]) -> Iterator[str]:
             yield from _texts(list(value))
         elif isinstance(value, str) and value.replace(".", "").isidentifier():
             yield value
+
+
+def _globals_of(code: CodeType) -> Iterator[str]:
+    """The names that code looks up as globals. (Attributes and methods of such names are others: a script's ``loss``
+    is not what ``output.loss`` reads.)"""
+    high = 0
+    for op, low in zip(code.co_code[::2], code.co_code[1::2], strict=True):
+        if op in _LOOKS_UP:
+            yield code.co_names[high + low >> (op == opmap["LOAD_GLOBAL"])]
+        high = high + low << 8 if op == EXTENDED_ARG else 0
 
 
 def _codes(code: CodeType) -> Iterator[CodeType]:
