@@ -11,6 +11,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 from torch.multiprocessing.reductions import StorageWeakRef
+from torch.nn import functional
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import autoparallel
@@ -48,19 +49,60 @@ def local(tensor: torch.Tensor) -> torch.Tensor:
     return tensor._local_tensor if isinstance(tensor, DTensor) else tensor
 
 
+def predicted_over_measured(mesh: DeviceMesh, model: nn.Module, kwargs: dict[str, torch.Tensor]) -> float:
+    cluster = Cluster.load("h200", num_devices=1, software="torch-eager")
+    parallel = autoparallel.compile(model, mesh, example_kwargs=kwargs, cluster=cluster)
+    parameters = [local(p) for p in parallel.parameters()]
+    with MostBytes([*parameters, *map(local, parallel.buffers()), *kwargs.values(), *model.parameters()]) as seen:
+        made = parallel(**kwargs)
+        (made if isinstance(made, torch.Tensor) else made.loss).backward()
+    return parallel.plan.prediction.peak_bytes / (seen.most + KEPT * sum(p.nbytes for p in parameters))
+
+
 @pytest.mark.parametrize("name", MODELS)
 @pytest.mark.parametrize("batch", [2, 8])
 def test_peaks_of_eager_steps(mesh_of_one: DeviceMesh, name: str, batch: int) -> None:
     """Where logits outweigh the parameters' gradients (batch 8), and where they do not."""
-    cluster = Cluster.load("h200", num_devices=1, software="torch-eager")
-    kwargs, model = token_batch(VOCABULARY, batch, LENGTH), MODELS[name]()
-    parallel = autoparallel.compile(model, mesh_of_one, example_kwargs=kwargs, cluster=cluster)
-    parameters = [local(p) for p in parallel.parameters()]
-    with MostBytes([*parameters, *map(local, parallel.buffers()), *kwargs.values(), *model.parameters()]) as seen:
-        loss = parallel(**kwargs).loss
-        loss.backward()
-    measured = seen.most + KEPT * sum(p.nbytes for p in parameters)
-    assert parallel.plan.prediction.peak_bytes == pytest.approx(measured, rel=0.03)
+    kwargs = token_batch(VOCABULARY, batch, LENGTH)
+    assert predicted_over_measured(mesh_of_one, MODELS[name](), kwargs) == pytest.approx(1, rel=0.03)
+
+
+class Head(nn.Module):
+    """An embedding and a linear layer, and a loss of logits as models have it."""
+
+    def __init__(self, how: str) -> None:
+        super().__init__()
+        self.embed, self.head, self.how = nn.Embedding(VOCABULARY, 64), nn.Linear(64, VOCABULARY, bias=False), how
+        if how == "tied":
+            self.head.weight = self.embed.weight
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        logits = self.head(self.embed(ids)).flatten(0, 1)
+        if self.how == "capped":
+            logits = torch.tanh(logits / 30) * 30
+        if self.how == "by hand":
+            return functional.nll_loss(functional.log_softmax(logits.float(), -1), ids.flatten())
+        loss = functional.cross_entropy(logits, ids.flatten())
+        return loss + logits.square().mean() if self.how == "z-loss" else loss
+
+
+class Wide(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b = nn.Linear(64, 4096), nn.Linear(4096, 64)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.b(functional.gelu(self.a(x)).square()).square().mean()
+
+
+@pytest.mark.parametrize("how", ["tied", "capped", "by hand", "z-loss"])
+def test_peaks_of_losses(mesh_of_one: DeviceMesh, how: str) -> None:
+    ratio = predicted_over_measured(mesh_of_one, Head(how), {"ids": torch.arange(512).view(8, 64)})
+    assert 0.99 < ratio < 1.08
+
+
+def test_a_peak_of_wide_layers(mesh_of_one: DeviceMesh) -> None:
+    assert predicted_over_measured(mesh_of_one, Wide(), {"x": torch.ones(2048, 64)}) == pytest.approx(1, rel=0.03)
 
 
 def test_compiled_steps_take_less() -> None:

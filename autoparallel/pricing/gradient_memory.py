@@ -1,8 +1,8 @@
 """Memory of gradients of activations: of the largest ones, such as logits, while backward of their readers has made
 them and backward of their own op has not read them yet. (Small ones come and go beside saved tensors.)
 
-Gradients of parameters count in the whole step, but in a step of one micro-batch it is backward that makes them. At the
-loss none is there, and gradients of logits have the room of the parameters', at least of their smallest shards.
+Gradients of parameters are counted in the whole step, but in a step of one micro-batch none exists at the loss, if they
+were reset to None. So their bytes, in the smallest shards, are subtracted from the gradients of logits.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from autoparallel.pricing.chains import LOSS
+from autoparallel.pricing.chains import FUSED_CLASSES, is_cast
 from autoparallel.pricing.counts import ExecutionCounts
 from autoparallel.pricing.live_intervals import Liveness
 from autoparallel.pricing.unit_costs import Prices
@@ -21,11 +21,13 @@ from autoparallel.strategies.space import TensorUse
 
 #: A gradient counts from this share of the bytes of all results on.
 SHARE = 0.02
+#: Element-wise ops and losses whose backward is one kernel.
+ONE_KERNEL = ("aten.softmax", "aten._softmax", "aten.log_softmax", "aten._log_softmax", "aten.nll_loss")
 
 
 class Gradient(NamedTuple):
-    """A gradient of the value of a use: the input's of its target (``inside``, by a loss for itself), or the result's
-    of its source; and its live interval."""
+    """A gradient as large as the value of a use, and its live interval. ``inside``: made by backward of the use's
+    target for itself, so laid out as its input; else the gradient of the source's result."""
 
     use: TensorUse
     inside: bool
@@ -37,7 +39,8 @@ class GradientMemory:
 
     def __init__(self, prices: Prices, counts: ExecutionCounts, live: Liveness) -> None:
         self.prices, self.counts, self.live, self.space = prices, counts, live, prices.space
-        self.held: Sequence[Gradient] = list(self._found()) if prices.training else ()
+        found = self._found() if prices.training else ()
+        self.held: Sequence[Gradient] = sorted(found, key=lambda one: one.interval[0])    # from the loss on
 
     def edges(self, chosen: Sequence[np.ndarray]) -> Iterator[Edge]:
         """Zero-cost edges with these bytes, for the strategy numbers ``chosen`` by decision."""
@@ -63,21 +66,43 @@ class GradientMemory:
                    if s.output_metas[0].requires_grad)
 
     def _found(self) -> Iterator[Gradient]:
-        sets, chains, turning = self.space.strategy_sets, self.prices.chains, 2 * len(self.space)
-        fused = [self.prices.fuses and chain is not None for chain in chains]
+        sets, turning = self.space.strategy_sets, 2 * len(self.space)
         last, first = self._last_readers(), {use.source: use for use in reversed(self.space.uses)}
-        made = [sum(m.num_elements * m.dtype.itemsize for m in s.output_metas if m.requires_grad)
+        made = [sum(m.num_bytes for m in s.output_metas if m.requires_grad)
                 if decision.kind == "op" and not self._passes_on(decision.index) else 0
                 for decision, s in zip(self.space.decisions, sets, strict=True)]
         least = SHARE * sum(made)
-        for index, decision in enumerate(self.space.decisions):
-            if decision.kind == "op" and LOSS in self.space.graph.nodes[decision.node].op_name and not fused[index]:
-                (use, *_), turned = self.space.uses_by[index], int(self.live.starts[index]) + turning - index
+        for index in range(len(made)):
+            turned = int(self.live.starts[index]) + turning - index
+            if (use := self._makes_inside(index, least)) is not None:
                 yield Gradient(use, True, (turned, turned + 1))
+            for use in self._added(index, least):
+                yield Gradient(use, False, (turned, turned + 1))
         for index, num_bytes in enumerate(made):
-            if num_bytes >= least and num_bytes and not fused[index] and index in first:
+            if num_bytes >= least and num_bytes and not self._is_fused(index) and index in first:
                 turned = int(self.live.starts[index]) + turning
                 yield Gradient(first[index], False, (turned - last.get(index, index), turned - index + 1))
+
+    def _makes_inside(self, index: int, least: float) -> TensorUse | None:
+        """The use of which backward of an op makes a tensor of its own beside the gradient: of element-wise ops and
+        losses, which are several kernels."""
+        rule = self.space.strategy_sets[index].rule
+        decision = self.space.decisions[index]
+        if rule is None or rule.op_class not in FUSED_CLASSES or self._passes_on(index) or self._is_fused(index) \
+                or is_cast(self.space, index) or self.space.graph.nodes[decision.node].op_name.startswith(ONE_KERNEL):
+            return None
+        return next((use for use in self.space.uses_by.get(index, ())
+                     if use.meta.requires_grad and use.meta.num_bytes >= least), None)
+
+    def _added(self, index: int, least: float) -> Iterator[TensorUse]:
+        """The use of a value that several ops read: while their gradients are added, there are two."""
+        if self.space.decisions[index].kind == "shared_read":
+            for use in self.space.uses_by[index]:
+                if use.meta.requires_grad and use.meta.num_bytes >= least and not self._is_fused(use.source):
+                    yield use
+
+    def _is_fused(self, index: int) -> bool:
+        return self.prices.fuses and self.prices.chains[index] is not None
 
     def _passes_on(self, index: int) -> bool:
         """Whether a decision's result, and so its gradient, is a view of its input's."""
