@@ -201,8 +201,10 @@ def compile(
         first call; "auto", Inductor on GPUs with Triton and eager elsewhere; "aot_eager", the traced graphs without
         Inductor, to find a fault. Compiled graphs have no double backward, and no backward with retain_graph.
     cuda_graphs: on GPUs, forward and backward are recorded at the second call of a form, and one launch each replays
-        them: for steps in which the host is slower than the device. Backward must come before the next forward. What
-        draws random numbers (dropout), or has shapes that depend on data, runs without, and a warning says why.
+        them: for steps in which the host is slower than the device. Each form keeps the memory of its recording. What
+        draws random numbers (dropout), or has shapes that depend on data, runs without, and a warning says why; so
+        does a call that comes before the backward of the last one. No second backward of a call, and none with
+        create_graph. Raises LoweringError, at the second call, for an op that waits for the host.
     disk_path: the folder for what is on disk (``offload="disk"``), on a disk of each rank's machine.
     max_forms: compiled programs to keep, of calls of different forms; the least recently used is dropped.
     peer_timeout_s: a rank whose process shows no sign of life for so many seconds (stopped, hung, its machine gone) is

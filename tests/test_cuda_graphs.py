@@ -12,10 +12,12 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
+from torch.fx import Graph
 
 import autoparallel
 from autoparallel.backends import check_replays, replayed
 from autoparallel.backends.replayed import MANY, Replayed
+from autoparallel.backends.untraceable import why_not_traced
 from autoparallel.errors import InputError, PlanError
 from autoparallel.plans import Hybrid
 from tests.support.models import BATCH_SIZE, CASES
@@ -216,6 +218,16 @@ def test_training_on_ranks(ranks: Any, name: str, shape: tuple[int, ...], option
     assert_same_gradients(actual.gradients, expected, tolerance=1e-5)
     assert_same_parameters(actual.parameters, expected, tolerance=1e-4)
     assert recordings == 1
+
+
+def test_rows_by_number_have_a_known_shape_and_by_a_mask_have_not() -> None:
+    """The latter run between compiled graphs, and are not recorded."""
+    graph = Graph()
+    x, ids, mask, other = (graph.placeholder(name) for name in ("x", "ids", "mask", "other"))
+    ids.meta["val"], mask.meta["val"] = torch.zeros(3, dtype=torch.int64), torch.zeros(3, dtype=torch.bool)
+    why = [why_not_traced(graph.call_function(torch.ops.aten.index.Tensor, (x, by)))
+           for by in ([ids], [None, ids], [mask], [ids, mask], [other])]
+    assert why[:2] == [None, None] and all(one is not None and "depends on the data" in one for one in why[2:])
 
 
 def on_one(mesh: DeviceMesh, model: nn.Module, *args: Tensor, **options: Any) -> Any:

@@ -55,7 +55,8 @@ def predicted_over_measured(mesh: DeviceMesh, model: nn.Module, kwargs: dict[str
     parameters = [local(p) for p in parallel.parameters()]
     with MostBytes([*parameters, *map(local, parallel.buffers()), *kwargs.values(), *model.parameters()]) as seen:
         made = parallel(**kwargs)
-        (made if isinstance(made, torch.Tensor) else made.loss).backward()
+        made = made if isinstance(made, torch.Tensor) else made.loss    # logits go, as they do not with ``outputs = ``
+        made.backward()
     return parallel.plan.prediction.peak_bytes / (seen.most + KEPT * sum(p.nbytes for p in parameters))
 
 

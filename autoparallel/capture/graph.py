@@ -232,7 +232,7 @@ def is_floating(dtype: torch.dtype) -> bool:
 
 def on_device(op: Any, kwargs: Mapping[str, Any], device: torch.device) -> dict[str, Any]:
     """An op's keyword arguments, for a device other than the one that it was traced on. Tensors that are made without
-    a device (numbers of ``torch.where``) are made there too, since a copy from the host waits for it."""
+    a device (numbers of ``torch.where``) are made there too: made on the host, each call would copy them and wait."""
     made = {k: device if isinstance(v, torch.device) else v for k, v in kwargs.items() if k != "pin_memory"}
     return made if device.type == "cpu" or not _makes_tensors(op) else {**made, "device": device}
 

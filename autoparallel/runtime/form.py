@@ -75,6 +75,11 @@ class Compiled:
         """The program of a form with one stage as it runs, without CUDA graphs."""
         return self.forward.module if isinstance(self.forward, Replayed) else self.forward
 
+    @property
+    def is_recorded(self) -> bool:
+        """Whether its program has been recorded as CUDA graphs."""
+        return self.replays and isinstance(self.forward, Replayed) and self.forward.recorded > 0
+
     @contextmanager
     def op_by_op(self) -> Iterator[None]:
         """Within, calls run without CUDA graphs."""
@@ -198,6 +203,10 @@ class Forms:
 
     def __len__(self) -> int:
         return len(self._used)
+
+    def __iter__(self) -> Iterator[Compiled]:
+        """The least recently used first."""
+        return iter(self._used)
 
     def first(self) -> Compiled | None:
         """The one that was compiled first."""

@@ -87,6 +87,11 @@ class ParallelModule(nn.Module):
         """The mesh as given to `compile`. (With a pipeline, parameters lie on the stage's submesh.)"""
         return self._state.position.whole
 
+    @property
+    def replays(self) -> bool:
+        """Whether a program has been recorded as CUDA graphs (``cuda_graphs`` of `autoparallel.compile`)."""
+        return any(form.is_recorded for form in self._state.forms)
+
     def program(self) -> torch.fx.GraphModule:
         """This rank's first program: ``parallel.program().print_readable()`` shows it."""
         return next(iter(tracing.first_form(self._state).programs.values())).module

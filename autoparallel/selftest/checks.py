@@ -44,7 +44,7 @@ class Check:
 @dataclass(frozen=True)
 class Way:
     """One kind of plan: mesh and options of `autoparallel.compile`; ``by_step``: run by `ParallelModule.step`;
-    ``calls``: the number of the call that is compared."""
+    ``calls``: the number of the call that is compared; those before have the batch in other orders."""
 
     mesh_shape: tuple[int, ...]
     options: Mapping[str, Any]
@@ -111,9 +111,12 @@ def _equal(subject: Subject, way: Way, backend: str, expected: dict[str, Tensor]
     try:
         parallel = autoparallel.compile(subject.model(device()), _mesh(way.mesh_shape), example_kwargs=inputs,
                                         backend=backend, time_limit_s=10.0, **way.options)
-        for _ in range(way.calls):
+        for left in reversed(range(way.calls)):
             parallel.zero_grad()
-            actual = loss_and_gradients(parallel, inputs, way.by_step)
+            rolled = {name: value.roll(left, 0) for name, value in inputs.items()}
+            actual = loss_and_gradients(parallel, rolled, way.by_step)
+        if way.options.get("cuda_graphs") and not parallel.replays:
+            return "failed", "it ran without CUDA graphs", {}
     except (PeerError, MeshError):
         raise
     except AutoparallelError as error:
