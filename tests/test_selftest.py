@@ -72,7 +72,8 @@ def wrong_numbers() -> list[Check]:
 @pytest.mark.ranks
 def test_wrong_numbers_fail(ranks: object) -> None:
     (found,) = ranks(1).run(wrong_numbers)                        # type: ignore[operator]
-    right = [way.options.get("baseline") == "ddp" for way in checks.ways(1).values()]
+    right = [way.options.get("baseline") == "ddp" and not way.options.get("cuda_graphs")    # it records nothing
+             for way in checks.ways(1).values()]
     assert [check.status for check in found] == ["passed" if one else "failed" for one in right] and not all(right)
 
 
