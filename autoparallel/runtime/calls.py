@@ -126,7 +126,8 @@ class Calls:
                         else self._state_of(decision.path, compiled.space.graph)
                         for decision in program.placeholders
                         if decision.kind == "parameter"
-                    ]
+                    ],
+                    handed_over=True,
                 ),
                 lambda program, micro_batch: [
                     local_input(feeds[int(decision.path)][micro_batch], state.mesh, layout, state.device)

@@ -97,21 +97,21 @@ class _LocalShards(torch.autograd.Function):
     """`DTensor.to_local` of many DTensors in one autograd node, which is four times as fast."""
 
     @staticmethod
-    def forward(ctx: Any, *values: DTensor) -> tuple[torch.Tensor, ...]:
-        ctx.values, ctx.specs = values, [value._spec for value in values]
+    def forward(ctx: Any, handed_over: bool, *values: DTensor) -> tuple[torch.Tensor, ...]:
+        ctx.handed_over, ctx.values, ctx.specs = handed_over, values, [value._spec for value in values]
         ctx.versions = [value._version for value in values]
         ctx.set_materialize_grads(False)
         return tuple(value._local_tensor.view_as(value._local_tensor) for value in values)
 
     @staticmethod
     def backward(ctx: Any, *gradients: torch.Tensor | None) -> tuple[DTensor | None, ...]:
+        owned = [None if g is None else g.contiguous() for g in gradients] if ctx.handed_over else _own(gradients)
         if ctx.versions != (now := [value._version for value in ctx.values]):
             number = next(n for n, (was, version) in enumerate(zip(ctx.versions, now, strict=True)) if was != version)
             raise InputError(f"a parameter {list(ctx.values[number].shape)} was written to between forward and "
                              "backward, which would take its new values\n  Write to parameters after backward.")
         made = _gradient_to_differentiate if torch.is_grad_enabled() else _gradient
-        return tuple(None if g is None else made(g, spec)
-                     for g, spec in zip(_own(gradients), ctx.specs, strict=True))
+        return None, *(None if g is None else made(g, spec) for g, spec in zip(owned, ctx.specs, strict=True))
 
 
 def _own(gradients: Sequence[torch.Tensor | None]) -> list[torch.Tensor | None]:
@@ -150,11 +150,13 @@ def _gradient_to_differentiate(local: torch.Tensor, spec: Any) -> DTensor:
     return DTensor.from_local(local, spec.mesh, spec.placements, run_check=False, shape=spec.shape, stride=spec.stride)
 
 
-def local_shards(values: Sequence[torch.Tensor], together: bool = True) -> list[torch.Tensor]:
+def local_shards(values: Sequence[torch.Tensor], together: bool = True, handed_over: bool = False
+                 ) -> list[torch.Tensor]:
     """The tensors with each DTensor replaced by its local shard; differentiable. ``together``: by one autograd node,
-    which hands all gradients on at the end of backward; else each when it is there."""
+    which hands all gradients on at the end of backward; else each when it is there. ``handed_over``: who gives the
+    gradients to backward drops them, so that they need no memory of their own."""
     trainable = [v for v in values if isinstance(v, DTensor) and v.requires_grad]
-    shards = iter(() if not trainable else _LocalShards.apply(*trainable) if together else
+    shards = iter(() if not trainable else _LocalShards.apply(handed_over, *trainable) if together else
                   [_at_once(value) for value in trainable])
     with torch.no_grad():  # to_local without an autograd node
         return [v if not isinstance(v, DTensor) else next(shards) if v.requires_grad else v.to_local() for v in values]
@@ -163,7 +165,7 @@ def local_shards(values: Sequence[torch.Tensor], together: bool = True) -> list[
 def _at_once(value: DTensor) -> torch.Tensor:
     """Its local shard, whose gradient is handed on as soon as it is there: autograd runs the node that was made last
     first (torch/csrc/autograd/engine.cpp, `CompareNodeTaskTime`), and would keep this one, made first, to the end."""
-    (shard,) = _LocalShards.apply(value)
+    (shard,) = _LocalShards.apply(False, value)
     if shard.grad_fn is not None:
         shard.grad_fn._set_sequence_nr(2**63)
     return shard
