@@ -111,7 +111,7 @@ def test_backward_from_another_result_is_right_at_once_and_recorded_then() -> No
     assert module.recorded == 2
 
 
-def test_several_calls_before_their_backwards() -> None:
+def test_several_calls_before_their_backwards(caplog: pytest.LogCaptureFixture) -> None:
     """The recording holds the activations of one of them; the others run without."""
     module, weight, inputs = recorded()
     for seed in range(3):
@@ -121,7 +121,7 @@ def test_several_calls_before_their_backwards() -> None:
         torch.testing.assert_close(weight.grad, sum(expected(weight, inputs(number))[1] for number in (seed, seed + 9)))
     kept = [module(inputs(seed), weight)["loss"] for seed in range(4)]     # none of which goes backward
     torch.testing.assert_close(kept, [expected(weight, inputs(seed))[0] for seed in range(4)])
-    assert module.recorded == 1
+    assert module.recorded == 1 and caplog.text.count("wait for their backward") == 1
 
 
 def test_a_second_backward_and_one_to_differentiate_are_refused() -> None:
@@ -160,7 +160,7 @@ def test_other_results_in_turn_run_without(caplog: pytest.LogCaptureFixture) -> 
         name = ("loss", "product")[seed % 2]
         module(inputs(seed), weight)[name].sum().backward()
         torch.testing.assert_close(weight.grad, expected(weight, inputs(seed), name)[1])
-    assert module.recorded == 2 and caplog.text.count("starts from other results") == 1
+    assert module.recorded == 2 and caplog.text.count("starts from different results") == 1
 
 
 def test_parameters_that_moved_are_recorded_again(caplog: pytest.LogCaptureFixture) -> None:

@@ -77,7 +77,7 @@ class Replayed(nn.Module):
     """``module``, called with local tensors, from its second call on as recordings; one with and one without gradients.
 
     ``stays``: for each argument, whether its memory stays the same from call to call (parameters, buffers).
-    ``starts``: the numbers, among the tensors of the result, of those that backward starts from (None: of all).
+    ``starts``: indices of the losses among the result's tensors, from which backward starts (None: all of them).
     """
 
     def __init__(self, module: nn.Module, stays: Sequence[bool], starts: frozenset[int] | None,
@@ -86,7 +86,7 @@ class Replayed(nn.Module):
         self.module, self.stays, self.starts, self.recorder = module, stays, starts, recorder or CudaRecorder
         self.calls: dict[bool, int] = {}
         self.recordings: dict[bool, Recording] = {}
-        self.recorded, self.turned, self.pauses = 0, 0, False
+        self.recorded, self.turned, self.pauses, self.told = 0, 0, False, False
         self.moved = 0.0    # times that parameters had new memory; -inf once told
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Replayed:
@@ -108,7 +108,12 @@ class Replayed(nn.Module):
             return self.module(*local)
         self.calls[graded] = self.calls.get(graded, 0) + 1
         kept = self.recordings.get(graded)
-        if self.calls[graded] <= BEFORE or (kept is not None and kept.is_held):
+        held = kept is not None and kept.is_held
+        if held and not self.told:
+            self.told = True
+            _LOG.warning("a call while results of the one before wait for their backward: it runs without CUDA graphs, "
+                         "which hold the activations of one call (evaluate under torch.no_grad)")
+        if self.calls[graded] <= BEFORE or held:
             return self.module(*local)
         if kept is None or not kept.serves(local):
             self.moved += kept is not None
@@ -137,8 +142,8 @@ class Replayed(nn.Module):
         self.turned, self.starts = self.turned + 1, results
         self.recordings.pop(True, None)
         if self.turned == 2:
-            _LOG.warning("backward starts from other results of the model in turn: it runs without CUDA graphs, which "
-                         "have one backward")
+            _LOG.warning("backward starts from different results of the model from call to call, and a recording has "
+                         "one backward: calls with gradients run without CUDA graphs")
 
 
 class _Held:

@@ -48,7 +48,7 @@ def chains_of(space: StrategySpace) -> list[InChain | None]:
     origin, readers = _origins(space, fused), defaultdict[int, list[TensorUse]](list)
     level = _levels(space, fused, origin, _ends(space, fused, origin))
     for use in space.uses:
-        if not _passes_on(space, use.target):
+        if not passes_on(space, use.target):
             readers[origin[use.source]].append(use)
     saves, chain = _saving(space, fused, level, readers), _chains(fused, level, readers)
     found: list[InChain | None] = [None] * len(sets)
@@ -78,7 +78,7 @@ def with_losses(space: StrategySpace, found: Sequence[InChain | None]) -> list[I
         if decision.kind == "op" and LOSS in space.graph.nodes[decision.node].op_name:
             made[index] = InChain((), False, False, loss=True)
             source = space.uses_by[index][0].source
-            while _passes_on(space, source) or is_cast(space, source):
+            while passes_on(space, source) or is_cast(space, source):
                 made[source] = FREE if is_cast(space, source) else made[source]
                 source = space.uses_by[source][0].source
     return made
@@ -107,7 +107,7 @@ def _ends(space: StrategySpace, fused: Sequence[bool], origin: Sequence[int]) ->
     level, inside, outside = _levels(space, fused, origin, ()), set[int](), set[int]()
     for use in space.uses:
         source = origin[use.source]
-        if fused[source] and use.meta.requires_grad and not _passes_on(space, use.target):
+        if fused[source] and use.meta.requires_grad and not passes_on(space, use.target):
             (inside if fused[use.target] and level[use.target] == level[source] else outside).add(source)
     return inside & outside
 
@@ -135,11 +135,11 @@ def _shared(space: StrategySpace) -> dict[int, list[int]]:
     found = defaultdict[int, list[int]](list)
     top = list(range(len(space.strategy_sets)))
     for index in range(len(top)):
-        if _passes_on(space, index) and space.decisions[index].kind != "shared_read" and index in space.uses_by:
+        if passes_on(space, index) and space.decisions[index].kind != "shared_read" and index in space.uses_by:
             top[index] = top[space.uses_by[index][0].source]
     for use in space.uses:
         source = top[use.source]
-        if not _passes_on(space, use.target) and space.decisions[source].kind == "shared_read":
+        if not passes_on(space, use.target) and space.decisions[source].kind == "shared_read":
             found[source].append(use.target)
     return found
 
@@ -150,7 +150,8 @@ def _is_fused(space: StrategySpace, index: int) -> bool:
             and rule.op_class in FUSED_CLASSES)
 
 
-def _passes_on(space: StrategySpace, index: int) -> bool:
+def passes_on(space: StrategySpace, index: int) -> bool:
+    """Whether a decision's result, and so its gradient, is its input's memory."""
     rule = space.strategy_sets[index].rule
     return space.decisions[index].kind == "shared_read" or (rule is not None and rule.alias and _is_one(space, index))
 
@@ -164,7 +165,7 @@ def _origins(space: StrategySpace, fused: Sequence[bool]) -> list[int]:
     """By decision: the decision whose result it is, through views and shared reads."""
     origin = list(range(len(fused)))
     for index in range(len(fused)):
-        if _passes_on(space, index) and index in space.uses_by:
+        if passes_on(space, index) and index in space.uses_by:
             origin[index] = origin[space.uses_by[index][0].source]
     return origin
 

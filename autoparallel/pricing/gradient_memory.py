@@ -1,18 +1,19 @@
-"""Memory of gradients of activations: of the largest ones, such as logits, while backward of their readers has made
-them and backward of their own op has not read them yet. (Small ones come and go beside saved tensors.)
+"""Memory of the largest gradients of activations, such as those of logits. Each lives from the backward of its reader
+to the backward of its own op. (Small ones are left out: saved tensors are freed as they come.)
 
-Gradients of parameters are counted in the whole step, but in a step of one micro-batch none exists at the loss, if they
-were reset to None. So their bytes, in the smallest shards, are subtracted from the gradients of logits.
+Gradients of parameters are counted in the whole step. But in a step of one micro-batch none exists at the loss, if they
+were reset to None: so their bytes, in the smallest shards, are subtracted from gradients that are made before them.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from functools import cached_property
 from typing import NamedTuple
 
 import numpy as np
 
-from autoparallel.pricing.chains import FUSED_CLASSES, is_cast
+from autoparallel.pricing.chains import FUSED_CLASSES, is_cast, passes_on
 from autoparallel.pricing.counts import ExecutionCounts
 from autoparallel.pricing.live_intervals import Liveness
 from autoparallel.pricing.unit_costs import Prices
@@ -44,8 +45,9 @@ class GradientMemory:
 
     def edges(self, chosen: Sequence[np.ndarray]) -> Iterator[Edge]:
         """Zero-cost edges with these bytes, for the strategy numbers ``chosen`` by decision."""
-        room = self._room()
+        room, until = self._room(), self._first_parameter
         for use, inside, interval in self.held:
+            room = room if interval[0] <= until else 0.0
             end, (rows, columns) = use.target if inside else use.source, (chosen[use.source], chosen[use.target])
             s, shape = self.space.strategy_sets[end], (len(rows), len(columns))
             if inside:
@@ -56,6 +58,12 @@ class GradientMemory:
             usages = np.broadcast_to(copies * np.maximum(num_bytes - room, 0.0), shape)
             room = max(0.0, room - float(num_bytes.max()))
             yield Edge(use.source, use.target, np.zeros(shape), usages, interval)
+
+    @cached_property
+    def _first_parameter(self) -> int:
+        """The time at which backward makes the first gradient of a parameter."""
+        readers = [use.target for use in self.space.uses if self.counts.of_parameter[use.source]]
+        return 2 * len(self.space) - max(readers, default=0)
 
     def _room(self) -> float:
         """Bytes of the parameters' gradients, each in its smallest shard, that are not there at the loss."""
@@ -69,7 +77,7 @@ class GradientMemory:
         sets, turning = self.space.strategy_sets, 2 * len(self.space)
         last, first = self._last_readers(), {use.source: use for use in reversed(self.space.uses)}
         made = [sum(m.num_bytes for m in s.output_metas if m.requires_grad)
-                if decision.kind == "op" and not self._passes_on(decision.index) else 0
+                if decision.kind == "op" and not passes_on(self.space, decision.index) else 0
                 for decision, s in zip(self.space.decisions, sets, strict=True)]
         least = SHARE * sum(made)
         for index in range(len(made)):
@@ -84,11 +92,11 @@ class GradientMemory:
                 yield Gradient(first[index], False, (turned - last.get(index, index), turned - index + 1))
 
     def _makes_inside(self, index: int, least: float) -> TensorUse | None:
-        """The use of which backward of an op makes a tensor of its own beside the gradient: of element-wise ops and
-        losses, which are several kernels."""
+        """The large input for whose gradient backward needs a second buffer; None if no input is such. Element-wise ops
+        and losses are assumed to have a backward of several kernels, but for casts and `ONE_KERNEL`."""
         rule = self.space.strategy_sets[index].rule
         decision = self.space.decisions[index]
-        if rule is None or rule.op_class not in FUSED_CLASSES or self._passes_on(index) or self._is_fused(index) \
+        if rule is None or rule.op_class not in FUSED_CLASSES or passes_on(self.space, index) or self._is_fused(index) \
                 or is_cast(self.space, index) or self.space.graph.nodes[decision.node].op_name.startswith(ONE_KERNEL):
             return None
         return next((use for use in self.space.uses_by.get(index, ())
@@ -104,17 +112,12 @@ class GradientMemory:
     def _is_fused(self, index: int) -> bool:
         return self.prices.fuses and self.prices.chains[index] is not None
 
-    def _passes_on(self, index: int) -> bool:
-        """Whether a decision's result, and so its gradient, is a view of its input's."""
-        rule = self.space.strategy_sets[index].rule
-        return self.space.decisions[index].kind == "shared_read" or (rule is not None and rule.alias)
-
     def _last_readers(self) -> dict[int, int]:
         """By decision, the last op of its stage that computes with its results: the first to make their gradient."""
         last: dict[int, int] = {}
         for use in reversed(self.space.uses):  # ordered by target
             if not self.counts.crosses(use) and use.meta.requires_grad:
-                reader = last.get(use.target, use.target) if self._passes_on(use.target) else use.target
+                reader = last.get(use.target, use.target) if passes_on(self.space, use.target) else use.target
                 last[use.source] = max(last.get(use.source, 0), reader)
         return last
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from functools import cached_property
 from operator import ne
@@ -80,11 +80,9 @@ class Compiled:
         """Whether its program has been recorded as CUDA graphs."""
         return self.replays and isinstance(self.forward, Replayed) and self.forward.recorded > 0
 
-    @contextmanager
-    def op_by_op(self) -> Iterator[None]:
+    def op_by_op(self) -> AbstractContextManager[None]:
         """Within, calls run without CUDA graphs."""
-        with self.forward.paused() if self.replays and isinstance(self.forward, Replayed) else nullcontext():
-            yield
+        return self.forward.paused() if self.replays and isinstance(self.forward, Replayed) else nullcontext()
 
     @property
     def _starts(self) -> frozenset[int] | None:

@@ -133,7 +133,10 @@ def _end_of(traceback: str) -> str:
     >>> _end_of('  File "a.py", line 1, in f\\n    g()\\nRuntimeError: gloo cannot\\n  do that\\nin the check llama')
     'RuntimeError: gloo cannot\\n  do that\\nin the check llama'
     """
-    frames = traceback.strip().rpartition('  File "')[2].splitlines()
+    _, found, last = traceback.rstrip().rpartition('  File "')
+    if not found:
+        return last
+    frames = last.splitlines()
     first = next((number for number, line in enumerate(frames) if number and not line.startswith(" ")), 0)
     return "\n".join(frames[first:])
 
