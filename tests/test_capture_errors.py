@@ -171,6 +171,25 @@ class Bags(nn.Module):
         return self.linear(read[:, 0] if read.dim() == 3 else read).sum()
 
 
+class Tied(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.table, self.head = nn.Embedding(16, 8, sparse=True), nn.Linear(8, 16, bias=False)
+        self.head.weight = self.table.weight
+
+    def forward(self, ids: Tensor) -> Tensor:
+        return self.head(self.table(ids)).sum()
+
+
+class Scaled(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.zeros(16, 4))
+
+    def forward(self, ids: Tensor) -> Tensor:
+        return nn.functional.embedding(ids, 2 * self.weight, sparse=True).sum()
+
+
 class Gathers(nn.Module):
     def __init__(self) -> None:
         super().__init__()
@@ -181,12 +200,14 @@ class Gathers(nn.Module):
 
 
 @pytest.mark.parametrize(("model", "parts"), [
-    (Bags(nn.EmbeddingBag(16, 8, mode="sum", sparse=True)), ("in tables.0", "model.tables.0.sparse = False")),
-    (Bags(nn.Embedding(16, 8, sparse=True)), ("in tables.0", "Write sparse=False (of torch's", "Adam, Adagrad")),
-    (Gathers(), ("Write sparse_grad=False, and", "sparse_grad=True).sum()")),
+    (Bags(nn.Embedding(16, 8, sparse=True, scale_grad_by_freq=True)),
+     ("in tables.0", "without scale_grad_by_freq", "model.tables.0.sparse = False", "Adam, Adagrad")),
+    (Tied(), ("in table", "return self.head(self.table(ids)).sum() reads table.weight too", "its gradient is dense")),
+    (Scaled(), ("Its table is no parameter, but computed by mul", "Write sparse=False, and")),
+    (Gathers(), ("of nn.Embedding, nn.EmbeddingBag", "Write sparse_grad=False, and", "sparse_grad=True).sum()")),
 ])
 def test_sparse_gradients_are_refused(model: nn.Module, parts: tuple[str, ...]) -> None:
-    """They ran forward, and failed in backward."""
+    """Those of other ops than lookups, and of tables that others read."""
     machine = Cluster.load("local-cpu", num_devices=2)
     says(CaptureError, "makes a sparse gradient", *parts, of=lambda: plan(
         model, machine, example_inputs=(torch.zeros(8, 4, dtype=torch.int64),), mesh_shape=(2,)))

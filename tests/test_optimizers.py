@@ -121,7 +121,6 @@ EVERY = {
 REFUSED = {
     "torch.optim.Adafactor": (Case(O.Adafactor), "autoparallel.optim.Adafactor("),
     "torch.optim.lbfgs.LBFGS": (Case(O.LBFGS), "one flat vector"),
-    "torch.optim.sparse_adam.SparseAdam": (Case(O.SparseAdam), "gradients are dense"),
     "transformers.optimization.Adafactor": (Case(TransformersAdafactor), "autoparallel.optim.transformers_adafactor("),
     "torch.distributed.optim.zero_redundancy_optimizer.ZeroRedundancyOptimizer": (
         Case(ZeroRedundancyOptimizer, {"optimizer_class": O.Adam}), "zero_stage=1"),

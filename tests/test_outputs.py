@@ -50,31 +50,31 @@ def loss_of(made: Made) -> Tensor:
 
 def train_on_whole_outputs(shape: tuple[int, ...], options: dict[str, Any]) -> None:
     torch.manual_seed(1)
-    model = Net()
-    parallel: Any = autoparallel.compile(copy.deepcopy(model), mesh_of(*shape), outputs="whole", example_inputs=(X,),
+    model, x = Net().double(), X.double()    # in float32 a batch norm's gradients cancel to three digits
+    parallel: Any = autoparallel.compile(copy.deepcopy(model), mesh_of(*shape), outputs="whole", example_inputs=(x,),
                                          **options)
     optimizers = [torch.optim.SGD(module.parameters(), lr=0.1) for module in (model, parallel)]
     for step in range(3):
         losses = []
         for module, optimizer in zip((model, parallel), optimizers, strict=True):
             optimizer.zero_grad()
-            made = module(X + step)
+            made = module(x + step)
             assert not any(isinstance(v, DTensor) for v in (made.logits, *made.others["hidden"], made.others["loss"]))
             losses.append(loss_of(made))
             losses[-1].backward()
         torch.testing.assert_close(losses[1], losses[0])
         expected = gradients_of(model)
         for name, gradient in gathered((n, p.grad) for n, p in parallel.named_parameters()).items():
-            torch.testing.assert_close(gradient, expected[name], rtol=1e-4, atol=1e-5)
+            torch.testing.assert_close(gradient, expected[name])
         for optimizer in optimizers:
             optimizer.step()
     for mode in (torch.no_grad(), torch.inference_mode(), nullcontext()):
         with mode:
-            found, expected_made = parallel.eval()(X), model.eval()(X)
+            found, expected_made = parallel.eval()(x), model.eval()(x)
         for ours, one in zip((found.logits, *found.others["hidden"]),
                              (expected_made.logits, *expected_made.others["hidden"]), strict=True):
             assert type(ours) is Tensor
-            torch.testing.assert_close(ours, one, rtol=1e-4, atol=1e-5)
+            torch.testing.assert_close(ours, one)
 
 
 @pytest.mark.parametrize(("shape", "options"), [

@@ -30,7 +30,7 @@ from autoparallel.capture.passes.editing import module_path, source_line, source
 from autoparallel.capture.passes.inline_modes import inline_modes
 from autoparallel.capture.passes.normalise import normalise
 from autoparallel.capture.passes.ordering import order_independent
-from autoparallel.capture.sparse import refuse_sparse_gradients
+from autoparallel.capture.sparse import check_sparse_gradients
 from autoparallel.capture.tracing.hf_caches import register_caches
 from autoparallel.capture.tracing.repeated_blocks import Calls, UnlikeError, find_repeated
 from autoparallel.capture.tracing.unfold_blocks import unfold
@@ -257,8 +257,10 @@ class _Builder:
                                    "  Write torch.where(condition, a, b), or a Python loop of fixed length.")
         mutations = {path: self.refs[mutated[name]] for name, path in buffers.items() if name in mutated}
         aliases = {name: first for name, first in self.aliases.items() if name != first}
-        return OpGraph(tuple(self.nodes), self.in_spec, self.program.call_spec.out_spec, self.constants, outputs,
-                       mutations, aliases, self.constant_tensors, self.dependencies, self.numbers)
+        graph = OpGraph(tuple(self.nodes), self.in_spec, self.program.call_spec.out_spec, self.constants, outputs,
+                        mutations, aliases, self.constant_tensors, self.dependencies, self.numbers)
+        check_sparse_gradients(graph)
+        return graph
 
     @staticmethod
     def _refuse_mutated_inputs(signature: Any) -> None:
@@ -336,8 +338,6 @@ class _Builder:
         refuse_elsewhere(node.target, args, kwargs)
         inputs = [leaf for leaf in pytree.tree_leaves((args, kwargs)) if isinstance(leaf, Ref)]
         no_grad = bool(node.meta.get("no_grad")) or node.target is torch.ops.aten.detach.default
-        if not no_grad and inputs and self.nodes[inputs[0].node].outputs[inputs[0].output].requires_grad:
-            refuse_sparse_gradients(node)
         grad = not no_grad and any(self.nodes[r.node].outputs[r.output].requires_grad for r in inputs)
         values = node.meta["val"]
         values = tuple(values) if isinstance(values, (tuple, list)) else (values,)

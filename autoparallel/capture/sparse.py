@@ -1,26 +1,64 @@
-"""Ops that make sparse gradients, which no shard or collective of ours takes."""
+"""Sparse gradients, which have the rows of a table that were looked up (``nn.Embedding(..., sparse=True)``)."""
 
 from __future__ import annotations
 
-from autoparallel.capture.passes.editing import Node, argument, module_path, source_line
+from autoparallel.capture.graph import Node, OpGraph
 from autoparallel.errors import CaptureError
+from autoparallel.ops.embedding_bag import LOOKUPS
 
 ARGUMENTS = ("sparse", "sparse_grad")
 
 
-def refuse_sparse_gradients(node: Node) -> None:
-    """Raises CaptureError for an op with an argument that makes the gradient of its first tensor sparse."""
-    declared = {a.name for a in node.target._schema.arguments}
-    for name in ARGUMENTS:
-        if name in declared and argument(node, name):
-            path = module_path(node)
-            layer = f" (of torch's layers: model.{path}.sparse = False)" if path and name == "sparse" else ""
-            raise CaptureError(
-                f"{node.target} is called with {name}=True, which makes a sparse gradient{source_line(node)}\n"
-                "  Gradients are dense here, as parameters are.\n"
-                f"  Write {name}=False{layer}, and an optimizer of dense "
-                "gradients (SparseAdam takes sparse ones only: Adam, Adagrad), or freeze what it reads; or put the "
-                "table on parameter servers, whose gradients are sparse (autoparallel.serve_parameters).")
+def sparse_tables(graph: OpGraph) -> dict[str, float]:
+    """The trained tables whose gradients are sparse, by name: the share of their rows that a call looks up at most."""
+    found: dict[str, float] = {}
+    for node in graph:
+        if _argument(node) == "sparse" and node.target in LOOKUPS:
+            table, ids = graph.nodes[node.inputs[0].node], graph.meta(node.inputs[1])
+            if table.outputs[0].requires_grad:
+                share = found.get(table.path, 0.0) + ids.num_elements / max(1, table.outputs[0].shape[0])
+                found[table.path] = min(1.0, share)
+    return found
 
 
-__all__ = ["refuse_sparse_gradients"]
+def check_sparse_gradients(graph: OpGraph) -> None:
+    """Raises CaptureError for an op that makes the gradient of its first tensor sparse, unless it looks up rows of a
+    parameter that only such ops read."""
+    for node in graph:
+        if node.no_grad or (name := _argument(node)) is None or not graph.meta(node.inputs[0]).requires_grad:
+            continue
+        if node.target not in LOOKUPS or _true(node, "scale_grad_by_freq"):
+            _refuse(node, name, "Gradients are sparse here of nn.Embedding, nn.EmbeddingBag and their functions alone, "
+                                "without scale_grad_by_freq.")
+        table = graph.nodes[node.inputs[0].node]
+        if table.kind != "parameter":
+            _refuse(node, name, f"Its table is no parameter, but computed by {table}.")
+        if other := next((one for one in graph if any(
+                ref.node == table.index and (at or one.target not in LOOKUPS or _argument(one) is None)
+                for at, ref in enumerate(one.inputs))), None):
+            _refuse(node, name, f"{other.source or other} reads {table.path} too, and its gradient is dense.")
+
+
+def _argument(node: Node) -> str | None:
+    """The argument that makes an op's gradient sparse."""
+    return next((name for name in ARGUMENTS if _true(node, name)), None) if node.kind == "op" else None
+
+
+def _true(node: Node, name: str) -> bool:
+    for at, argument in enumerate(node.target._schema.arguments):
+        if argument.name == name:
+            return bool(node.kwargs[name] if name in node.kwargs else at < len(node.args) and node.args[at])
+    return False
+
+
+def _refuse(node: Node, name: str, why: str) -> None:
+    layer = f" (of torch's layers: model.{node.module_path}.sparse = False)" \
+        if node.module_path and name == "sparse" else ""
+    where = "".join(f"\n  {word} {place}" for word, place in (("in", node.module_path), ("at", node.source)) if place)
+    raise CaptureError(f"{node.op_name} is called with {name}=True, which makes a sparse gradient{where}\n"
+                       f"  {why}\n"
+                       f"  Write {name}=False{layer}, and an optimizer of dense gradients (SparseAdam takes sparse "
+                       "ones only: Adam, Adagrad), or freeze what it reads.")
+
+
+__all__ = ["check_sparse_gradients", "sparse_tables"]

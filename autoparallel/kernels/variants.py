@@ -23,17 +23,21 @@ from autoparallel.kernels.linear_sections import cut_sections
 from autoparallel.kernels.norm import norm_of_shards
 from autoparallel.kernels.ring import ring_attention
 from autoparallel.kernels.softmax import places_of_shards, softmax_of_shards
+from autoparallel.kernels.sparse_rows import own_bags, own_rows
 from autoparallel.kernels.tracing import is_traced
 from autoparallel.ops.embedding_bag import embedding_bag
 
 
 def vocabulary_embedding(
-    weight: torch.Tensor, ids: torch.Tensor, padding_idx: int = -1, *_: Any, start: int, axes: tuple[str, ...] = ()
+    weight: torch.Tensor, ids: torch.Tensor, padding_idx: int = -1, scale_grad_by_freq: bool = False,
+    sparse: bool = False, *, start: int, axes: tuple[str, ...] = ()
 ) -> torch.Tensor:
     """Embedding of the ids in this rank's shard of the vocabulary, zeros for the others: a summand of the whole.
 
     ``weight``: [shard, hidden], its first row is row ``start`` of the whole table. Returns [*ids, hidden].
     """
+    if sparse:
+        return own_rows(weight, ids, start, padding_idx)
     own = (ids >= start) & (ids < start + weight.shape[0])
     rows = F.embedding((ids - start).masked_fill(~own, 0), weight)
     if padding_idx >= 0:  # that row gets no gradient
@@ -43,12 +47,14 @@ def vocabulary_embedding(
 
 def vocabulary_bags(
     weight: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor | None, offsets: torch.Tensor | None, mode: int,
-    last: bool, padding_idx: int | None, *, start: int, axes: tuple[str, ...] = ()
+    last: bool, padding_idx: int | None, sparse: bool = False, *, start: int, axes: tuple[str, ...] = ()
 ) -> torch.Tensor:
     """Embedding bags summed over the ids in this rank's shard of the vocabulary: a summand of the whole.
 
     ``weight``: [shard, hidden], its first row is row ``start`` of the whole table. Returns [bags, hidden].
     """
+    if sparse:
+        return own_bags(weight, ids, weights, offsets, mode, last, padding_idx, start)
     own = (ids >= start) & (ids < start + weight.shape[0])
     if padding_idx is not None:
         own &= ids != padding_idx

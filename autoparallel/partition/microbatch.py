@@ -28,7 +28,7 @@ from autoparallel.capture.outputs import loss_output
 from autoparallel.errors import InfeasibleError, InputError
 from autoparallel.layout import Layout, Placement, RedistributionTable, local_shape
 from autoparallel.ops.arguments import SIZE_ARGUMENT
-from autoparallel.pricing import Prices, SpacePricer
+from autoparallel.pricing import ExecutionCounts, Prices, SpacePricer
 from autoparallel.search import solve
 from autoparallel.strategies.space import Strategy, StrategySpace, TensorUse
 from cost_models import Cluster
@@ -225,7 +225,9 @@ def _cut(graph: OpGraph, count: int) -> _Cut:
     """The placements for ``count`` micro-batches. Raises InfeasibleError as `split_batch`."""
     space = StrategySpace(graph, (count,), ("micro_batch",))
     micro_batches = _BatchAxis(space, batch_size(graph))
-    pricer = SpacePricer(Prices(space, Cluster.load("local-cpu", num_devices=count)), penalties=micro_batches)
+    counts = ExecutionCounts(space, training=False)    # micro-batches add up gradients, also sparse ones
+    pricer = SpacePricer(Prices(space, Cluster.load("local-cpu", num_devices=count)), penalties=micro_batches,
+                         counts=counts)
     strategies = pricer.strategies_of(solve(pricer.full(), "auto", pricer=pricer).choice)
     micro_batches.check(strategies)
     return _Cut(space, strategies, micro_batches.loss)

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 
 from autoparallel.capture import OpGraph, find_blocks
 from autoparallel.capture.blocks import block_path
+from autoparallel.capture.sparse import sparse_tables
 from autoparallel.planning.options import Options
 from autoparallel.plans.facts import ModelFacts
 from autoparallel.pricing.op_costs import kept_precision
@@ -30,8 +31,8 @@ def facts_of(graph: OpGraph, body: OpGraph, cuts: Sequence[str]) -> ModelFacts:
 
 def whole_state(graph: OpGraph, cluster: Cluster, options: Options, away: Offload = ON_DEVICE) -> TrainingState:
     """Bytes of all weights, and of the trained weights' gradients and optimizer states, but for what is ``away``, and
-    for tables that the options put on the host."""
-    found = TrainingState(0.0, 0.0, 0.0)
+    for tables that the options put on the host. Of sparse gradients, of the rows that are looked up."""
+    found, rows = TrainingState(0.0, 0.0, 0.0), sparse_tables(graph)
     for node in graph.of_kind("parameter"):
         if node.path in options.on_host:
             continue
@@ -40,7 +41,8 @@ def whole_state(graph: OpGraph, cluster: Cluster, options: Options, away: Offloa
         if meta.requires_grad:
             own = training_state(meta.num_elements, kept_precision(meta, cluster), options.optimizer)
         found = TrainingState(found.parameters + float(own.parameters) * (not tiers.moves_parameters),
-                              found.gradients + float(own.gradients) * (not tiers.moves_gradients),
+                              found.gradients + float(own.gradients) * rows.get(node.path, 1.0)
+                              * (not tiers.moves_gradients),
                               found.optimizer + float(own.optimizer) * (not tiers.is_away))
     return found
 

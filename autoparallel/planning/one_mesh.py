@@ -13,6 +13,7 @@ from functools import partial
 import numpy as np
 
 from autoparallel import clock
+from autoparallel.capture.sparse import sparse_tables
 from autoparallel.errors import InfeasibleError, SearchError
 from autoparallel.garbage import collected_later
 from autoparallel.layout import Layout
@@ -41,11 +42,13 @@ from autoparallel.pricing.hidden import hidden_s, least_exposed, spans
 from autoparallel.pricing.prediction import compute_seconds, stage_seconds
 from autoparallel.pricing.record import memory_profile, redistributions, workload
 from autoparallel.pricing.step_cost import ALL_EXPOSED
+from autoparallel.schedule.step_config import check_sparse_tables
 from autoparallel.search import plan_within, solve
 from autoparallel.search.alternatives import conflict
 from autoparallel.search.model.problem import Problem, Solution, evaluate
 from autoparallel.strategies.host_lookups import HostLookups, tables_of
 from autoparallel.strategies.space import Strategy, StrategySpace
+from autoparallel.strategies.sparse_tables import SparseTables
 from cost_models import Cluster
 
 _LOG = logging.getLogger("autoparallel")
@@ -87,12 +90,13 @@ def plan_in(space: StrategySpace, micro: MicroBatches, cluster: Cluster, options
     """
     if options.recompute == "auto":
         return _plan_recomputing(space, micro, cluster, options, placed, hybrid)
+    check_sparse_tables(sparse_tables(space.graph), hybrid)
     laps = laps or _Laps()
     prices = Prices(space, cluster, options.optimizer, direct=bool(options.baseline),
                     stages=hybrid.pipeline_ranks, same_limit=options.memory_limit_bytes is not None)
     allowed = apply_pins(space, options.pins or {})
     if options.zero_stage:
-        tables = HostLookups(space, hybrid.on_host).tables    # which are stored as they are read
+        tables = {*HostLookups(space, hybrid.on_host).tables, *SparseTables(space).density}  # are stored as read
         allowed = {**{at: some for at, some in stored_sharded(space).items() if at not in tables}, **allowed}
     allowed.update(_placed_choices(space, placed))
     penalties = _penalties(space, options)

@@ -18,6 +18,7 @@ from autoparallel.schedule.in_flight import in_flight
 from autoparallel.schedule.tiers import ON_DEVICE, Offload
 from autoparallel.strategies.host_lookups import HostLookups
 from autoparallel.strategies.space import StrategySpace, TensorUse
+from autoparallel.strategies.sparse_tables import SparseTables
 
 
 class Summing(NamedTuple):
@@ -52,8 +53,8 @@ class ExecutionCounts:
     decisions, and one rank holds ``held`` times the values that a decision of the first stage has in a step.
     ``recomputing``: how the software recomputes. ``blocks``: the recomputed blocks. ``saved``: the values kept for
     backward. ``of_parameter``, ``views``: by decision, whether its value is a parameter (also read by several), or a
-    view of parameters. ``lookups``: tables on the host, and the ops that read them there. ``away``: by decision, the
-    tiers of a parameter.
+    view of parameters. ``lookups``: tables on the host, and the ops that read them there. ``sparse``: tables with
+    sparse gradients. ``away``: by decision, the tiers of a parameter.
     """
 
     def __init__(self, space: StrategySpace, hybrid: Hybrid | None = None,
@@ -72,7 +73,7 @@ class ExecutionCounts:
         self.saved = SavedValues(space, self.blocks, crossing, training)
         self.of_parameter = [_is_parameter(space, index) for index in range(len(space))]
         self.views = _views_of_parameters(space, self.of_parameter)
-        self.lookups = HostLookups(space, self.hybrid.on_host)
+        self.lookups, self.sparse = HostLookups(space, self.hybrid.on_host), SparseTables(space, training)
         offload, tables = self.hybrid.offload, self.lookups.names
         self.away: list[Offload] = [offload.of(decision.path, tables) if decision.kind == "parameter" else ON_DEVICE
                                     for decision in space.decisions]

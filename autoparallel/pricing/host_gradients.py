@@ -10,7 +10,6 @@ from autoparallel.pricing.counts import ExecutionCounts
 from autoparallel.pricing.host_parameters import ops_beside
 from autoparallel.pricing.unit_costs import Prices
 from autoparallel.schedule.tiers import BUCKETS_IN_FLIGHT
-from autoparallel.strategies.space import StrategySet
 from cost_models import memory, offload
 
 
@@ -38,10 +37,11 @@ class HostGradients:
         moves = self.prices.training and self.counts.away[index].moves_gradients
         return moves and self.space.strategy_sets[index].output_metas[0].requires_grad
 
-    def bytes_of(self, s: StrategySet) -> np.ndarray:
-        """Bytes of a parameter's gradient."""
+    def bytes_of(self, index: int) -> np.ndarray:
+        """Bytes of a parameter's gradient; of a sparse one, of its rows."""
+        s, rows = self.space.strategy_sets[index], self.counts.sparse.share(index, self.counts.hybrid.micro_batches)
         kept = self.prices.kept(s.output_metas[0])
-        return np.asarray(memory.training_state(self.prices.elements(s), kept, self.prices.optimizer).gradients)
+        return rows * np.asarray(memory.training_state(self.prices.elements(s), kept, self.prices.optimizer).gradients)
 
     def away_bytes(self, index: int) -> np.ndarray:
         """Bytes in the gradients' tier; of the sum over micro-batches, where that is more precise."""
@@ -50,7 +50,7 @@ class HostGradients:
             return np.zeros(len(s.strategies))
         summed_there = self.leave(index) or index in self.counts.lookups.tables
         apart = self.counts.accumulator_bytes(s.output_metas[0]) if summed_there else 0
-        return np.maximum(self.bytes_of(s), apart * self.prices.elements(s))
+        return np.maximum(self.bytes_of(index), apart * self.prices.elements(s))
 
     def moving_s(self, index: int) -> np.ndarray:
         """Seconds per step of moving a parameter's gradient, as if nothing else went on."""
@@ -59,7 +59,7 @@ class HostGradients:
             return np.zeros(len(s.strategies))
         times = self.counts.count(index) if self.leave(index) else 1
         on_disk = self.counts.away[index].gradients == "disk"
-        each = offload.gradients_s(self.bytes_of(s), self.prices.cluster, times > 1, on_disk=on_disk)
+        each = offload.gradients_s(self.bytes_of(index), self.prices.cluster, times > 1, on_disk=on_disk)
         return times * self.counts.multiplicities[index] * each
 
     def exposed_share(self, backward_s: Callable[[int], float]) -> float:
@@ -79,7 +79,7 @@ class HostGradients:
             if self.leave(use.source):
                 read_at[use.source] = min(use.target, read_at.get(use.source, use.target))
         order = sorted(read_at, key=read_at.__getitem__, reverse=True)
-        sizes = [float(self.bytes_of(self.space.strategy_sets[index]).min()) for index in order]
+        sizes = [float(self.bytes_of(index).min()) for index in order]
         most, gone, pending = BUCKETS_IN_FLIGHT * self.counts.hybrid.bucket_bytes, 0, 0.0
         found: dict[int, int | None] = dict.fromkeys(order)
         for number, index in enumerate(order):

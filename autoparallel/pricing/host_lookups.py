@@ -9,7 +9,6 @@ import numpy as np
 from autoparallel.pricing.counts import ExecutionCounts
 from autoparallel.pricing.op_costs import share_of_work
 from autoparallel.pricing.unit_costs import Prices
-from autoparallel.strategies.space import StrategySet
 from cost_models import collectives, offload
 
 
@@ -27,8 +26,8 @@ class LookupPrice(NamedTuple):
 class HostLookupPrices:
     """Prices of lookups on the host, on the fullest rank; arrays by strategy. (Of their tables `TierCosts`.)
 
-    The rows that are looked up and the results pass the host's memory, and of the dense gradient all rows: it is
-    filled with zeros first. Nothing of it is counted as hidden: the device waits for the results, and backward's last
+    The rows that are looked up and the results pass the host's memory, and of a dense gradient all rows: it is filled
+    with zeros first. Nothing of it is counted as hidden: the device waits for the results, and backward's last
     ops are the host's.
     """
 
@@ -47,8 +46,9 @@ class HostLookupPrices:
         """Whether a decision is either."""
         return self.runs(index) or self.is_table(index)
 
-    def price(self, s: StrategySet) -> LookupPrice:
+    def price(self, index: int) -> LookupPrice:
         """Of one execution of a lookup."""
+        s, sparse = self.space.strategy_sets[index], self.space.uses_by[index][0].source in self.counts.sparse.density
         (result, *_), zeros = s.output_metas, np.zeros(len(s.strategies))
         results = self.prices.local_bytes(result, s.outputs[0])
         table, *others = (self.prices.local_bytes(m, n) for m, n in zip(s.input_metas, s.inputs, strict=True))
@@ -61,7 +61,7 @@ class HostLookupPrices:
             return LookupPrice(forward, zeros, there, zeros)
         backward, back = results + operands, self._crossing_s(results, False)
         if s.input_metas[0].requires_grad:
-            backward = backward + table + 2 * rows
+            backward = backward + (0 if sparse else table) + 2 * rows
         for meta, num_bytes in zip(s.input_metas[1:], others, strict=True):
             if meta.requires_grad:    # weights of the rows of bags
                 backward, back = backward + rows + num_bytes, back + self._crossing_s(num_bytes, True)

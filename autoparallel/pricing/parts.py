@@ -163,7 +163,7 @@ def _add_op(pricer: SpacePricer, index: int, number: int, count: int, place: int
 def _add_lookup(pricer: SpacePricer, index: int, number: int, count: int, place: int, stage: Parts) -> None:
     """Add an op that runs on the host: its work there, and what crosses between the two memories as communication."""
     forward, backward = pricer.counts.op_times(index, place)
-    each = pricer.costs.lookups.price(pricer.space.strategy_sets[index])
+    each = pricer.costs.lookups.price(index)
     work_s, back_s, up_s, down_s = (count * times * float(seconds[number]) for times, seconds in zip(
         (forward, backward, forward, backward), each, strict=True))
     again = (forward - backward) / forward if forward else 0.0

@@ -283,7 +283,7 @@ class _Builder:
         for index, last in self.costs.gradients.last_in_flight().items() if self.costs.gradients.go else ():
             use, interval = first[index], self.live.leaving_interval(index, last)
             share = self.live.share(*self.counts.stages_of[index])
-            num_bytes = share * self.costs.gradients.bytes_of(self.space.strategy_sets[index])[self.chosen[index]]
+            num_bytes = share * self.costs.gradients.bytes_of(index)[self.chosen[index]]
             shape = len(self.chosen[index]), len(self.chosen[use.target])
             found.append(Edge(index, use.target, np.zeros(shape), np.broadcast_to(num_bytes[:, None], shape), interval))
         return found

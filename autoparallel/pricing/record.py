@@ -223,9 +223,9 @@ def _split(pricer: SpacePricer, strategies: Sequence[Strategy], usages: np.ndarr
             away = float(pricer.costs.states.tier_bytes(decision.index)[numbers[decision.index]])
             leaves = pricer.costs.gradients.leave(decision.index)
             parameters = 0.0 if counts.away[decision.index].moves_parameters else float(state.parameters)
-            here = parameters + float(state.optimizer) - away + (0.0 if leaves else float(state.gradients))
+            kept = 0.0 if leaves else float(pricer.costs.gradients.bytes_of(decision.index)[numbers[decision.index]])
+            here = parameters + float(state.optimizer) - away + kept
             scale = whole / here if whole and here else 0.0
-            kept = 0.0 if leaves else float(state.gradients)
             own = min(scale, 1.0) * parameters, min(scale, 1.0) * kept
             found[decision.index, :3] = *own, max(0.0, whole - sum(own))
         else:

@@ -19,8 +19,17 @@ class StatePrices:
 
     def device_bytes(self, index: int) -> np.ndarray:
         """Bytes of the parameter, unless it is in another tier, of its gradient and the optimizer states that stay."""
-        whole = self.prices.parameter_bytes(self.space.strategy_sets[index])
-        return whole - self.tier_bytes(index) - self.parameters.away_bytes(index)
+        s, rows = self.space.strategy_sets[index], self._rows(index)
+        whole = self.prices.parameter_bytes(s) - self.tier_bytes(index) - self.parameters.away_bytes(index)
+        if rows < 1:
+            kept = self.prices.kept(s.output_metas[0])
+            state = memory.training_state(self.prices.elements(s), kept, self.prices.optimizer)
+            whole = whole - (1 - rows) * state.gradients
+        return whole
+
+    def _rows(self, index: int) -> float:
+        """The share of a parameter's rows that have a gradient and are stepped."""
+        return self.counts.sparse.share(index, self.counts.hybrid.micro_batches)
 
     def tier_bytes(self, index: int) -> np.ndarray:
         """Bytes of optimizer states in the parameter's tier, if that is not the device."""
@@ -29,16 +38,16 @@ class StatePrices:
 
     def update_s(self, index: int, prices: Prices) -> np.ndarray:
         """Seconds of the optimizer's update, at the ``prices`` of the parameter's devices: of what stays on them, then
-        of what is stepped on the host."""
+        of what is stepped on the host. Of a table with sparse gradients, of the rows that were looked up."""
         s, away = self.space.strategy_sets[index], self.counts.away[index]
-        whole_s = prices.parameter_s(s)
+        rows, whole_s = self._rows(index), prices.parameter_s(s)
         if not away.is_away or not whole_s.any():
-            return whole_s
+            return rows * whole_s
         moved, elements = self._moved(index), self.prices.elements(s)
         found = offload.host_step(moved, self.prices.kept(s.output_metas[0]), self.prices.optimizer,
                                   self.prices.cluster, away.states == "disk", away.moves_gradients,
                                   away.moves_parameters, away.in_tier("disk"))
-        return whole_s * (1 - moved / np.maximum(elements, 1)) + found.total_s
+        return rows * (whole_s * (1 - moved / np.maximum(elements, 1)) + found.total_s)
 
     def _moved(self, index: int) -> np.ndarray:
         """Elements whose states are in the tier."""

@@ -17,6 +17,7 @@ from autoparallel.pricing.redistribution_costs import PricedStep
 from autoparallel.pricing.tier_costs import TierCosts
 from autoparallel.pricing.unit_costs import Prices
 from autoparallel.strategies.space import Strategy, TensorUse
+from autoparallel.strategies.sparse_tables import as_stored
 from cost_models import Cluster, collectives, compute
 
 
@@ -90,7 +91,8 @@ class StepCosts:
         times, moves = counts.op_times(index, stage), counts.offloads(index)
         readers = int(self.kinds.readers[index]) if kind == "shared_read" else 0
         key = (id(s), kind, readers, self.prices.chains[index], times, moves, counts.ranks_with(index),
-               self.gradients.leave(index), self.lookups.touches(index), id(counts.away[index]), id(prices))
+               self.gradients.leave(index), self.lookups.touches(index), counts.sparse.density.get(index),
+               id(counts.away[index]), id(prices))
         return self.memo.once(("cost", *key), lambda: self._cost(index, times, prices))
 
     def _cost(self, index: int, times: tuple[int, int], prices: Prices) -> StepCost:
@@ -98,7 +100,7 @@ class StepCosts:
         nothing = self._nothing(len(s.strategies))[0]
         cost = StepCost(nothing, nothing, nothing, nothing, nothing, nothing)
         if kind == "op" and self.lookups.runs(index):
-            found = self.lookups.price(s)
+            found = self.lookups.price(index)
             return cost._replace(forward=times[1] * (found.forward + found.there),
                                  again=(times[0] - times[1]) * (found.forward + found.there),
                                  backward=times[1] * (found.backward + found.back))
@@ -186,13 +188,14 @@ class StepCosts:
         how = nothing, saved.products_only(index), self.gradients.leave(index)
         if kind == "parameter" and self.lookups.is_table(index):
             return self._nothing(len(s.strategies))[0]
-        return self.memo.once(("bytes", id(s), kind, how, id(self.counts.away[index])),
+        return self.memo.once(("bytes", id(s), kind, how, self.counts.sparse.density.get(index),
+                               id(self.counts.away[index])),
                               lambda: self._bytes_of(index, *how))
 
     def _bytes_of(self, index: int, inside_only: bool, products_only: bool, leaves: bool) -> np.ndarray:
         s, kind = self.space.strategy_sets[index], self.space.decisions[index].kind
         if leaves:
-            return self.states.device_bytes(index) - self.gradients.bytes_of(s)
+            return self.states.device_bytes(index) - self.gradients.bytes_of(index)
         if kind == "parameter":
             return self.states.device_bytes(index) + self._sums_bytes(s.output_metas[0], s.outputs[0])
         total = self.prices.exchanged_bytes(s)
@@ -237,12 +240,13 @@ class StepCosts:
             if self.parameters.fetches(use):
                 there, back = self.tiers.fetch_s(use, self.of)
                 found = found + (there + back)[:, None]
-            if self.lookups.is_table(use.source):
-                found = np.where(self.counts.lookups.as_stored(use), found, np.inf)
+            if self.lookups.is_table(use.source) or use.source in self.counts.sparse.density:
+                found = np.where(as_stored(self.space, use), found, np.inf)
             return found[np.ix_(rows, columns)]
 
         key = "use", self.use_key(use, rows, columns), counted, sums, summing, moves, skips is not None, \
-            id(self.counts.away[use.source]), self.lookups.is_table(use.source)
+            id(self.counts.away[use.source]), self.lookups.is_table(use.source), \
+            self.counts.sparse.density.get(use.source)
         return self.memo.once(key, seconds)
 
     def sums_s(self, use: TensorUse) -> np.ndarray:

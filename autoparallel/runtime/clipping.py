@@ -55,11 +55,15 @@ def _gradient(parameter: nn.Parameter) -> Tensor:
     if isinstance(gradient, DTensor) and any(placement.is_partial() for placement in gradient.placements):
         assert isinstance(parameter, DTensor)
         gradient = parameter.grad = gradient.redistribute(placements=parameter.placements)
+    elif gradient.is_sparse and not gradient.is_coalesced():    # of several backward calls
+        gradient = parameter.grad = gradient.coalesce()
     return gradient
 
 
 def _local(gradient: Tensor) -> Tensor:
-    return gradient.to_local() if isinstance(gradient, DTensor) else gradient
+    """The local shard, which shares its memory; of a sparse one the entries, one for each row."""
+    local = gradient.to_local() if isinstance(gradient, DTensor) else gradient
+    return local._values() if local.is_sparse else local
 
 
 def _counts_here(gradient: Tensor, position: MeshPosition) -> bool:

@@ -16,6 +16,7 @@ from autoparallel.kernels.host_copies import table_memory
 from autoparallel.layout import Box, Layout, from_torch, local_boxes, to_torch
 from autoparallel.runtime.agree import decide_once
 from autoparallel.runtime.dtensors import KEPT
+from autoparallel.runtime.sparse_gradients import own_rows_of, sparse_gradient
 from autoparallel.schedule.tiers import Offload
 
 #: Copies a tensor to the memory in which a parameter lives.
@@ -105,7 +106,8 @@ class _LocalShards(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *gradients: torch.Tensor | None) -> tuple[DTensor | None, ...]:
-        owned = [None if g is None else g.contiguous() for g in gradients] if ctx.handed_over else _own(gradients)
+        owned = [None if g is None else own_rows_of(g) if g.is_sparse else g.contiguous()
+                 for g in gradients] if ctx.handed_over else _own(gradients)
         if ctx.versions != (now := [value._version for value in ctx.values]):
             number = next(n for n, (was, version) in enumerate(zip(ctx.versions, now, strict=True)) if was != version)
             raise InputError(f"a parameter {list(ctx.values[number].shape)} was written to between forward and "
@@ -119,7 +121,9 @@ def _own(gradients: Sequence[torch.Tensor | None]) -> list[torch.Tensor | None]:
     and adds to the gradient of a parameter in place."""
     seen, made = set[int](), list[torch.Tensor | None]()
     for g in gradients:
-        if g is not None:
+        if g is not None and g.is_sparse:
+            g = own_rows_of(g)
+        elif g is not None:
             g = g.contiguous()
             shared = g._use_count() > 1 or g.data_ptr() in seen  # type: ignore[attr-defined]
             g = g.clone() if shared else g
@@ -143,10 +147,15 @@ class _Gradient(DTensor):
 def _gradient(local: torch.Tensor, spec: Any) -> DTensor:
     """A contiguous local gradient as a DTensor: torch's fused optimizers assume the parameter's strides. (Made without
     `DTensor.__init__`, which only looks for a compiler's trace, in which no backward of ours runs.)"""
+    if local.is_sparse:
+        return sparse_gradient(local, spec)
     return _Gradient.__new__(_Gradient, local, spec, requires_grad=False)
 
 
 def _gradient_to_differentiate(local: torch.Tensor, spec: Any) -> DTensor:
+    if local.is_sparse:
+        raise InputError(f"backward(create_graph=True) through lookups with sparse gradients (sparse=True), of a table "
+                         f"{list(spec.shape)}: torch does not differentiate those again\n  Write sparse=False.")
     return DTensor.from_local(local, spec.mesh, spec.placements, run_check=False, shape=spec.shape, stride=spec.stride)
 
 

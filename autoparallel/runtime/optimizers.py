@@ -23,6 +23,7 @@ from autoparallel.runtime.dtensors import is_watched
 from autoparallel.runtime.offload.optimizer import OffloadedOptimizer
 from autoparallel.runtime.originals import refuse_idle, refuse_originals
 from autoparallel.runtime.shard_steps import step_shards, steps_shards
+from autoparallel.runtime.sparse_gradients import step_sparse_shards
 from autoparallel.schedule.tiers import Offload
 
 _LOG = logging.getLogger("autoparallel")
@@ -37,9 +38,6 @@ REFUSED: Mapping[str, tuple[str, str]] = {
     "torch.optim.lbfgs.LBFGS": (
         "it keeps all parameters as one flat vector, which shards of several layouts do not make",
         "another optimizer, or train the original in one process"),
-    "torch.optim.sparse_adam.SparseAdam": (
-        "it takes sparse gradients only, and gradients are dense here",
-        "torch.optim.Adam"),
     "torch.distributed.optim.zero_redundancy_optimizer.ZeroRedundancyOptimizer": (
         "it broadcasts whole parameters from the rank that steps them",
         "the optimizer itself, and zero_stage=1 of autoparallel.compile, which cuts its state"),
@@ -86,6 +84,8 @@ def _check(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
         optimizer.register_load_state_dict_post_hook(_shard_states)
     if steps_shards(type(optimizer)):
         step_shards(optimizer)
+    elif isinstance(optimizer, torch.optim.SparseAdam):
+        step_sparse_shards(optimizer)
     _passed.add(optimizer)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from autoparallel import backends
+from autoparallel.capture.sparse import sparse_tables
 from autoparallel.errors import PlanError
 from autoparallel.kernels.groups import MeshPosition
 from autoparallel.lower import check, emit, order_digest, sum_gradients_in
@@ -13,6 +14,7 @@ from autoparallel.plans import Plan
 from autoparallel.pricing import Prices
 from autoparallel.runtime.agree import made_equally
 from autoparallel.runtime.form import Compiled
+from autoparallel.schedule.step_config import check_sparse_tables
 from autoparallel.strategies.host_lookups import HostLookups
 from autoparallel.strategies.space import StrategySpace
 from cost_models import Cluster
@@ -32,7 +34,9 @@ def compiled(plan: Plan, space: StrategySpace, micro: MicroBatches, position: Me
 
 def _own(plan: Plan, space: StrategySpace, micro: MicroBatches, position: MeshPosition, cluster: Cluster,
          optimizer: str, backend: str, replays: bool) -> Compiled:
-    backends.check(backend, plan.hybrid)
+    sparse = sparse_tables(space.graph)
+    check_sparse_tables(sparse, plan.hybrid)
+    backends.check(backend, plan.hybrid, sparse)
     strategies = plan.strategies_on(space)
     stages = stages_of(space, micro.loss, plan.hybrid)
     blocks = {name for names in stages.blocks(space) for name in names}
@@ -55,5 +59,5 @@ def _own(plan: Plan, space: StrategySpace, micro: MicroBatches, position: MeshPo
         if lookups.ops:
             look_up_on_host(program.module, lookups.ops, position.mesh.device_type)
     if replays:
-        backends.check_replays(plan.hybrid, position)
+        backends.check_replays(plan.hybrid, position, sparse)
     return Compiled(plan, space, micro, stages, programs, backend, cluster, replays)

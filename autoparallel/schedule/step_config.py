@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import itertools
 import math
+from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import cached_property
 from typing import TYPE_CHECKING
 
-from autoparallel.errors import PlanError, shown
+from autoparallel.errors import InfeasibleError, PlanError, shown
 from autoparallel.schedule.schedules import SCHEDULES, Schedule, names_of, usual
 from autoparallel.schedule.tiers import ON_DEVICE, Offload
 
@@ -249,6 +250,19 @@ def _check_lookups(hybrid: Hybrid) -> None:
             if wrong:
                 raise PlanError(f"tables that are looked up on the host ({name!r}) live in its memory with their "
                                 f"gradients, and do not go with {given}")
+
+
+def check_sparse_tables(tables: Iterable[str], hybrid: Hybrid) -> None:
+    """Raises InfeasibleError for a step configuration that does not take tables with sparse gradients."""
+    for name in tables:
+        gradients = f"{name} has sparse gradients (sparse=True)"
+        if hybrid.stages > 1:
+            raise InfeasibleError(f"{gradients}, and pipeline stages take dense ones\n  Leave the pipeline out, or "
+                                  "write sparse=False.")
+        if (away := hybrid.offload.of(name)) != ON_DEVICE:
+            raise InfeasibleError(f"{gradients}, and offload={away.place!r} steps dense ones\n  Let it stay where it "
+                                  f"is looked up, offload={{{name!r}: 'none', '*': {away.place!r}}}, or write "
+                                  "sparse=False.")
 
 
 def _check_copies(hybrid: Hybrid) -> None:

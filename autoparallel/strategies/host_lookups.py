@@ -13,19 +13,14 @@ from collections.abc import Iterable, Mapping, Sequence
 from fnmatch import fnmatchcase
 from typing import Any
 
-import numpy as np
-import torch
-
 from autoparallel.capture import OpGraph
 from autoparallel.capture.graph import Node
 from autoparallel.errors import PinError
-from autoparallel.ops.embedding_bag import embedding_bag
-from autoparallel.strategies.space import StrategySpace, TensorUse
+from autoparallel.ops.embedding_bag import LOOKUPS
+from autoparallel.strategies.space import StrategySpace
 
 #: The pin of such tables.
 HOST = "host"
-#: The ops that run on the host; the table is their first operand.
-LOOKUPS = frozenset({torch.ops.aten.embedding.default, embedding_bag})
 
 
 class HostLookups:
@@ -46,12 +41,6 @@ class HostLookups:
             elif uses and uses[0].source in tables:
                 (tables if decision.kind == "shared_read" else ops).add(decision.index)
         self.tables, self.ops = frozenset(tables), frozenset(ops)
-
-    def as_stored(self, use: TensorUse) -> np.ndarray:
-        """Whether the reader of a table takes it as it is stored; by (source strategy, target strategy)."""
-        stored = self.space.strategy_sets[use.source].outputs[use.output]
-        read = self.space.strategy_sets[use.target].inputs[use.position]
-        return np.asarray(stored[:, None] == read[None])
 
 
 def host_patterns(pins: Mapping[str, Any] | None) -> list[str]:

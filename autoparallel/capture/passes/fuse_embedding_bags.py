@@ -17,12 +17,12 @@ from autoparallel.ops.embedding_bag import MEAN, SUM, embedding_bag
 
 aten = torch.ops.aten
 def gather_bags(graph: Graph, mutations: dict[str, Node]) -> None:
-    """Write bags so, unless their gradients are sparse or scaled, or more of their results is used."""
+    """Write bags so, unless their gradients are scaled, or more of their results is used."""
     for node in list(graph.nodes):
         if node.target not in (aten.embedding_bag.default, aten.embedding_bag.padding_idx):
             continue
         read = [user for user in node.users if user.users]
-        if argument(node, "sparse") or argument(node, "scale_grad_by_freq") or [u.args[1] for u in read] != [0]:
+        if argument(node, "scale_grad_by_freq") or [u.args[1] for u in read] != [0]:
             continue
         with graph.inserting_before(node):
             made = _bags(graph, node)
@@ -39,13 +39,15 @@ def _bags(graph: Graph, node: Node) -> Node:
     padding_idx = argument(node, "padding_idx") if node.target is aten.embedding_bag.padding_idx else None
     if padding_idx is not None:
         padding_idx %= weight.meta["val"].shape[0]
+    sparse = argument(node, "sparse")
     length = _length_of_all(offsets, ids.meta["val"].numel(), last)
     if length is None:
-        return emit(graph, node, embedding_bag, weight, ids, weights, offsets, mode, last, padding_idx)
+        return emit(graph, node, embedding_bag, weight, ids, weights, offsets, mode, last, padding_idx, sparse)
     shape = [ids.meta["val"].numel() // length, length]
     ids, weights = (t if t is None else emit(graph, node, aten.reshape.default, t, shape) for t in (ids, weights))
     mean = mode == MEAN and padding_idx is None
-    made = emit(graph, node, embedding_bag, weight, ids, weights, None, SUM if mean else mode, False, padding_idx)
+    made = emit(graph, node, embedding_bag, weight, ids, weights, None, SUM if mean else mode, False, padding_idx,
+                sparse)
     return emit(graph, node, aten.mul.Tensor, made, 1.0 / length) if mean else made
 
 

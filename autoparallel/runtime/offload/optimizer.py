@@ -196,6 +196,7 @@ class OffloadedOptimizer(torch.optim.Optimizer):
             with torch.enable_grad():
                 loss = closure()
         self._check_whole()
+        _refuse_sparse(self._parameters)
         gradients = [gradient_of(p) for p in self._parameters]
         self._others = max(self._others, _others_on_host(self._tiers, self._parameters, gradients))
         made: dict[int, dict[str, Any]] = {}
@@ -399,6 +400,14 @@ def _with_others(made: Iterable[OffloadedOptimizer], parameters: Sequence[Tensor
     same parameters is about to be replaced.)"""
     own = set(map(id, parameters))
     return [other for other in made if not other._broken and own.isdisjoint(map(id, other._parameters))]
+
+
+def _refuse_sparse(parameters: Iterable[Tensor]) -> None:
+    for parameter in parameters:
+        if parameter.grad is not None and parameter.grad.is_sparse:
+            raise InputError(f"the gradient of a parameter {list(parameter.shape)} is sparse (sparse=True), and "
+                             "steps on the host take dense ones\n  Leave such tables out, parallel.optimizer(kind, "
+                             "params), and give them to an optimizer of their own, as torch.optim.SparseAdam.")
 
 
 def _others_on_host(tiers: Sequence[Offload], parameters: Sequence[Tensor], gradients: Sequence[Tensor | None]) -> int:

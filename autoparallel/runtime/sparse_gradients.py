@@ -1,0 +1,147 @@
+"""Sparse gradients of tables on a mesh, and the optimizer that takes such gradients only.
+
+A table's ``.grad`` then is a DTensor whose local shard is a sparse tensor: the rows of this rank's shard that were
+looked up. Autograd sees a strided tensor, so that it adds up gradients by DTensor's ops; Python sees a sparse one, as
+torch's optimizers ask for.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, cast
+
+import torch
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+
+from autoparallel.errors import InputError
+
+aten = torch.ops.aten
+#: The ops that run on the local shards.
+_OPS = frozenset({
+    aten.add.Tensor, aten.add_.Tensor, aten.sub.Tensor, aten.sub_.Tensor, aten.mul.Tensor, aten.mul_.Tensor,
+    aten.mul.Scalar, aten.div.Tensor, aten.div_.Tensor, aten.neg.default, aten.zero_.default, aten.clone.default,
+    aten.detach.default, aten._to_copy.default})
+
+
+class SparseGradient(DTensor):
+    """The gradient of a table, of which each rank has the rows of its shard that were looked up.
+
+    ``to_dense()`` and ``full_tensor()`` have all rows. Gradients are added, scaled and set to zero as they are; other
+    ops are refused (InputError).
+    """
+
+    @property
+    def is_sparse(self) -> bool:  # type: ignore[override]
+        return True
+
+    @property
+    def layout(self) -> torch.layout:  # type: ignore[override]
+        return torch.sparse_coo
+
+    def coalesce(self) -> SparseGradient:
+        """The gradient with one entry for each row."""
+        return sparse_gradient(self._local_tensor.coalesce(), self._spec)
+
+    def is_coalesced(self) -> bool:
+        return self._local_tensor.is_coalesced()
+
+    def to_local(self, **_: Any) -> Tensor:
+        """This rank's shard, which is sparse."""
+        return self._local_tensor
+
+    def to_dense(self, *_: Any, **__: Any) -> DTensor:
+        return DTensor(self._local_tensor.to_dense(), self._spec, requires_grad=False)
+
+    def full_tensor(self, **_: Any) -> Tensor:
+        """The whole gradient, dense, on each rank; all ranks call this."""
+        return self.to_dense().full_tensor()
+
+    @classmethod
+    def __torch_dispatch__(  # type: ignore[override]
+            cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        values = [value for value in args if isinstance(value, DTensor)]
+        spec = values[0]._spec if values else None
+        if func not in _OPS or spec is None or any(
+                value.placements != spec.placements or value.shape != spec.shape for value in values):
+            raise InputError(f"{func} of a sparse gradient on a mesh\n  Such gradients are added, scaled and set to "
+                             "zero, and clipped by parallel.clip_grad_norm_(...); p.grad.to_dense() has all rows, "
+                             "p.grad.to_local() those of this rank's shard that were looked up.")
+        found = func(*(value._local_tensor if isinstance(value, DTensor) else value for value in args),
+                     **(kwargs or {}))
+        if isinstance(args[0], DTensor) and found is args[0]._local_tensor and func is not aten.detach.default:
+            return args[0]
+        return sparse_gradient(found, spec) if found.is_sparse else DTensor(found, spec, requires_grad=False)
+
+
+def sparse_gradient(local: Tensor, spec: Any) -> SparseGradient:
+    """The gradient with this sparse local shard, of a parameter with layout ``spec``."""
+    strided = torch.empty(0, dtype=local.dtype, device=local.device)
+    made = cast(SparseGradient, DTensor.__new__(SparseGradient, strided, spec, requires_grad=False))
+    made._local_tensor = local
+    return made
+
+
+def own_rows_of(gradient: Tensor) -> Tensor:
+    """A sparse gradient with one entry for each row, in memory of its own. (Autograd's entries may be views of what
+    the user gave to backward.)"""
+    made = gradient.coalesce()
+    return made.clone() if made is gradient or made._values().data_ptr() == gradient._values().data_ptr() else made
+
+
+def step_sparse_shards(optimizer: torch.optim.Optimizer) -> None:
+    """Make a `torch.optim.SparseAdam` compute on local shards from the step on before whose hooks this is called: for
+    the time of a step its groups have them in place of parameters. Its state stays of DTensors for everybody else."""
+    put_back: list[Callable[[], None]] = []
+
+    def before(_: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        if any(callable(value) for value in (*args[1:], *kwargs.values())):
+            raise InputError("SparseAdam.step(closure) of parameters on a mesh: call the closure first, then step()")
+        while put_back:    # of a step that failed
+            put_back.pop()()
+        for group in optimizer.param_groups:
+            _check(group["params"])
+            put_back.append(_take_shards(optimizer, group))
+
+    def after(*_: Any) -> None:
+        while put_back:
+            put_back.pop()()
+
+    optimizer.register_step_pre_hook(before)
+    optimizer.register_step_post_hook(after)
+    before(optimizer, (), {})
+
+
+def _check(parameters: list[Tensor]) -> None:
+    for parameter in parameters:
+        if parameter.grad is not None and not parameter.grad.is_sparse:
+            raise InputError(f"SparseAdam takes sparse gradients only, and that of a parameter "
+                             f"{list(parameter.shape)} is dense\n  Give it the tables with sparse=True alone, and the "
+                             "other parameters to another optimizer, as torch.optim.AdamW.")
+
+
+def _take_shards(optimizer: torch.optim.Optimizer, group: dict[str, Any]) -> Callable[[], None]:
+    """Put local shards, with their gradients and state, in the place of a group's parameters; returns the way back."""
+    parameters: list[Any] = group["params"]
+    shards = [p._local_tensor.detach() if isinstance(p, DTensor) else p for p in parameters]
+    for parameter, shard in zip(parameters, shards, strict=True):
+        if isinstance(parameter, DTensor):
+            shard.grad = parameter.grad._local_tensor if isinstance(parameter.grad, DTensor) else None
+            state = optimizer.state.pop(parameter, {})
+            optimizer.state[shard] = {key: value._local_tensor if isinstance(value, DTensor) else value
+                                      for key, value in state.items()}
+
+    def back() -> None:
+        group["params"] = parameters
+        for parameter, shard in zip(parameters, shards, strict=True):
+            if isinstance(parameter, DTensor):
+                shard.grad, state = None, optimizer.state.pop(shard, {})
+                optimizer.state[parameter] = {
+                    key: DTensor(value, parameter._spec, requires_grad=False)
+                    if isinstance(value, Tensor) and value.dim() else value for key, value in state.items()}
+
+    group["params"] = shards
+    return back
+
+
+__all__ = ["SparseGradient", "own_rows_of", "sparse_gradient", "step_sparse_shards"]

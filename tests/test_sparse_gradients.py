@@ -1,0 +1,328 @@
+"""Tables with sparse gradients (``sparse=True``): equal to one process in every layout, or refused."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor, Replicate, Shard
+
+import autoparallel
+from autoparallel.backends import check
+from autoparallel.errors import InfeasibleError, PlanError
+from autoparallel.kernels.sparse_rows import own_bags, own_rows
+from autoparallel.schedule.step_config import Hybrid
+from cost_models import Cluster
+from tests.support.messages import says
+from tests.support.ranks import mesh_of
+
+ROWS, WIDTH, BATCH = 23, 8, 12
+
+
+class Tables(nn.Module):
+    """Lookups one by one, in bags of one length, in bags with offsets and weights, and twice in one table."""
+
+    def __init__(self, sparse: bool = True) -> None:
+        super().__init__()
+        self.items = nn.Embedding(ROWS, WIDTH, sparse=sparse, padding_idx=3)
+        self.tags = nn.EmbeddingBag(ROWS, WIDTH, sparse=sparse, mode="mean")
+        self.words = nn.EmbeddingBag(ROWS, WIDTH, sparse=sparse, mode="sum", padding_idx=5)
+        self.shared = nn.Embedding(ROWS, WIDTH, sparse=sparse)
+        self.head = nn.Linear(4 * WIDTH, 1)
+
+    def forward(self, ids: Tensor, tags: Tensor, words: Tensor, offsets: Tensor, weights: Tensor) -> Tensor:
+        pooled = self.words(words, offsets, per_sample_weights=weights)
+        both = self.shared(ids[:, 0]) * self.shared(ids[:, 1])
+        read = torch.cat([self.items(ids).sum(1), self.tags(tags), pooled, both], 1)
+        return (self.head(read).squeeze(1) - 1).square().mean()
+
+
+def example(sparse: bool = True) -> tuple[nn.Module, tuple[Tensor, ...]]:
+    torch.manual_seed(0)
+    model = Tables(sparse).double()
+    ids = torch.randint(ROWS, (BATCH, 3))
+    ids[::4] = 3
+    words = torch.randint(ROWS, (3 * BATCH,))
+    offsets = torch.arange(0, 3 * BATCH, 3)
+    offsets[1::3] += 2    # bags of 5, 1 and 3
+    return model, (ids, torch.randint(ROWS, (BATCH, 2)), words, offsets, torch.rand(3 * BATCH).double())
+
+
+def optimizers(model: nn.Module, kind: str) -> list[torch.optim.Optimizer]:
+    tables = [p for name, p in model.named_parameters() if not name.startswith("head")]
+    rest = [p for name, p in model.named_parameters() if name.startswith("head")]
+    return [getattr(torch.optim, kind)(tables, lr=0.05), torch.optim.AdamW(rest, lr=0.01)]
+
+
+def trained(model: nn.Module, batch: tuple[Tensor, ...], kind: str, calls: int = 1, steps: int = 4) -> dict[str, Any]:
+    made, losses, entries = optimizers(model, kind), [], {}
+    for step in range(steps):
+        for call in range(calls):
+            moved = tuple(value.roll(step + call, 0) if value.dtype == torch.int64 and value.dim() > 1 else value
+                          for value in batch)
+            loss = model(*moved)
+            loss.backward()
+            losses.append(float(loss))
+        entries = {name: p.grad for name, p in model.named_parameters()}
+        for one in made:
+            one.step()
+            one.zero_grad(set_to_none=step % 2 == 0)
+    full = {name: (p.full_tensor() if isinstance(p, DTensor) else p).detach() for name, p in model.named_parameters()}
+    state = {name: {key: value.full_tensor() if isinstance(value, DTensor) else value
+                    for key, value in made[0].state.get(p, {}).items()} for name, p in model.named_parameters()}
+    return {"losses": losses, "parameters": full, "state": state,
+            "sparse": {name for name, g in entries.items() if g is not None and g.is_sparse}}
+
+
+def on_ranks(shape: tuple[int, ...], options: dict[str, Any], kind: str, calls: int) -> dict[str, Any]:
+    model, batch = example()
+    parallel = autoparallel.compile(model, mesh_of(*shape), example_inputs=batch, **options)
+    found = trained(parallel, batch, kind, calls)
+    return found
+
+
+def tables(*placements: Any) -> dict[str, Any]:
+    return {f"{name}.weight": placements for name in ("items", "tags", "words", "shared")}
+
+
+HOST = dict.fromkeys(("items", "tags", "words", "shared"), "host")
+
+
+@pytest.mark.ranks
+@pytest.mark.parametrize(("shape", "options", "kind", "calls"), [
+    ((2,), {"pins": tables(Shard(0))}, "SparseAdam", 1),
+    ((4,), {"pins": tables(Shard(0))}, "Adagrad", 2),
+    ((2,), {"pins": tables(Shard(1))}, "SparseAdam", 2),
+    ((2, 2), {"pins": tables(Shard(0), Shard(1)), "zero_stage": 3}, "SparseAdam", 1),
+    ((2,), {"pins": tables(Replicate())}, "SGD", 1),
+    ((4,), {}, "SparseAdam", 1),
+    ((4,), {"baseline": "ddp"}, "SGD", 2),
+    ((2, 2), {"baseline": "fsdp"}, "Adagrad", 1),
+    ((2,), {"pins": HOST}, "SparseAdam", 2),
+    ((4,), {"pins": {**HOST, **tables(Shard(0))}, "zero_stage": 1}, "Adagrad", 1),
+    ((1,), {}, "SparseAdam", 2),
+])
+def test_equal_to_one_process(ranks: Any, shape: tuple[int, ...], options: dict[str, Any], kind: str, calls: int
+                              ) -> None:
+    model, batch = example()
+    wanted = trained(model, batch, kind, calls)
+    count = int(torch.tensor(shape).prod())
+    for found in ranks(count).run(on_ranks, shape, options, kind, calls, timeout_s=120):
+        assert found["losses"] == pytest.approx(wanted["losses"], rel=1e-9)
+        assert found["sparse"] == wanted["sparse"]
+        for name, value in wanted["parameters"].items():
+            torch.testing.assert_close(found["parameters"][name], value, rtol=1e-9, atol=1e-11)
+            for key, state in wanted["state"][name].items():
+                torch.testing.assert_close(found["state"][name][key], state, rtol=1e-9, atol=1e-11)
+
+
+def in_micro_batches(options: dict[str, Any], host: bool) -> list[float]:
+    """Steps of bags with one length, clipped, then saved in the middle and loaded into a new module."""
+    model, batch = micro_model()
+    pins = {"table*": "host"} if host else {"table.weight": (Shard(0),), "other.weight": (Shard(1),)}
+    parallel = autoparallel.compile(model, mesh_of(2), example_inputs=batch, pins=pins, **options)
+    return micro_steps(parallel, batch, parallel.step, parallel.clip_grad_norm_)
+
+
+class Micro(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.table, self.other = nn.Embedding(ROWS, WIDTH, sparse=True), nn.EmbeddingBag(ROWS, WIDTH, sparse=True)
+        self.head = nn.Linear(2 * WIDTH, 1)
+
+    def forward(self, ids: Tensor) -> Tensor:
+        read = torch.cat([self.table(ids).sum(1), self.other(ids)], 1)
+        return (self.head(read).squeeze(1) - 1).square().mean()
+
+
+def micro_model() -> tuple[nn.Module, tuple[Tensor, ...]]:
+    torch.manual_seed(0)
+    return Micro().double(), (torch.randint(ROWS, (8, 3)),)
+
+
+def micro_steps(model: nn.Module, batch: tuple[Tensor, ...], step: Any, clip: Any) -> list[float]:
+    made = [torch.optim.SparseAdam([p for name, p in model.named_parameters() if "head" not in name], lr=0.1),
+            torch.optim.SGD(model.get_submodule("head").parameters(), lr=0.1)]
+    losses = []
+    for _ in range(4):
+        losses += [float(step(*batch)), float(clip(0.05))]
+        for one in made:
+            one.step()
+            one.zero_grad()
+    return losses
+
+
+def clip_by_hand(model: nn.Module, most: float) -> Tensor:
+    """As `torch.nn.utils.clip_grad_norm_`, which takes no sparse gradients."""
+    parameters: list[Any] = list(model.parameters())
+    for p in parameters:
+        p.grad = p.grad.coalesce() if p.grad.is_sparse else p.grad
+    values = [p.grad._values() if p.grad.is_sparse else p.grad for p in parameters]
+    norm = torch.stack([value.norm() for value in values]).norm()
+    for value in values:
+        value.mul_(min(1.0, most / (float(norm) + 1e-6)))
+    return norm
+
+
+@pytest.mark.ranks
+@pytest.mark.parametrize(("options", "host"), [
+    ({"micro_batches": 4}, False), ({"micro_batches": 2, "zero_stage": 2}, True),
+    ({"micro_batches": 2, "copies": 2}, False), ({"recompute": "full"}, False)])
+def test_micro_batches_and_clipping(ranks: Any, options: dict[str, Any], host: bool) -> None:
+    model, batch = micro_model()
+
+    def step(*batch: Tensor) -> Tensor:
+        loss: Tensor = model(*batch)
+        loss.backward()
+        return loss.detach()
+
+    wanted = micro_steps(model, batch, step, lambda most: clip_by_hand(model, most))
+    for found in ranks(2).run(in_micro_batches, options, host, timeout_s=120):
+        assert found == pytest.approx(wanted, rel=1e-6)    # norms are told in float32
+
+
+def users_code() -> dict[str, Any]:
+    model, batch = micro_model()
+    parallel = autoparallel.compile(model, mesh_of(2), example_inputs=batch, pins={"table.weight": (Shard(0),)})
+    weight: Any = parallel.get_parameter("table.weight")
+    found: dict[str, Any] = {}
+    seen: list[bool] = []
+
+    def double(gradient: Tensor) -> Tensor:
+        seen.append(gradient.is_sparse)
+        return gradient * 2
+
+    handle = weight.register_hook(double)
+    parallel(*batch).backward()
+    handle.remove()
+    doubled = weight.grad.full_tensor()
+    weight.grad = None
+    parallel(*batch).backward()
+    once = weight.grad
+    found["hook"], found["doubled"] = seen, torch.equal(doubled, 2 * once.full_tensor())
+    dense = once.full_tensor()
+    once *= 0.5
+    found["scaled"] = torch.equal(once.full_tensor(), dense / 2)
+    weight.grad = weight.grad / 2 + weight.grad / 2
+    found["added"] = torch.allclose(weight.grad.full_tensor(), dense / 2) and weight.grad.is_sparse
+    found["text"] = repr(weight.grad)
+    for name, call in {"norm": lambda: weight.grad.norm(), "exp": lambda: weight.grad.exp(),
+                       "torch clip": lambda: torch.nn.utils.clip_grad_norm_(parallel.parameters(), 1.0),
+                       "adamw": lambda: torch.optim.AdamW(parallel.parameters()).step(),
+                       "sparse of dense": lambda: torch.optim.SparseAdam(parallel.parameters()).step(),
+                       "graph": lambda: parallel(*batch).backward(create_graph=True)}.items():
+        try:
+            found[name] = repr(call())
+        except Exception as error:
+            found[name] = f"{type(error).__name__}: {error}"
+    weight.grad = weight.grad.to_dense()
+    torch.optim.AdamW([weight]).step()
+    return found
+
+
+SAID = {
+    "norm": ("InputError: aten.norm", "clipped by parallel.clip_grad_norm_", "p.grad.to_dense() has all rows"),
+    "exp": ("InputError: aten.exp", "added, scaled and set to zero"),
+    "torch clip": ("InputError", "clipped by parallel.clip_grad_norm_"),
+    "adamw": ("RuntimeError: Adam does not support sparse gradients",),    # torch's own
+    "sparse of dense": ("InputError: SparseAdam takes sparse gradients only", "[1, 16] is dense"),
+    "graph": ("InputError: backward(create_graph=True) through lookups with sparse gradients", "sparse=False")}
+
+
+@pytest.mark.ranks
+def test_what_users_do_with_them(ranks: Any) -> None:
+    for found in ranks(2).run(users_code, timeout_s=120):
+        assert found["hook"] == [True] and found["doubled"] and found["scaled"] and found["added"]
+        assert "layout=torch.sparse_coo" in found["text"] and "Shard(dim=0)" in found["text"]
+        for name, parts in SAID.items():
+            assert all(part in found[name] for part in parts), found[name]
+
+
+# --- without processes ----------------------------------------------------------------------------------------------
+
+SHARDS = ((0, 10), (10, 15), (15, ROWS))
+
+
+def test_rows_of_shards_are_those_of_the_whole() -> None:
+    """Rows of other shards and the padding's have no entry."""
+    torch.manual_seed(0)
+    table, upstream = torch.randn(ROWS, WIDTH, requires_grad=True), torch.randn(20, WIDTH)
+    ids = torch.randint(ROWS, (20,))
+    (wanted,) = torch.autograd.grad(nn.functional.embedding(ids, table, padding_idx=7), table, upstream)
+    for start, end in SHARDS:
+        shard = table.detach()[start:end].requires_grad_()
+        (found,) = torch.autograd.grad(own_rows(shard, ids, start, 7), shard, upstream)
+        assert found._nnz() == int(((ids >= start) & (ids < end) & (ids != 7)).sum())
+        torch.testing.assert_close(found.to_dense(), wanted[start:end])
+
+
+@pytest.mark.parametrize("last", [True, False])
+def test_bags_of_shards_add_up_to_the_whole(last: bool) -> None:
+    torch.manual_seed(0)
+    table, weights = torch.randn(ROWS, WIDTH, requires_grad=True), torch.rand(20, requires_grad=True)
+    ids, offsets = torch.randint(ROWS, (20,)), torch.tensor([0, 0, 4, 11, *([20] if last else [])])
+    whole = nn.functional.embedding_bag(ids, table, offsets, mode="sum", per_sample_weights=weights,
+                                        include_last_offset=last, padding_idx=7)
+    upstream = torch.randn_like(whole)
+    of_table, of_weights = torch.autograd.grad(whole, (table, weights), upstream)
+    sums = [torch.zeros_like(whole), torch.zeros_like(weights)]
+    for start, end in SHARDS:
+        shard = table.detach()[start:end].requires_grad_()
+        made = own_bags(shard, ids, weights, offsets, 0, last, 7, start)
+        found, own_weights = torch.autograd.grad(made, (shard, weights), upstream)
+        assert found.is_sparse
+        torch.testing.assert_close(found.to_dense(), of_table[start:end])
+        sums = [sums[0] + made, sums[1] + own_weights]
+    torch.testing.assert_close(sums, [whole, of_weights])
+
+
+MACHINE = Cluster.load("h100-sxm", num_devices=4)
+
+
+PATHS = ("table.weight", "other.weight")
+
+
+def planned(sparse: bool, **options: Any) -> autoparallel.plans.Plan:
+    """Of large tables, of which a batch reads few rows."""
+    with torch.device("meta"):
+        model = Micro()
+        model.table = nn.Embedding(200_000, WIDTH, sparse=sparse)
+        model.other = nn.EmbeddingBag(100_000, WIDTH, sparse=sparse)
+    batch = (torch.zeros(64, 3, dtype=torch.int64),)
+    return autoparallel.plan(model, MACHINE, example_inputs=batch, **{"mesh_shape": (4,), **options})
+
+
+@pytest.mark.parametrize("options", [
+    {}, {"baseline": "ddp"}, {"zero_stage": 3}, {"micro_batches": 2}, {"pins": {"table*": "host", "other*": "host"}}])
+def test_sparse_tables_are_read_as_stored_and_stepped_by_rows(options: dict[str, Any]) -> None:
+    dense, plan = planned(False, **options), planned(True, **options)
+    for name, op in (("table.weight", "embedding"), ("other.weight", "embedding_bag_default")):
+        assert plan.strategies[op] == (READ_AS[plan.strategies[name]],)
+    assert plan.prediction.optimizer_s < 0.1 * dense.prediction.optimizer_s
+
+
+@pytest.mark.parametrize("host", [False, True])
+def test_memory_is_of_weights_and_states(host: bool) -> None:
+    pins = {name: (Shard(1),) for name in PATHS} | ({"table": "host", "other": "host"} if host else {})
+    sparse, dense = (planned(sparse, pins=pins).prediction for sparse in (True, False))
+    found = sparse.host_bytes / dense.host_bytes if host else sparse.peak_bytes / dense.peak_bytes
+    assert 0.74 < found < 0.78    # two states, no gradient
+
+
+#: By the layout of a table, how its rows are looked up where they are.
+READ_AS: dict[tuple[str, ...], str] = {("S(0)",): "vocabulary", ("S(1)",): "h", ("I",): "repeat"}
+
+
+@pytest.mark.parametrize(("options", "parts"), [
+    ({"mesh_shape": (2, 2), "pipeline_stages": 2, "micro_batches": 2},
+     ("pipeline stages take dense ones", "sparse=False")),
+    ({"offload": "host"}, ("table.weight has sparse gradients", "{'table.weight': 'none', '*': 'host'}"))])
+def test_what_takes_dense_gradients_is_refused(options: dict[str, Any], parts: tuple[str, ...]) -> None:
+    says(InfeasibleError, *parts, of=lambda: planned(True, **options))
+
+
+def test_compiled_graphs_are_refused() -> None:
+    says(PlanError, "table.weight has sparse gradients", "take backend='eager'",
+         of=lambda: check("inductor", Hybrid(), ["table.weight"]))
