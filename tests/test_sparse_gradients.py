@@ -212,6 +212,7 @@ def users_code() -> dict[str, Any]:
                        "torch clip": lambda: torch.nn.utils.clip_grad_norm_(parallel.parameters(), 1.0),
                        "adamw": lambda: torch.optim.AdamW(parallel.parameters()).step(),
                        "sparse of dense": lambda: torch.optim.SparseAdam(parallel.parameters()).step(),
+                       "closure": lambda: torch.optim.SparseAdam([weight]).step(lambda: parallel(*batch)),
                        "graph": lambda: parallel(*batch).backward(create_graph=True)}.items():
         try:
             found[name] = repr(call())
@@ -228,6 +229,7 @@ SAID = {
     "torch clip": ("InputError", "clipped by parallel.clip_grad_norm_"),
     "adamw": ("RuntimeError: Adam does not support sparse gradients",),    # torch's own
     "sparse of dense": ("InputError: SparseAdam takes sparse gradients only", "[1, 16] is dense"),
+    "closure": ("InputError: SparseAdam.step(closure)", "call the closure first"),
     "graph": ("InputError: backward(create_graph=True) through lookups with sparse gradients", "sparse=False")}
 
 

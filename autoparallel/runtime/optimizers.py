@@ -85,7 +85,7 @@ def _check(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
     if steps_shards(type(optimizer)):
         step_shards(optimizer)
     elif isinstance(optimizer, torch.optim.SparseAdam):
-        step_sparse_shards(optimizer)
+        step_sparse_shards(optimizer, args, kwargs)
     _passed.add(optimizer)
 
 

@@ -89,9 +89,10 @@ def own_rows_of(gradient: Tensor) -> Tensor:
     return made.clone() if made is gradient or made._values().data_ptr() == gradient._values().data_ptr() else made
 
 
-def step_sparse_shards(optimizer: torch.optim.Optimizer) -> None:
-    """Make a `torch.optim.SparseAdam` compute on local shards from the step on before whose hooks this is called: for
-    the time of a step its groups have them in place of parameters. Its state stays of DTensors for everybody else."""
+def step_sparse_shards(optimizer: torch.optim.Optimizer, *call: Any) -> None:
+    """Make a `torch.optim.SparseAdam` compute on local shards from the step on before which this is called, in a hook
+    with the arguments ``call``: for the time of a step its groups have shards in place of parameters. Its state stays
+    of DTensors for everybody else."""
     put_back: list[Callable[[], None]] = []
 
     def before(_: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
@@ -109,7 +110,7 @@ def step_sparse_shards(optimizer: torch.optim.Optimizer) -> None:
 
     optimizer.register_step_pre_hook(before)
     optimizer.register_step_post_hook(after)
-    before(optimizer, (), {})
+    before(optimizer, *call)
 
 
 def _check(parameters: list[Tensor]) -> None:
