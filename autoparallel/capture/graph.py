@@ -164,6 +164,14 @@ class OpGraph:
         return {ref: tuple(uses) for ref, uses in found.items()}
 
     @cached_property
+    def sparse_tables(self) -> Mapping[str, float]:
+        """The trained tables whose gradients are sparse, by name: the share of their rows that a call looks up at
+        most."""
+        from autoparallel.capture.sparse import sparse_tables
+
+        return sparse_tables(self)
+
+    @cached_property
     def op_kinds(self) -> Mapping[int, int]:
         """For each op a number that is the same for ops with the same `op_signature`."""
         kinds, metas = dict[object, int](), dict[TensorMeta, int]()

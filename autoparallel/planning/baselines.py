@@ -167,7 +167,7 @@ class Baseline:
         allow."""
         rows = self.space.strategy_sets[use.source].outputs[use.output]
         columns = self.space.strategy_sets[use.target].inputs[use.position]
-        return np.minimum(self._penalties(use, table)[np.ix_(rows, columns)], IMPOSSIBLE)
+        return np.minimum(self._penalties(use, table)[rows[:, None], columns], IMPOSSIBLE)
 
     def _penalties(self, use: TensorUse, table: RedistributionTable) -> np.ndarray:
         of_parameter = self.reads_parameter(use)

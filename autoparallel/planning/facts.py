@@ -7,7 +7,6 @@ from collections.abc import Sequence
 
 from autoparallel.capture import OpGraph, find_blocks
 from autoparallel.capture.blocks import block_path
-from autoparallel.capture.sparse import sparse_tables
 from autoparallel.planning.options import Options
 from autoparallel.plans.facts import ModelFacts
 from autoparallel.pricing.op_costs import kept_precision
@@ -32,7 +31,7 @@ def facts_of(graph: OpGraph, body: OpGraph, cuts: Sequence[str]) -> ModelFacts:
 def whole_state(graph: OpGraph, cluster: Cluster, options: Options, away: Offload = ON_DEVICE) -> TrainingState:
     """Bytes of all weights, and of the trained weights' gradients and optimizer states, but for what is ``away``, and
     for tables that the options put on the host. Of sparse gradients, of the rows that are looked up."""
-    found, rows = TrainingState(0.0, 0.0, 0.0), sparse_tables(graph)
+    found, rows = TrainingState(0.0, 0.0, 0.0), graph.sparse_tables
     for node in graph.of_kind("parameter"):
         if node.path in options.on_host:
             continue

@@ -13,7 +13,6 @@ from functools import partial
 import numpy as np
 
 from autoparallel import clock
-from autoparallel.capture.sparse import sparse_tables
 from autoparallel.errors import InfeasibleError, SearchError
 from autoparallel.garbage import collected_later
 from autoparallel.layout import Layout
@@ -90,7 +89,7 @@ def plan_in(space: StrategySpace, micro: MicroBatches, cluster: Cluster, options
     """
     if options.recompute == "auto":
         return _plan_recomputing(space, micro, cluster, options, placed, hybrid)
-    check_sparse_tables(sparse_tables(space.graph), hybrid)
+    check_sparse_tables(space.graph.sparse_tables, hybrid)
     laps = laps or _Laps()
     prices = Prices(space, cluster, options.optimizer, direct=bool(options.baseline),
                     stages=hybrid.pipeline_ranks, same_limit=options.memory_limit_bytes is not None)

@@ -245,7 +245,7 @@ class _Builder:
             return made
         times, table = self.counts.multiplicities, self.pricer.prices.redistribution.table
         penalties = [FAULT_S * times[use.target] * self.penalties.use_penalties(use, table(use.meta))[
-            np.ix_(self.chosen[use.source], self.chosen[use.target])] for use in uses]
+            self.chosen[use.source][:, None], self.chosen[use.target]] for use in uses]
         return Repeats([unchecked(edge, costs=edge.costs + more) for edge, more in zip(made, penalties, strict=True)])
 
     def _edge(self, use: TensorUse, copies: float) -> Edge:
@@ -255,7 +255,7 @@ class _Builder:
         key, of_parameter = self.costs.use_key(use, rows, columns), self.counts.of_parameter[use.source]
 
         def held() -> np.ndarray | None:
-            usages = self.costs.copy_bytes(use)[np.ix_(rows, columns)] * copies
+            usages = self.costs.copy_bytes(use)[rows[:, None], columns] * copies
             return usages if usages.any() else None
 
         return Edge(use.source, use.target, self.costs.use_s(use, rows, columns),

@@ -188,7 +188,7 @@ class RedistributionPrices:
             seconds = seconds + times[1] * self._more_by(use.meta, summing)
             if self.block_bytes and summing.in_block:
                 seconds = seconds + times[0] * self._more_forward(use.meta, summing)
-        return seconds[np.ix_(rows, columns)]
+        return seconds[rows[:, None], columns]
 
     def _more_by(self, meta: TensorMeta, summing: Summing) -> np.ndarray:
         """Extra seconds (or savings) of backward under ``summing``; by (layout, layout)."""
@@ -237,7 +237,7 @@ class RedistributionPrices:
         rows = self.space.strategy_sets[use.source].outputs[use.output]
         columns = self.space.strategy_sets[use.target].inputs[use.position]
         elements = self.space.spaces(use.meta).local_elements[columns] * use.meta.dtype.itemsize
-        moved = self.table(use.meta).moves[np.ix_(rows, columns)]
+        moved = self.table(use.meta).moves[rows[:, None], columns]
         return np.where(moved, elements[None, :], 0.0)
 
     def use_travels(self, use: TensorUse) -> np.ndarray:
@@ -255,7 +255,7 @@ class RedistributionPrices:
             self._weighted[key] = np.isfinite(travels) & (travels > 0)
         rows = self.space.strategy_sets[use.source].outputs[use.output]
         columns = self.space.strategy_sets[use.target].inputs[use.position]
-        return np.asarray(self._weighted[key][np.ix_(rows, columns)])
+        return np.asarray(self._weighted[key][rows[:, None], columns])
 
     def use_gathered(self, use: TensorUse) -> np.ndarray:
         """Bytes of intermediate results of gathers on the path to the copy; as `use_copies`."""
@@ -270,7 +270,7 @@ class RedistributionPrices:
             self._weighted[key] = np.where(np.isfinite(gathered), gathered, 0.0)
         rows = self.space.strategy_sets[use.source].outputs[use.output]
         columns = self.space.strategy_sets[use.target].inputs[use.position]
-        return np.maximum(self._weighted[key][np.ix_(rows, columns)] - self.use_copies(use), 0.0)
+        return np.maximum(self._weighted[key][rows[:, None], columns] - self.use_copies(use), 0.0)
 
 
 def _repeated(count: float, seconds: np.ndarray) -> np.ndarray:

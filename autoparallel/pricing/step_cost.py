@@ -242,7 +242,7 @@ class StepCosts:
                 found = found + (there + back)[:, None]
             if self.lookups.is_table(use.source) or use.source in self.counts.sparse.density:
                 found = np.where(as_stored(self.space, use), found, np.inf)
-            return found[np.ix_(rows, columns)]
+            return found[rows[:, None], columns]
 
         key = "use", self.use_key(use, rows, columns), counted, sums, summing, moves, skips is not None, \
             id(self.counts.away[use.source]), self.lookups.is_table(use.source), \
@@ -288,7 +288,7 @@ class StepCosts:
             if self.parameters.fetches(use):
                 copies = self.prices.redistribution.use_copies(use)
                 gathered = gathered + np.where(copies > 0, self.parameters.bytes_of(use)[:, None], 0.0)
-            return gathered[np.ix_(rows, columns)]
+            return gathered[rows[:, None], columns]
 
         return self.memo.once(("shards", self.use_key(use, rows, columns), self.parameters.fetches(use)), found)
 

@@ -42,7 +42,7 @@ class WindowMemory:
             usages = costs.memo.once(key, lambda use=use, gradient=gradient: (  # type: ignore[misc]
                 _gradient_bytes if gradient else _ahead_bytes)(costs, use))
             if usages.any():
-                there = usages[np.ix_(rows, columns)]
+                there = usages[rows[:, None], columns]
                 yield Edge(use.source, use.target, np.zeros(there.shape), there, interval)
 
     def _ahead(self) -> Iterator[Held]:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from autoparallel import backends
-from autoparallel.capture.sparse import sparse_tables
 from autoparallel.errors import PlanError
 from autoparallel.kernels.groups import MeshPosition
 from autoparallel.lower import check, emit, order_digest, sum_gradients_in
@@ -34,7 +33,7 @@ def compiled(plan: Plan, space: StrategySpace, micro: MicroBatches, position: Me
 
 def _own(plan: Plan, space: StrategySpace, micro: MicroBatches, position: MeshPosition, cluster: Cluster,
          optimizer: str, backend: str, replays: bool) -> Compiled:
-    sparse = sparse_tables(space.graph)
+    sparse = space.graph.sparse_tables
     check_sparse_tables(sparse, plan.hybrid)
     backends.check(backend, plan.hybrid, sparse)
     strategies = plan.strategies_on(space)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import numpy as np
 
-from autoparallel.capture.sparse import sparse_tables
 from autoparallel.strategies.space import StrategySpace, TensorUse
 
 
@@ -14,7 +13,7 @@ class SparseTables:
 
     def __init__(self, space: StrategySpace, training: bool = True) -> None:
         self.density: dict[int, float] = {}
-        tables = sparse_tables(space.graph) if training else {}
+        tables = space.graph.sparse_tables if training else {}
         for decision in space.decisions if tables else ():
             uses = space.uses_by.get(decision.index, ())
             if decision.kind == "parameter" and decision.path in tables:
