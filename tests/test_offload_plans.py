@@ -268,8 +268,9 @@ def test_bounds_of_tiers_are_below_their_plans(tier: str, fraction: float | None
     args, kwargs = CASES["llama"].inputs(8)
     chosen = options_of({**options, "time_limit_s": 3.0})
     bounds = TierBounds(Splits(capture(CASES["llama"].build(), args, kwargs)), PLAIN, None)
-    update_s, even_s = bounds.update_s(chosen), plan.prediction.optimizer_s
-    assert even_s * 0.7 < update_s <= even_s * 1.001    # small parameters are not cut
+    even = bounds._search(chosen, float("inf")).bounds
+    (update_s, more_s), even_s = even.host_update(plan.hybrid), plan.prediction.optimizer_s
+    assert even_s * 0.7 < update_s <= even_s * 1.001 and 0 <= more_s <= update_s    # small parameters are not cut
     assert bounds.may_fit(chosen) and bounds.may_beat(chosen, 1.1 * plan.prediction.step_s)
     assert not bounds.may_beat(chosen, update_s) and not bounds.may_fit(replace(chosen, memory_limit_bytes=100.0))
 

@@ -7,6 +7,7 @@ import math
 from collections.abc import Mapping
 from dataclasses import replace
 from functools import cached_property
+from typing import NamedTuple
 
 import numpy as np
 
@@ -18,9 +19,18 @@ from autoparallel.pricing.unit_costs import OpPrice
 from autoparallel.schedule.in_flight import in_flight
 from autoparallel.strategies.space import StrategySpace
 from cost_models import Cluster
+from cost_models.offload import host_step
 
 #: Halvings of the seconds of a pipeline's slowest rank.
 BISECTIONS = 40
+
+
+class HostUpdate(NamedTuple):
+    """A lower bound of the seconds in which a host steps what leaves its devices, and of those beyond the devices'
+    step of the same."""
+
+    whole_s: float
+    more_s: float
 
 
 class CandidateBounds:
@@ -37,6 +47,8 @@ class CandidateBounds:
         #: By number of shards, of which candidates have a few dozen; the next also by recompute mode.
         self._least: dict[int, tuple[float, float]] = {}
         self._again: dict[tuple[str, int], float] = {}
+        #: By tier of states, and tables on the host.
+        self._updates: dict[tuple[object, ...], HostUpdate] = {}
         #: By pipeline and micro-batches, of which candidates have a few hundred.
         self._in_flight: dict[tuple[object, ...], np.ndarray] = {}
 
@@ -111,6 +123,26 @@ class CandidateBounds:
             middle = (low + high) / 2
             low, high = (low, middle) if shares(middle) >= 1.0 else (middle, high)
         return max(0.0, ranks * low - work_s)
+
+    def host_update(self, hybrid: Hybrid) -> HostUpdate:
+        """The least that the optimizer's step takes on the host under any plan: of states that are divided evenly over
+        all devices."""
+        key = hybrid.offload, hybrid.on_host
+        if key not in self._updates:
+            space, prices = self._whole, self._whole_prices(1)
+            counts, found = self.reduced_model.counts(space), np.zeros(2)
+            for decision in space.decisions if hybrid.offload.is_away or hybrid.on_host else ():
+                s, away = space.strategy_sets[decision.index], hybrid.offload.of(decision.path, hybrid.on_host)
+                if decision.kind == "parameter" and away.is_away and (meta := s.output_metas[0]).requires_grad:
+                    share = away.fraction / self.cluster.num_devices
+                    rows = counts[decision.index] * space.graph.sparse_tables.get(decision.path, 1.0)
+                    there = host_step(share * meta.num_elements, prices.kept(meta), self.optimizer, self.cluster,
+                                      away.states == "disk", away.moves_gradients, away.moves_parameters,
+                                      away.in_tier("disk"))
+                    here_s = share * float(prices.parameter_s(s).min())
+                    found += rows * np.array([float(there.total_s), max(0.0, float(there.total_s) - here_s)])
+            self._updates[key] = HostUpdate(*found.tolist())
+        return self._updates[key]
 
     def oddity(self, candidate: Candidate) -> float:
         """How unusual a candidate is, in factors of two: an inner axis that is not a host, fewer samples per

@@ -123,10 +123,11 @@ class StepBounds:
         return max(self.even.work_s(candidate), *known)
 
     def _step_s(self, candidate: Candidate, work_s: float, again_s: float) -> float:
-        """Seconds of a step: the work of a rank, the bubble of what is divided evenly, and what no op takes."""
+        """Seconds of a step: the work of a rank, the bubble of what is divided evenly, what no op takes, and what the
+        optimizer takes longer on the host than on the devices, whose step is part of the work."""
         h, even_s = candidate.hybrid, self.even.work_s(candidate)
         once_s = (work_s - even_s) / h.pipeline_ranks
-        return equal_stages_s(h, even_s + again_s) + once_s + fixed_s(self.cluster, h)
+        return equal_stages_s(h, even_s + again_s) + once_s + fixed_s(self.cluster, h) + self.even.host_update(h).more_s
 
     def _problem(self, kind: Kind, cached: bool) -> tuple[Problem, Prices]:
         prices = self.prices_of(kind.micro_batches, kind.pipeline_ranks, kind.mesh_shape, cached)

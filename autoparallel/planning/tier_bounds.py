@@ -7,9 +7,7 @@ from autoparallel.partition import Splits
 from autoparallel.planning.joint_candidates import JointSearch
 from autoparallel.planning.joint_plan import fixed_by, kept_of
 from autoparallel.planning.options import Options
-from autoparallel.pricing.op_costs import kept_precision
 from cost_models import Cluster
-from cost_models.offload import host_step
 
 #: The share of the time limit in which combinations are estimated.
 ESTIMATING = 0.25
@@ -31,23 +29,12 @@ class TierBounds:
         devices, then by estimates on the reduced-depth model, as the joint search makes them."""
         search = self._search(options, seconds)
         may_fit = [c for c in search.space.first_round() if search.bounds.may_fit(c)]
-        work_s = min((search.bounds.work_s(c) / c.hybrid.pipeline_ranks for c in may_fit), default=float("inf"))
-        if work_s + self.update_s(options) >= seconds:
+        least_s = min((search.bounds.work_s(c) / c.hybrid.pipeline_ranks + search.bounds.host_update(c.hybrid).whole_s
+                       for c in may_fit), default=float("inf"))
+        if least_s >= seconds:
             return False
         found = search.run(clock.now() + ESTIMATING * options.time_limit_s)
         return any(candidate.estimate_s < seconds for candidate in found.candidates)
-
-    def update_s(self, options: Options) -> float:
-        """A lower bound of the optimizer's step: what leaves the device of each parameter, divided evenly."""
-        found, tiers, tables = 0.0, options.tier, frozenset(options.on_host)
-        for node in self.split.graph.of_kind("parameter"):
-            if (meta := node.outputs[0]).requires_grad and (away := tiers.of(node.path, tables)).is_away:
-                step = host_step(meta.num_elements * away.fraction / self.cluster.num_devices,
-                                 kept_precision(meta, self.cluster), options.optimizer, self.cluster,
-                                 away.states == "disk", away.moves_gradients, away.moves_parameters,
-                                 away.in_tier("disk"))
-                found += float(step.total_s)
-        return found
 
     def _search(self, options: Options, known_s: float) -> JointSearch:
         return JointSearch(self.split.graph, self.cluster, fixed_by(options, self.mesh_shape), options.optimizer,
