@@ -37,6 +37,7 @@ from autoparallel.plans.reports.report import Report
 from autoparallel.plans.reports.timeline import timeline_of
 from autoparallel.plans.reports.trace import trace_json
 from autoparallel.plans.reports.units import bytes_str, percent_str, seconds_str
+from autoparallel.schedule.tiers import offload_of
 from cost_models import Cluster
 from cost_models.accuracy import error_bar
 from tests.support.reported import (
@@ -430,6 +431,8 @@ def test_loose_bounds_are_called_so(plans: dict[str, Plan], bound: float, of_all
     evidence = replace(plan.evidence, lower_bound_s=bound * plan.evidence.objective_s,
                        step_bound_s=of_all * plan.prediction.step_s)
     assert told in replace(plan, evidence=evidence).summary()
+    away = replace(plan, evidence=evidence, hybrid=replace(plan.hybrid, offload=offload_of("host")))
+    assert ("best combination with training state in these tiers" in away.summary()) == (of_all > 0.5)
 
 
 def test_notebooks_show_the_summary_as_text(plans: dict[str, Plan]) -> None:

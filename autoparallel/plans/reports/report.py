@@ -108,7 +108,8 @@ class Proof:
     """How good the plan is known to be. ``searched``: a search made it, rather than a person or a rule.
     ``within``: its additive cost is at most so much above that of the best sharding, as a share (None: nothing was
     proven). ``within_any``: its step above any combination (None: no joint search). ``reason``: why the search
-    ended. ``combinations``: how a joint search dealt with them."""
+    ended. ``combinations``: how a joint search dealt with them. ``in_tiers``: these have training state in the tiers of
+    the plan, outside of the devices; other tiers are not proven slower."""
 
     searched: bool
     solver: str
@@ -120,6 +121,7 @@ class Proof:
     step_bound_s: float | None
     phases: tuple[tuple[str, float], ...]
     combinations: Combinations | None = None
+    in_tiers: bool = False
 
     @property
     def said(self) -> str:

@@ -218,7 +218,8 @@ def _proof(proof: Proof, in_pipeline: bool) -> str:
     if proof.within_any > LOOSE:
         return (f"Not proven to be the best: a plan {times_up(1 + proof.within_any)} times as fast is not ruled out. "
                 f"{said}.")
-    return f"At most {percent_up(proof.within_any)} slower than the best combination{_all_tried(proof)}. {said}."
+    tiers = " with training state in these tiers" if proof.in_tiers else ""
+    return f"At most {percent_up(proof.within_any)} slower than the best combination{tiers}{_all_tried(proof)}. {said}."
 
 
 def _sharding(within: float | None, less: str) -> str:
