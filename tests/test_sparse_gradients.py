@@ -119,10 +119,11 @@ def test_equal_to_one_process(ranks: Any, shape: tuple[int, ...], options: dict[
 
 
 def in_micro_batches(options: dict[str, Any], host: bool) -> list[float]:
-    """Steps of bags with one length, clipped, then saved in the middle and loaded into a new module."""
+    """Steps with clipping, on (2,) or in a pipeline on (2, 2)."""
     model, batch = micro_model()
     pins = {"table*": "host"} if host else {"table.weight": (Shard(0),), "other.weight": (Shard(1),)}
-    parallel = autoparallel.compile(model, mesh_of(2), example_inputs=batch, pins=pins, **options)
+    mesh = mesh_of(2, 2) if "pipeline_stages" in options else mesh_of(2)
+    parallel = autoparallel.compile(model, mesh, example_inputs=batch, pins=pins, **options)
     return micro_steps(parallel, batch, parallel.step, parallel.clip_grad_norm_)
 
 
@@ -143,8 +144,9 @@ def micro_model() -> tuple[nn.Module, tuple[Tensor, ...]]:
 
 
 def micro_steps(model: nn.Module, batch: tuple[Tensor, ...], step: Any, clip: Any) -> list[float]:
-    made = [torch.optim.SparseAdam([p for name, p in model.named_parameters() if "head" not in name], lr=0.1),
-            torch.optim.SGD(model.get_submodule("head").parameters(), lr=0.1)]
+    tables, rest = ([p for name, p in model.named_parameters() if ("head" in name) == dense] for dense in (False, True))
+    made: list[torch.optim.Optimizer] = [torch.optim.SparseAdam(tables, lr=0.1)] if tables else []
+    made += [torch.optim.SGD(rest, lr=0.1)] if rest else []    # pipeline ranks have some of both
     losses = []
     for _ in range(4):
         losses += [float(step(*batch)), float(clip(0.05))]
@@ -169,7 +171,9 @@ def clip_by_hand(model: nn.Module, most: float) -> Tensor:
 @pytest.mark.ranks
 @pytest.mark.parametrize(("options", "host"), [
     ({"micro_batches": 4}, False), ({"micro_batches": 2, "zero_stage": 2}, True),
-    ({"micro_batches": 2, "copies": 2}, False), ({"recompute": "full"}, False)])
+    ({"micro_batches": 2, "copies": 2}, False), ({"recompute": "full"}, False),
+    ({"micro_batches": 4, "pipeline_stages": 2, "zero_stage": 1}, False),
+    ({"micro_batches": 4, "pipeline_stages": 4, "schedule": "zero_bubble"}, False)])
 def test_micro_batches_and_clipping(ranks: Any, options: dict[str, Any], host: bool) -> None:
     model, batch = micro_model()
 
@@ -179,7 +183,7 @@ def test_micro_batches_and_clipping(ranks: Any, options: dict[str, Any], host: b
         return loss.detach()
 
     wanted = micro_steps(model, batch, step, lambda most: clip_by_hand(model, most))
-    for found in ranks(2).run(in_micro_batches, options, host, timeout_s=120):
+    for found in ranks(4 if "pipeline_stages" in options else 2).run(in_micro_batches, options, host, timeout_s=120):
         assert found == pytest.approx(wanted, rel=1e-6)    # norms are told in float32
 
 
@@ -317,12 +321,9 @@ def test_memory_is_of_weights_and_states(host: bool) -> None:
 READ_AS: dict[tuple[str, ...], str] = {("S(0)",): "vocabulary", ("S(1)",): "h", ("I",): "repeat"}
 
 
-@pytest.mark.parametrize(("options", "parts"), [
-    ({"mesh_shape": (2, 2), "pipeline_stages": 2, "micro_batches": 2},
-     ("pipeline stages take dense ones", "sparse=False")),
-    ({"offload": "host"}, ("table.weight has sparse gradients", "{'table.weight': 'none', '*': 'host'}"))])
-def test_what_takes_dense_gradients_is_refused(options: dict[str, Any], parts: tuple[str, ...]) -> None:
-    says(InfeasibleError, *parts, of=lambda: planned(True, **options))
+def test_steps_elsewhere_are_refused() -> None:
+    says(InfeasibleError, "table.weight has sparse gradients", "{'table.weight': 'none', '*': 'host'}",
+         of=lambda: planned(True, offload="host"))
 
 
 def test_compiled_graphs_are_refused() -> None:

@@ -59,4 +59,8 @@ def _own(plan: Plan, space: StrategySpace, micro: MicroBatches, position: MeshPo
             look_up_on_host(program.module, lookups.ops, position.mesh.device_type)
     if replays:
         backends.check_replays(plan.hybrid, position, sparse)
-    return Compiled(plan, space, micro, stages, programs, backend, cluster, replays)
+    made = Compiled(plan, space, micro, stages, programs, backend, cluster, replays)
+    if added_up := sorted(sparse.keys() & made.shared.keys()):
+        raise PlanError(f"{added_up[0]} has sparse gradients (sparse=True) and is looked up on several pipeline ranks, "
+                        "which add up dense ones\n  Write sparse=False, or leave the pipeline out.")
+    return made

@@ -256,9 +256,6 @@ def check_sparse_tables(tables: Iterable[str], hybrid: Hybrid) -> None:
     """Raises InfeasibleError for a step configuration that does not take tables with sparse gradients."""
     for name in tables:
         gradients = f"{name} has sparse gradients (sparse=True)"
-        if hybrid.stages > 1:
-            raise InfeasibleError(f"{gradients}, and pipeline stages take dense ones\n  Leave the pipeline out, or "
-                                  "write sparse=False.")
         if (away := hybrid.offload.of(name)) != ON_DEVICE:
             raise InfeasibleError(f"{gradients}, and offload={away.place!r} steps dense ones\n  Let it stay where it "
                                   f"is looked up, offload={{{name!r}: 'none', '*': {away.place!r}}}, or write "
