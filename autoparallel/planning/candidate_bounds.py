@@ -47,8 +47,9 @@ class CandidateBounds:
         #: By number of shards, of which candidates have a few dozen; the next also by recompute mode.
         self._least: dict[int, tuple[float, float]] = {}
         self._again: dict[tuple[str, int], float] = {}
-        #: By tier of states, and tables on the host.
+        #: By tier of states, and tables on the host; the next also by recompute mode.
         self._updates: dict[tuple[object, ...], HostUpdate] = {}
+        self._fetches: dict[tuple[object, ...], float] = {}
         #: By pipeline and micro-batches, of which candidates have a few hundred.
         self._in_flight: dict[tuple[object, ...], np.ndarray] = {}
 
@@ -143,6 +144,25 @@ class CandidateBounds:
                     found += rows * np.array([float(there.total_s), max(0.0, float(there.total_s) - here_s)])
             self._updates[key] = HostUpdate(*found.tolist())
         return self._updates[key]
+
+    def fetch_s(self, hybrid: Hybrid) -> float:
+        """A lower bound of a rank's seconds to fetch parameters that live outside of the devices, in forward and
+        backward, beside which all compute may run: each rank fetches an even shard of each for each use."""
+        if not hybrid.offload.moves_parameters:
+            return 0.0
+        return hybrid.micro_batches * min(self._fetch_s(hybrid, kind) for kind in ("none", hybrid.recompute))
+
+    def _fetch_s(self, hybrid: Hybrid, recompute: str) -> float:
+        """Of one micro-batch, with this kind of recompute in all blocks."""
+        key = hybrid.offload, hybrid.on_host, recompute
+        if key not in self._fetches:
+            space = self._whole
+            parameters = SpacePricer(self._whole_prices(1), counts=ExecutionCounts(
+                space, Hybrid(zero_stage=3, recompute=recompute, offload=hybrid.offload, on_host=hybrid.on_host),
+                multiplicities=self.reduced_model.counts(space))).costs.parameters
+            each = [parameters.moving_s(use) for use in space.uses if parameters.fetches(use)]
+            self._fetches[key] = sum(float(one.min()) for both in each for one in both) / self.cluster.num_devices
+        return self._fetches[key]
 
     def oddity(self, candidate: Candidate) -> float:
         """How unusual a candidate is, in factors of two: an inner axis that is not a host, fewer samples per

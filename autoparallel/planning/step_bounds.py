@@ -124,10 +124,13 @@ class StepBounds:
 
     def _step_s(self, candidate: Candidate, work_s: float, again_s: float) -> float:
         """Seconds of a step: the work of a rank, the bubble of what is divided evenly, what no op takes, and what the
-        optimizer takes longer on the host than on the devices, whose step is part of the work."""
+        optimizer takes longer on the host than on the devices, whose step is part of the work; or of fetching
+        parameters, and the host's step."""
         h, even_s = candidate.hybrid, self.even.work_s(candidate)
         once_s = (work_s - even_s) / h.pipeline_ranks
-        return equal_stages_s(h, even_s + again_s) + once_s + fixed_s(self.cluster, h) + self.even.host_update(h).more_s
+        update = self.even.host_update(h)
+        computing_s = equal_stages_s(h, even_s + again_s) + once_s + update.more_s
+        return fixed_s(self.cluster, h) + max(computing_s, self.even.fetch_s(h) + update.whole_s)
 
     def _problem(self, kind: Kind, cached: bool) -> tuple[Problem, Prices]:
         prices = self.prices_of(kind.micro_batches, kind.pipeline_ranks, kind.mesh_shape, cached)

@@ -29,8 +29,9 @@ class TierBounds:
         devices, then by estimates on the reduced-depth model, as the joint search makes them."""
         search = self._search(options, seconds)
         may_fit = [c for c in search.space.first_round() if search.bounds.may_fit(c)]
-        least_s = min((search.bounds.work_s(c) / c.hybrid.pipeline_ranks + search.bounds.host_update(c.hybrid).whole_s
-                       for c in may_fit), default=float("inf"))
+        bounds = search.bounds
+        least_s = min((max(bounds.work_s(c) / c.hybrid.pipeline_ranks, bounds.fetch_s(c.hybrid))
+                       + bounds.host_update(c.hybrid).whole_s for c in may_fit), default=float("inf"))
         if least_s >= seconds:
             return False
         found = search.run(clock.now() + ESTIMATING * options.time_limit_s)
