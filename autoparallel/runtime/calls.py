@@ -143,7 +143,8 @@ class Calls:
         for module in self._runners[key].modules.values():
             self._update(module.program.updates, module.updates)
         self._share_written(compiled)
-        return loss
+        of_model = compiled.micro.body.meta(compiled.micro.body.outputs[loss_of(compiled.micro.loss)]).dtype
+        return loss if loss.dtype == of_model else loss.to(torch.promote_types(of_model, torch.float32))  # a pipeline's
 
     def _settle(self) -> None:
         """Parameters on the host are not read any more."""

@@ -202,12 +202,13 @@ def _copy(graph: Graph, node: Node) -> Node:
 
 
 def _weight_norm(graph: Graph, node: Node) -> Node:
-    """v * (g / |v|), with the norm over all dims but one as a root of a sum, of which each rank may have a summand."""
+    """v * (g / |v|), with the norm over all dims but one as a root of a sum, of which each rank may have a summand.
+    To torch a dim of -1 is none (``weight_norm(..., dim=None)``): the norm is over all."""
     v, g = node.args[:2]
-    rank = v.meta["val"].dim()
-    dim = (node.args[2] if len(node.args) > 2 else 0) % rank
+    rank, dim = v.meta["val"].dim(), node.args[2] if len(node.args) > 2 else 0
+    kept = None if dim == -1 else dim % rank
     squares = emit(graph, node, aten.mul.Tensor, v, v)
-    total = emit(graph, node, aten.sum.dim_IntList, squares, [d for d in range(rank) if d != dim], True)
+    total = emit(graph, node, aten.sum.dim_IntList, squares, [d for d in range(rank) if d != kept], True)
     scale = emit(graph, node, aten.div.Tensor, g, emit(graph, node, aten.sqrt.default, total))
     return emit(graph, node, aten.mul.Tensor, v, scale)
 
