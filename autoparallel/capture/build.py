@@ -357,7 +357,7 @@ def _of_kind(node: FxNode, spec: Any) -> str:
     """What is wrong with a placeholder that is no tensor."""
     reader = next(iter(node.users), node)
     if reader.kwargs.get("generator") is node:
-        return (f"forward draws random numbers from a torch.Generator, and those of a program have seeds of their own"
-                f"{source_line(reader)}\n  Leave the generator out (parallel.manual_seed(...) seeds a run), or draw the "
-                "numbers outside of forward, and pass them.")
+        return ("forward draws random numbers from a torch.Generator, and those of a program have seeds of their own"
+                f"{source_line(reader)}\n  Leave the generator out (parallel.manual_seed(...) seeds a run), or draw "
+                "the numbers outside of forward, and pass them.")
     return f"inputs of kind {spec.kind} are not supported ({spec.target}){source_line(reader)}"

@@ -211,7 +211,8 @@ def _functional_twin(graph: Graph, node: Node) -> Node:
 def _left_out(node: Node, overload: Any) -> tuple[Any, ...]:
     """The defaults of arguments that the call leaves out, where the functional op has others: bernoulli_() is with a
     chance of 0.5, which bernoulli.p wants said."""
-    behind = [a for a in node.target._schema.arguments[len(node.args):] if not a.kwarg_only and a.name not in node.kwargs]
+    arguments = node.target._schema.arguments[len(node.args):]
+    behind = [a for a in arguments if not a.kwarg_only and a.name not in node.kwargs]
     own = {a.name: a for a in overload._schema.arguments}
     if all(own[a.name].has_default_value() and own[a.name].default_value == a.default_value for a in behind):
         return ()
