@@ -32,8 +32,8 @@ def check_arguments(max_norm: float, norm_type: float) -> None:
 @torch.no_grad()
 def clip_gradients(parameters: Iterable[tuple[str, nn.Parameter]], shared: Mapping[str, Ranks], position: MeshPosition,
                    device: torch.device, max_norm: float, norm_type: float) -> Tensor:
-    """Scale all gradients so that their total norm is at most ``max_norm``; returns the norm before scaling, in float32,
-    or float64 if a gradient is.
+    """Scale all gradients so that their total norm is at most ``max_norm``; returns the norm before scaling, in
+    float32, or float64 if a gradient is.
 
     ``shared``: the pipeline ranks of parameters that several of them have. All ranks of the mesh call this.
     """
@@ -96,7 +96,8 @@ def _scale(gradients: Sequence[Tensor], factor: Tensor) -> None:
     here = [g for g in gradients if g.device.type == "cpu"]
     there = [g for g in gradients if g.device.type != "cpu"]
     for dtype in {g.dtype for g in there}:
-        torch._foreach_mul_([g for g in there if g.dtype == dtype], factor.to(torch.promote_types(dtype, torch.float32)))
+        as_exact = factor.to(torch.promote_types(dtype, torch.float32))
+        torch._foreach_mul_([g for g in there if g.dtype == dtype], as_exact)
     if here and (number := float(factor)) != 1.0:
         torch._foreach_mul_(here, number)
 
