@@ -201,6 +201,17 @@ def _copy(graph: Graph, node: Node) -> Node:
     return made if same else emit(graph, node, aten.expand.default, made, list(value.shape))
 
 
+def _number_added(graph: Graph, node: Node) -> Node | None:
+    """A number added to a scalar is a tensor, of which each summand of the scalar may have its part."""
+    value, target = node.meta["val"], node.target
+    if value.dim() or not value.is_floating_point() or node.kwargs or not isinstance(node.args[1], int | float):
+        return None
+    number = emit(graph, node, aten.full.default, [], node.args[1], dtype=value.dtype, device=value.device)
+    if target is aten.rsub.Scalar:
+        return emit(graph, node, aten.sub.Tensor, number, node.args[0])
+    return emit(graph, node, target, node.args[0], number)
+
+
 def _weight_norm(graph: Graph, node: Node) -> Node:
     """v * (g / |v|), with the norm over all dims but one as a root of a sum, of which each rank may have a summand.
     To torch a dim of -1 is none (``weight_norm(..., dim=None)``): the norm is over all."""
@@ -456,6 +467,7 @@ PASSES: list[Callable[[Graph, dict[str, Node]], None]] = [
     _each(dict.fromkeys(PERMUTES, _permute)),
     _each(dict.fromkeys((aten.expand.default, aten.expand_as.default, aten.broadcast_to.default,
                          aten.expand_copy.default), _expand)),
+    _each(dict.fromkeys((aten.add.Tensor, aten.sub.Tensor, aten.rsub.Scalar), _number_added)),
     _each({aten.narrow.default: _narrow}),
     _each({aten.slice.Tensor: _slice}),
     _each({aten.linear.default: _linear}),
