@@ -11,7 +11,6 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from torch import nn
 from torch.distributed.tensor.debug import CommDebugMode
 
 import autoparallel
@@ -258,39 +257,6 @@ def test_micro_batches_that_do_not_divide_name_those_that_do() -> None:
 def test_batch_norm_cannot_be_split() -> None:
     with pytest.raises(InfeasibleError, match=r"computes across its samples.*Use micro_batches=1"):
         split_batch(graph_of("resnet"), 2)
-
-
-class Penalised(nn.Module):
-    """A loss to which weights, a number and a learnt scale are added."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.first, self.last, self.scale = nn.Linear(6, 6), nn.Linear(6, 6), nn.Parameter(torch.ones(2))
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        loss = 1 - nn.functional.cosine_similarity(self.last(self.first(x).tanh()), x, dim=-1).mean()
-        return loss * self.scale[0].exp() + self.scale.sum() + 0.01 * sum(p.square().sum() for p in self.parameters())
-
-
-def penalised(options: dict[str, Any]) -> dict[str, torch.Tensor]:
-    torch.manual_seed(SEED)
-    model, x = Penalised(), torch.randn(8, 6)
-    if not options:
-        (loss := model(x)).backward()
-        return {**gradients_of(model), "loss": loss.detach()}
-    parallel = autoparallel.compile(model, mesh_of(2), example_inputs=(x,), **options)
-    loss = parallel.step(x)
-    return {**gradients_of(parallel), "loss": loss}
-
-
-@pytest.mark.parametrize("options", [{"micro_batches": 4}, {"micro_batches": 2, "zero_stage": 3},
-                                     {"micro_batches": 2, "pipeline_stages": 2}], ids=str)
-def test_each_micro_batch_adds_its_share_of_what_all_have(ranks: Any, options: dict[str, Any]) -> None:
-    expected = penalised({})
-    for found in ranks(2).run(penalised, options):
-        assert found.keys() == expected.keys() if "pipeline_stages" not in options else "loss" in found
-        for name, value in found.items():
-            torch.testing.assert_close(value, expected[name])
 
 
 def test_more_stages_than_ops() -> None:

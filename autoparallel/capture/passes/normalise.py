@@ -479,11 +479,25 @@ PASSES: list[Callable[[Graph, dict[str, Node]], None]] = [
     drop_masks,
     gather_experts,
     share_masks,
+    _each({aten.reshape.default: lambda graph, node: _unflattened_linear(graph, node)}),
     _each({aten.reshape.default: lambda graph, node: _collapse_reshape(graph, node)}),
     drop_dead,  # what passes left behind reads what nobody uses
     gather_sections,
     _each({aten.reshape.default: lambda graph, node: _collapse_reshape(graph, node)}),
 ]
+
+
+def _unflattened_linear(graph: Graph, node: Node) -> Node | None:
+    """A reshape of the rows of a linear layer is one of its input: rows [tokens * batch] hide the batch, if it is not
+    the outer one (as in `torch.nn.MultiheadAttention`)."""
+    linear = node.args[0]
+    if linear.target is not aten.linear.default or linear.args[0].target is not aten.reshape.default:
+        return None
+    shape, rows, whole = list(node.meta["val"].shape), linear.args[0], linear.meta["val"]
+    if len(linear.users) > 1 or whole.dim() != 2 or not shape or shape[-1] != whole.shape[-1]:
+        return None
+    kept = emit(graph, linear, aten.reshape.default, rows.args[0], [*shape[:-1], rows.meta["val"].shape[-1]])
+    return emit(graph, linear, aten.linear.default, kept, *linear.args[1:])
 
 
 def _collapse_reshape(graph: Graph, node: Node) -> Node | None:
