@@ -30,6 +30,13 @@ def test_means_are_sums() -> None:
     assert names[0] == "aten.cross_entropy_loss.default" and names[-1] == "aten.div.Tensor"
 
 
+def test_defaults_of_in_place_ops_are_those_of_the_functional_ones() -> None:
+    """bernoulli_() draws with a chance of 0.5, as bernoulli.p has to be told."""
+    graph = captured(lambda x: torch.empty_like(x).bernoulli_(0.5), torch.ones(4, 3))
+    (value,) = outputs(graph, torch.ones(4, 3))
+    assert set(value.flatten().tolist()) <= {0.0, 1.0}
+
+
 def test_in_place_ops_become_functional() -> None:
     assert traced(lambda x: (x + 1).add_(2).relu_(), X) == ["aten.add.Tensor"] * 2 + ["aten.relu.default"]
 

@@ -381,6 +381,20 @@ def test_writing_to_an_input_is_refused(model: nn.Module) -> None:
     assert torch.equal(x, torch.ones(4, 4))
 
 
+class DrawsFromItsOwn(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.own = torch.Generator().manual_seed(3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + torch.randn(x.shape, generator=self.own)  # its own
+
+
+def test_generators_of_the_user_are_refused() -> None:
+    says(CaptureError, "from a torch.Generator", "# its own", "Leave the generator out", "outside of forward",
+         of=lambda: plan_of(DrawsFromItsOwn()))
+
+
 @dataclass
 class Found:
     loss: Tensor

@@ -134,13 +134,21 @@ def temporal_classification(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
     return whole + each + one + loss(scores, rows, lengths, torch.tensor(long), blank=5, zero_infinity=True)
 
 
+def weight_norms(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
+    """Along a dim from either end, and over all dims, which torch writes -1."""
+    v, each = torch.outer(w, w + 1)[:4], x[:, :1].detach()
+    made = (torch._weight_norm(v, g, dim) for g, dim in ((each, 0), (each, -2), (w, 1), (w[2], -1)))
+    return sum(made) * x
+
+
 def reading_data(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
     return x * w * (x * w).data / x.std().data
 
 
 @pytest.mark.parametrize("function", [vmapped, twice_differentiated, differentiated_norms, a_step_of_descent,
                                       gradients_of_convolutions, derivatives_of_functions, counts, gaussian_likelihood,
-                                      distributions, temporal_classification, reading_data], ids=lambda f: f.__name__)
+                                      distributions, temporal_classification, weight_norms, reading_data],
+                         ids=lambda f: f.__name__)
 def test_functions_that_a_trace_does_not_see_are_traced(function: Any) -> None:
     """Value and gradient are the model's own, in float64."""
     model, x = Weighed(function).double(), torch.randn(4, 6, dtype=torch.float64)

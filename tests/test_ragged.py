@@ -262,6 +262,14 @@ def side_by_side(m: Any, x: Tensor, scores: Tensor) -> Tensor:
     return pairs.square().mean(dim=0).sum() + sums.square().mean() + even
 
 
+@function
+def asked_twice(m: Any, x: Tensor, scores: Tensor) -> Tensor:
+    """The same tests of the same tensors pick the same rows."""
+    labels, pad = scores.argmax(-1), scores[:, 0] > 0.5
+    left = (m.head(x)[labels != 1] * x[labels != 1][:, :5]).mean()
+    return F.cross_entropy(m.head(x)[~pad], labels[~pad]) + left + x[pad.long().bool()].sum()
+
+
 def draws() -> list[tuple[Tensor, Tensor]]:
     """All experts are hit; some are not; one is."""
     g = torch.Generator().manual_seed(1)
@@ -399,13 +407,27 @@ def of_another_rank(m: Any, x: Tensor, scores: Tensor) -> Tensor:
     return out
 
 
+def of_what_was_written(m: Any, x: Tensor, scores: Tensor) -> Tensor:
+    labels = scores.argmax(-1)
+    rows = x[labels != 1]
+    labels[:2] = 1
+    return (rows * x[labels != 1]).sum()
+
+
+def of_a_written_test(m: Any, x: Tensor, scores: Tensor) -> Tensor:
+    labels = scores.argmax(-1)
+    rows, again = x[labels != 1], labels != 1
+    again[:2] = False
+    return (rows * x[again]).sum()
+
+
 def columns(m: Any, x: Tensor, scores: Tensor) -> Tensor:
     return x[:, x[0] > 0].sum()
 
 
 @pytest.mark.parametrize("refused", [counted, added_up, numbered, collected, written_whole, left_over, across, met,
                                      contracted, mask_written, largest, kept_in_a_list,
-                                     of_another_rank, columns])
+                                     of_another_rank, of_what_was_written, of_a_written_test, columns])
 def test_more_than_dynamic_rows_is_refused(refused: Any) -> None:
     with pytest.raises(CaptureError, match=rf"(?s)(the data|by the values|written to since).*test_ragged.py:\d+ in "
                                            rf"{refused.__name__}.*Write torch.where"):

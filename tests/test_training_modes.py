@@ -168,6 +168,24 @@ def test_steps_under_no_grad_return_the_loss_only(ranks: Any, options: dict[str,
         assert none == 0 and some > 0
 
 
+def in_double_precision(options: dict[str, Any]) -> torch.Tensor:
+    """The loss, and the norm of the gradients."""
+    torch.manual_seed(0)
+    model, x = Rows().double(), torch.randn(8, 8, dtype=torch.float64)
+    called = model if not options else autoparallel.compile(model, mesh_of(2), example_inputs=(x,), **options)
+    if options:
+        return torch.stack([called.step(x), called.clip_grad_norm_(0.1)])
+    loss = model(x)
+    loss.backward()
+    return torch.stack([loss.detach(), nn.utils.clip_grad_norm_(model.parameters(), 0.1)])
+
+
+@pytest.mark.parametrize("options", [{"micro_batches": 2}, {"pipeline_stages": 2, "micro_batches": 2}], ids=str)
+def test_numbers_in_double_precision_are_whole(ranks: Any, options: dict[str, Any]) -> None:
+    for found in ranks(2).run(in_double_precision, options):
+        torch.testing.assert_close(found, in_double_precision({}), rtol=1e-12, atol=0.0)
+
+
 class Taught(torch.nn.Module):
     """A student and its frozen teacher, which has running statistics and dropout."""
 

@@ -308,7 +308,7 @@ class _Builder:
     def _placeholder(self, node: FxNode, spec: Any, leaf_of: Mapping[str, int]) -> None:
         kind = PLACEHOLDERS.get(spec.kind)
         if kind is None:
-            raise CaptureError(f"inputs of kind {spec.kind} are not supported ({spec.target})")
+            raise CaptureError(_of_kind(node, spec))
         requires_grad = False
         if kind == "input":
             path = str(leaf_of[node.name])
@@ -351,3 +351,13 @@ class _Builder:
         made = self._add("op", self._numbered(node.name), node.target, tuple(args), kwargs, metas, no_grad=no_grad,
                          module_path=module_path(node), source=source_of(node))
         self.refs[node] = Ref(made.index)
+
+
+def _of_kind(node: FxNode, spec: Any) -> str:
+    """What is wrong with a placeholder that is no tensor."""
+    reader = next(iter(node.users), node)
+    if reader.kwargs.get("generator") is node:
+        return ("forward draws random numbers from a torch.Generator, and those of a program have seeds of their own"
+                f"{source_line(reader)}\n  Leave the generator out (parallel.manual_seed(...) seeds a run), or draw "
+                "the numbers outside of forward, and pass them.")
+    return f"inputs of kind {spec.kind} are not supported ({spec.target}){source_line(reader)}"

@@ -7,6 +7,8 @@ value along that axis. Only these redistributions are possible between micro-bat
     any, of a value that needs neither       computed once for the whole batch, in the prologue (the number of valid
     parameters nor a gradient                tokens, all positions)
     P or S of an output                      the loss is the sum of the micro-batches' losses, an output is concatenated
+    I or R -> P, of a value that depends     each micro-batch adds its share: the value over their number (a penalty of
+    neither on the batch nor on chance       weights, or a number, that is added to the loss)
 
 Anything else that a model computes across its batch (statistics of batch norm) is refused by name.
 """
@@ -19,11 +21,12 @@ from functools import cached_property
 from typing import TypeVar, cast
 
 import numpy as np
+import torch
 import torch.utils._pytree as pytree
 
 from autoparallel import clock
 from autoparallel.capture import OpGraph, Ref, TensorMeta
-from autoparallel.capture.graph import Node
+from autoparallel.capture.graph import Node, is_floating
 from autoparallel.capture.outputs import loss_output
 from autoparallel.errors import InfeasibleError, InputError
 from autoparallel.layout import Layout, Placement, RedistributionTable, local_shape
@@ -33,9 +36,10 @@ from autoparallel.search import solve
 from autoparallel.strategies.space import Strategy, StrategySpace, TensorUse
 from cost_models import Cluster
 
+aten = torch.ops.aten
 T = TypeVar("T")
-#: Penalties: of a value in the prologue (scaled by its size), and of a redistribution that is impossible.
-PROLOGUE, IMPOSSIBLE = 1e-2, 1.0
+#: Penalties: of a value in the prologue (scaled by its size), of a share, and of a redistribution that is impossible.
+PROLOGUE, SHARED, IMPOSSIBLE = 1e-2, 1e-5, 1.0
 
 
 @dataclass(frozen=True)
@@ -44,6 +48,13 @@ class Feed:
 
     ref: Ref
     dim: int = -1
+
+
+@dataclass(frozen=True)
+class Share:
+    """Value ``ref`` over the number of micro-batches, each of which adds so much to a sum."""
+
+    ref: Ref
 
 
 @dataclass(frozen=True)
@@ -131,6 +142,7 @@ class _BatchAxis:
         self.space, self.batch = space, batch
         self.loss = loss_output(space.graph)
         self.free = _free_of_parameters(space)
+        self.own = _of_its_own(space, batch)
         self.most = max((k.meta.num_elements for k in space.uses if k.source in self.free), default=1)
 
     def decision_penalties(self, index: int) -> np.ndarray:
@@ -155,7 +167,10 @@ class _BatchAxis:
             return IMPOSSIBLE if source.kind != "P" and use.meta.requires_grad else 0.0
         if source == target or (source.kind, target.kind) == ("I", "R") or decision.kind == "output":
             return 0.0
-        if use.source not in self.free or target.kind == "P":
+        if target.kind == "P":
+            alike = not source.is_shard and source.kind != "P" and use.source not in self.own
+            return SHARED if alike and is_floating(use.meta.dtype) else IMPOSSIBLE
+        if use.source not in self.free:
             return IMPOSSIBLE
         return PROLOGUE * use.meta.num_elements / self.most  # a prologue's value is held whole
 
@@ -192,6 +207,17 @@ def _free_of_parameters(space: StrategySpace) -> frozenset[int]:
             decision.kind == "op" and not (s.rule is not None and s.rule.random)
         )
         if plain and not any(m.requires_grad for m in s.output_metas) and all(k.source in found for k in uses):
+            found.add(decision.index)
+    return frozenset(found)
+
+
+def _of_its_own(space: StrategySpace, batch: int) -> frozenset[int]:
+    """Decisions whose values depend on the batch or on random numbers, of which each micro-batch has its own."""
+    found: set[int] = set()
+    for decision, s in zip(space.decisions, space.strategy_sets, strict=True):
+        shape = s.output_metas[0].shape if decision.kind == "input" else ()
+        draws = s.rule is not None and s.rule.random
+        if shape[:1] == (batch,) or draws or any(k.source in found for k in space.uses_by.get(decision.index, ())):
             found.add(decision.index)
     return frozenset(found)
 
@@ -242,7 +268,7 @@ class _Splitter:
         self.decision_of = {d.node: d.index for d in self.space.decisions if d.ref is None}
         self.feeds: dict[Feed, int] = {}
         self.nodes: list[Node] = []
-        self.refs: dict[Ref | Feed, Ref] = {}
+        self.refs: dict[Ref | Feed | Share, Ref] = {}
 
     def run(self) -> MicroBatches:
         reads = {node.index: self._reads(node) for node in self.graph.of_kind("op")}
@@ -269,27 +295,29 @@ class _Splitter:
         results = tuple(self.layouts[v][0] if isinstance(v, Ref) else None for v in self.graph.outputs)
         return MicroBatches(self.graph, self.count, body, tuple(self.feeds), results, self.cut.loss)
 
-    def _reads(self, node: Node) -> list[Ref | Feed]:
-        """The inputs of a node in the micro-batch program, in argument order: the value itself, or a feed of the
-        prologue."""
-        found: list[Ref | Feed] = []
+    def _reads(self, node: Node) -> list[Ref | Feed | Share]:
+        """The inputs of a node in the micro-batch program, in argument order: the value itself, its share, or a feed of
+        the prologue."""
+        found: list[Ref | Feed | Share] = []
         decision = self.decision_of[node.index]
         strategy_set = self.space.strategy_sets[decision]
         for use, ref in zip(self.space.uses_by.get(decision, ()), node.inputs, strict=True):
             source = self.space.strategy_sets[use.source].output_layout(self.strategies[use.source], use.output)[0]
             target = strategy_set.input_layout(self.strategies[decision], use.position)[0]
             same = source == target or (source.kind, target.kind) == ("I", "R")
-            found.append(ref if same else Feed(ref, target.dim if target.is_shard else -1))
+            found.append(ref if same else Share(ref) if target.kind == "P" else
+                         Feed(ref, target.dim if target.is_shard else -1))
         return found
 
-    def _needed(self, reads: Mapping[int, Sequence[Ref | Feed]]) -> set[int]:
+    def _needed(self, reads: Mapping[int, Sequence[Ref | Feed | Share]]) -> set[int]:
         stack = [v.node for v in (*self.graph.outputs, *self.graph.mutations.values()) if isinstance(v, Ref)]
         needed: set[int] = set()
         while stack:
             index = stack.pop()
             if index not in needed:
                 needed.add(index)
-                stack.extend(read.node for read in reads.get(index, ()) if isinstance(read, Ref))
+                own = (read.ref if isinstance(read, Share) else read for read in reads.get(index, ()))
+                stack.extend(ref.node for ref in own if isinstance(ref, Ref))
         return needed
 
     def _local(self, meta: TensorMeta, layout: Layout) -> TensorMeta:
@@ -317,7 +345,19 @@ class _Splitter:
             self.refs[feed] = Ref(made.index)
         return self.refs[feed]
 
-    def _op(self, node: Node, reads: Sequence[Ref | Feed]) -> None:
+    def _shared(self, share: Share, node: Node) -> None:
+        if share not in self.refs:
+            whole = self.graph.nodes[share.ref.node]
+            meta = whole.outputs[share.ref.output]
+            made = self._add(Node(0, f"{whole.name}_share_{share.ref.output}", "op", aten.div.Tensor,
+                                  (self.refs[share.ref], self.count), {}, (meta,), node.module_path, node.source,
+                                  no_grad=node.no_grad))
+            self.refs[share] = Ref(made.index)
+
+    def _op(self, node: Node, reads: Sequence[Ref | Feed | Share]) -> None:
+        for read in reads:
+            if isinstance(read, Share):
+                self._shared(read, node)
         values = iter(reads)
         args, kwargs = pytree.tree_map(
             lambda leaf: self.refs[next(values)] if isinstance(leaf, Ref) else leaf, (node.args, dict(node.kwargs))

@@ -143,7 +143,8 @@ class Calls:
         for module in self._runners[key].modules.values():
             self._update(module.program.updates, module.updates)
         self._share_written(compiled)
-        return loss
+        of_model = compiled.micro.body.meta(compiled.micro.body.outputs[loss_of(compiled.micro.loss)]).dtype
+        return loss if loss.dtype == of_model else loss.to(torch.promote_types(of_model, torch.float32))  # a pipeline's
 
     def _settle(self) -> None:
         """Parameters on the host are not read any more."""
@@ -214,4 +215,12 @@ class Calls:
             return value
         meta = space.graph.meta(space.graph.outputs[number])
         made = initialise.as_dtensor(value, self._state.mesh, layout, meta.shape)
-        return made.full_tensor() if whole else made
+        return _whole(made, value) if whole else made
+
+
+def _whole(output: DTensor, local: torch.Tensor) -> torch.Tensor:
+    """The whole of an output. What was gathered for it is new memory, which users may write to (``logits.div_(2)``);
+    torch takes it for a view, of which it refuses that."""
+    made = output.full_tensor()
+    is_new = made.untyped_storage().data_ptr() != local.untyped_storage().data_ptr()
+    return torch.ops.aten._unsafe_view.default(made, made.shape) if is_new else made

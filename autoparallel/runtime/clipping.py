@@ -32,7 +32,8 @@ def check_arguments(max_norm: float, norm_type: float) -> None:
 @torch.no_grad()
 def clip_gradients(parameters: Iterable[tuple[str, nn.Parameter]], shared: Mapping[str, Ranks], position: MeshPosition,
                    device: torch.device, max_norm: float, norm_type: float) -> Tensor:
-    """Scale all gradients so that their total norm is at most ``max_norm``; returns the norm before scaling (float32).
+    """Scale all gradients so that their total norm is at most ``max_norm``; returns the norm before scaling, in
+    float32, or float64 if a gradient is.
 
     ``shared``: the pipeline ranks of parameters that several of them have. All ranks of the mesh call this.
     """
@@ -45,7 +46,7 @@ def clip_gradients(parameters: Iterable[tuple[str, nn.Parameter]], shared: Mappi
     _reduce(total, dist.ReduceOp.MAX if infinite else dist.ReduceOp.SUM, position.whole)
     total = total if infinite else total ** (1 / norm_type)
     _scale([_local(g) for _, g in gradients], torch.clamp(max_norm / (total + 1e-6), max=1.0))
-    return total.float()
+    return total if any(g.dtype == torch.float64 for _, g in gradients) else total.float()
 
 
 def _gradient(parameter: nn.Parameter) -> Tensor:
@@ -99,7 +100,8 @@ def _scale(gradients: Sequence[Tensor], factor: Tensor) -> None:
     here = [g for g in gradients if g.device.type == "cpu"]
     there = [g for g in gradients if g.device.type != "cpu"]
     for dtype in {g.dtype for g in there}:
-        torch._foreach_mul_([g for g in there if g.dtype == dtype], factor.float())
+        as_exact = factor.to(torch.promote_types(dtype, torch.float32))
+        torch._foreach_mul_([g for g in there if g.dtype == dtype], as_exact)
     if here and (number := float(factor)) != 1.0:
         torch._foreach_mul_(here, number)
 

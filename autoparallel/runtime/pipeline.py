@@ -347,7 +347,7 @@ class Pipeline:
                 stage.received_by, stage.sent = done, self.sent
 
     def run(self) -> torch.Tensor:
-        """Forward and backward of all micro-batches; returns the sum of their losses (float32) on every rank."""
+        """Forward and backward of all micro-batches; returns the sum of their losses (float64) on every rank."""
         for stage in self.stages:
             stage.has_backward = True
             stage.clear_runtime_states()
@@ -360,7 +360,9 @@ class Pipeline:
         while self.sent:
             torch_schedules._wait_batch_p2p(self.sent.popitem()[1])
         last = any(stage.is_last for stage in self.stages)
-        total = torch.stack(losses).detach().float().sum() if last else torch.zeros((), device=self.device)
+        total = torch.zeros((), dtype=torch.float64, device=self.device)
+        if last:
+            total += torch.stack(losses).detach().double().sum()
         dist.all_reduce(total, group=self.group)
         return total
 

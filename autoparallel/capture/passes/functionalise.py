@@ -200,11 +200,23 @@ def _functional_twin(graph: Graph, node: Node) -> Node:
     overload = _functional_overload(node)
     if overload is None:
         raise CaptureError(f"{node.target} writes in place and has no functional form{source_line(node)}")
-    twin = emit(graph, node, overload, *node.args, **{k: v for k, v in node.kwargs.items() if k != "out"})
+    twin = emit(graph, node, overload, *node.args, *_left_out(node, overload),
+                **{k: v for k, v in node.kwargs.items() if k != "out"})
     dtype = written(node).meta["val"].dtype
     if twin.meta["val"].dtype != dtype:
         twin = emit(graph, node, aten.to.dtype, twin, dtype)
     return twin
+
+
+def _left_out(node: Node, overload: Any) -> tuple[Any, ...]:
+    """The defaults of arguments that the call leaves out, where the functional op has others: bernoulli_() is with a
+    chance of 0.5, which bernoulli.p wants said."""
+    arguments = node.target._schema.arguments[len(node.args):]
+    behind = [a for a in arguments if not a.kwarg_only and a.name not in node.kwargs]
+    own = {a.name: a for a in overload._schema.arguments}
+    if all(own[a.name].has_default_value() and own[a.name].default_value == a.default_value for a in behind):
+        return ()
+    return tuple(a.default_value for a in behind)
 
 
 def _functional_overload(node: Node) -> object | None:

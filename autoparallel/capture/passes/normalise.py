@@ -201,13 +201,25 @@ def _copy(graph: Graph, node: Node) -> Node:
     return made if same else emit(graph, node, aten.expand.default, made, list(value.shape))
 
 
+def _number_added(graph: Graph, node: Node) -> Node | None:
+    """A number added to a scalar is a tensor, of which each summand of the scalar may have its part."""
+    value, target = node.meta["val"], node.target
+    if value.dim() or not value.is_floating_point() or node.kwargs or not isinstance(node.args[1], int | float):
+        return None
+    number = emit(graph, node, aten.full.default, [], node.args[1], dtype=value.dtype, device=value.device)
+    if target is aten.rsub.Scalar:
+        return emit(graph, node, aten.sub.Tensor, number, node.args[0])
+    return emit(graph, node, target, node.args[0], number)
+
+
 def _weight_norm(graph: Graph, node: Node) -> Node:
-    """v * (g / |v|), with the norm over all dims but one as a root of a sum, of which each rank may have a summand."""
+    """v * (g / |v|), with the norm over all dims but one as a root of a sum, of which each rank may have a summand.
+    To torch a dim of -1 is none (``weight_norm(..., dim=None)``): the norm is over all."""
     v, g = node.args[:2]
-    rank = v.meta["val"].dim()
-    dim = (node.args[2] if len(node.args) > 2 else 0) % rank
+    rank, dim = v.meta["val"].dim(), node.args[2] if len(node.args) > 2 else 0
+    kept = None if dim == -1 else dim % rank
     squares = emit(graph, node, aten.mul.Tensor, v, v)
-    total = emit(graph, node, aten.sum.dim_IntList, squares, [d for d in range(rank) if d != dim], True)
+    total = emit(graph, node, aten.sum.dim_IntList, squares, [d for d in range(rank) if d != kept], True)
     scale = emit(graph, node, aten.div.Tensor, g, emit(graph, node, aten.sqrt.default, total))
     return emit(graph, node, aten.mul.Tensor, v, scale)
 
@@ -455,6 +467,7 @@ PASSES: list[Callable[[Graph, dict[str, Node]], None]] = [
     _each(dict.fromkeys(PERMUTES, _permute)),
     _each(dict.fromkeys((aten.expand.default, aten.expand_as.default, aten.broadcast_to.default,
                          aten.expand_copy.default), _expand)),
+    _each(dict.fromkeys((aten.add.Tensor, aten.sub.Tensor, aten.rsub.Scalar), _number_added)),
     _each({aten.narrow.default: _narrow}),
     _each({aten.slice.Tensor: _slice}),
     _each({aten.linear.default: _linear}),
@@ -466,11 +479,25 @@ PASSES: list[Callable[[Graph, dict[str, Node]], None]] = [
     drop_masks,
     gather_experts,
     share_masks,
+    _each({aten.reshape.default: lambda graph, node: _unflattened_linear(graph, node)}),
     _each({aten.reshape.default: lambda graph, node: _collapse_reshape(graph, node)}),
     drop_dead,  # what passes left behind reads what nobody uses
     gather_sections,
     _each({aten.reshape.default: lambda graph, node: _collapse_reshape(graph, node)}),
 ]
+
+
+def _unflattened_linear(graph: Graph, node: Node) -> Node | None:
+    """A reshape of the rows of a linear layer is one of its input: rows [tokens * batch] hide the batch, if it is not
+    the outer one (as in `torch.nn.MultiheadAttention`)."""
+    linear = node.args[0]
+    if linear.target is not aten.linear.default or linear.args[0].target is not aten.reshape.default:
+        return None
+    shape, rows, whole = list(node.meta["val"].shape), linear.args[0], linear.meta["val"]
+    if len(linear.users) > 1 or whole.dim() != 2 or not shape or shape[-1] != whole.shape[-1]:
+        return None
+    kept = emit(graph, linear, aten.reshape.default, rows.args[0], [*shape[:-1], rows.meta["val"].shape[-1]])
+    return emit(graph, linear, aten.linear.default, kept, *linear.args[1:])
 
 
 def _collapse_reshape(graph: Graph, node: Node) -> Node | None:

@@ -31,7 +31,7 @@ from autoparallel.capture.graph import is_floating
 from autoparallel.capture.passes.vmap_and_grad import gradient_as_op, gradient_of_function, pullback, pushforward
 from autoparallel.capture.tracing.frames import caller, is_called_by, users_caller
 from autoparallel.capture.tracing.masked_rows.control_flow import REGIONS
-from autoparallel.capture.tracing.masked_rows.dispatch import asked, tensors_of
+from autoparallel.capture.tracing.masked_rows.dispatch import asked, noted, tensors_of
 from autoparallel.capture.tracing.masked_rows.places import table_by_lengths
 from autoparallel.capture.tracing.masked_rows.torch_functions import made
 from autoparallel.capture.tracing.masked_rows.types import Rows
@@ -291,6 +291,7 @@ class TracedCalls(TorchFunctionMode):
         if function in (torch.Tensor.lt, torch.Tensor.__lt__) and args[0] in self._drawn and args[1] == 0.0:
             return False  # as layers ask that are never dropped
         made = function(*args, **(kwargs or {}))
+        noted(function, args, kwargs or {}, made)
         if function is torch.rand:
             self._drawn[made] = True
         if isinstance(made, torch.Tensor) and function not in _DETACHED and not torch.compiler.is_dynamo_compiling():

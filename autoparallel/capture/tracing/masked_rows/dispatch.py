@@ -21,7 +21,16 @@ from typing import Any
 import torch
 
 from autoparallel.capture.tracing.masked_rows.control_flow import REGIONS, refused
-from autoparallel.capture.tracing.masked_rows.indexing import forget, is_mask, nonzero, picked, picks, put, unknown
+from autoparallel.capture.tracing.masked_rows.indexing import (
+    forget,
+    is_mask,
+    nonzero,
+    note_test,
+    picked,
+    picks,
+    put,
+    unknown,
+)
 from autoparallel.capture.tracing.masked_rows.places import read_at, reads_at
 from autoparallel.capture.tracing.masked_rows.types import Mask, Place, Rows, Tensorlike
 
@@ -29,6 +38,11 @@ Tensor = torch.Tensor
 #: Comparisons of the number of rows with another number.
 COMPARED = {getattr(Tensor, form.format(name)): getattr(operator, name)
             for name in ("eq", "ne", "lt", "le", "gt", "ge") for form in ("{}", "__{}__")}
+#: Tests of tensors, by what they ask.
+TESTS = {**COMPARED, **{getattr(owner, name): name for name in ("logical_not", "isnan", "isfinite", "isinf")
+                        for owner in (torch, Tensor)},
+         **{getattr(torch, name): getattr(operator, name) for name in ("eq", "ne", "lt", "le", "gt", "ge")},
+         Tensor.__invert__: "invert", Tensor.bool: "bool"}
 #: What a tensor is asked that picks rows by their values.
 ASKED = {torch.nonzero: nonzero, Tensor.nonzero: nonzero, torch.argwhere: nonzero, Tensor.argwhere: nonzero}
 
@@ -78,6 +92,12 @@ def asked(function: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
     return NotImplemented
 
 
+def noted(function: Any, args: Sequence[Any], kwargs: Mapping[str, Any], made: Any) -> None:
+    """What a call of torch made: a test of the same tensors is the same mask when it is asked again."""
+    if function in TESTS and not kwargs and all(isinstance(a, Tensor | int | float) for a in args):
+        note_test(TESTS[function], args, made)
+
+
 def tensors_of(value: Any) -> Iterator[Tensor]:
     """The tensors in arguments or results, nested structures included."""
     if isinstance(value, Rows):
@@ -91,4 +111,4 @@ def tensors_of(value: Any) -> Iterator[Tensor]:
             yield from tensors_of(each)
 
 
-__all__ = ["asked", "rows_by_value", "tensors_of"]
+__all__ = ["asked", "noted", "rows_by_value", "tensors_of"]

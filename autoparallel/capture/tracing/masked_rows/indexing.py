@@ -17,6 +17,10 @@ Tensor = torch.Tensor
 _MASKS: dict[int, Mask] = {}
 _NESTED: dict[int, tuple[Rows, int, Mask]] = {}
 _JOINED: dict[tuple[tuple[bool, int], ...], tuple[list[Mask | int], Mask]] = {}
+#: Results of tests by what was asked, with the tensors asked and the result's version; and repeated results, by ids,
+#: with their versions and the first of the same.
+_ASKED: dict[tuple[Any, ...], tuple[tuple[Tensor, ...], Tensor, int]] = {}
+_REPEATED: dict[int, tuple[Tensor, int, tuple[Any, ...]]] = {}
 
 
 def nonzero(mask: Tensor, as_tuple: bool = False) -> Any:
@@ -40,11 +44,27 @@ def unknown(x: Any) -> bool:
 
 
 def mask_of(cells: Tensor) -> Mask:
-    """The `Mask` of a tensor, the same object for the same tensor."""
+    """The `Mask` of a tensor, the same object for the same tensor, and for the same test of the same tensors."""
+    repeated = _REPEATED.get(id(cells))
+    if repeated is not None and repeated[0] is cells and repeated[1] == cells._version:
+        _, first, version = _ASKED[repeated[2]]
+        cells = first if first._version == version else cells
     known = _MASKS.get(id(cells))
     if known is None or known.cells is not cells or known.version != cells._version:
         known = _MASKS[id(cells)] = Mask(cells, cells._version)
     return known
+
+
+def note_test(name: Any, args: Sequence[Any], made: Any) -> None:
+    """Note what a test (``y != -100``, ``~mask``) of tensors found: asked again, it is the same mask."""
+    tensors = tuple(a for a in args if isinstance(a, Tensor))
+    if not is_mask(made) or not all(map(unknown, tensors)):
+        return
+    key = (name, *((id(a), a._version) if isinstance(a, Tensor) else (type(a), a) for a in args))
+    if key in _ASKED:
+        _REPEATED[id(made)] = made, made._version, key
+    else:
+        _ASKED[key] = tensors, made, made._version
 
 
 def is_nested(index: Any, mask: Mask) -> bool:
@@ -191,7 +211,9 @@ def forget() -> None:
     _MASKS.clear()
     _NESTED.clear()
     _JOINED.clear()
+    _ASKED.clear()
+    _REPEATED.clear()
 
 
-__all__ = ["forget", "harmless", "is_mask", "is_nested", "joined", "nested", "nonzero", "picked", "picks", "put",
-           "unknown"]
+__all__ = ["forget", "harmless", "is_mask", "is_nested", "joined", "nested", "nonzero", "note_test", "picked", "picks",
+           "put", "unknown"]

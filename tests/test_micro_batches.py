@@ -1,0 +1,58 @@
+"""Models that treat samples apart are split into micro-batches: sums added to the loss, attention of flattened rows."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import autoparallel
+from autoparallel.capture import capture
+from autoparallel.partition import split_batch
+from tests.support.ranks import mesh_of
+from tests.support.reference import SEED, gradients_of
+
+
+class Penalised(nn.Module):
+    """A loss to which weights, a number and a learnt scale are added."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.last, self.scale = nn.Linear(6, 6), nn.Linear(6, 6), nn.Parameter(torch.ones(2))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        loss = 1 - nn.functional.cosine_similarity(self.last(self.first(x).tanh()), x, dim=-1).mean()
+        return loss * self.scale[0].exp() + self.scale.sum() + 0.01 * sum(p.square().sum() for p in self.parameters())
+
+
+def penalised(options: dict[str, Any]) -> dict[str, torch.Tensor]:
+    torch.manual_seed(SEED)
+    model, x = Penalised(), torch.randn(8, 6)
+    if not options:
+        (loss := model(x)).backward()
+        return {**gradients_of(model), "loss": loss.detach()}
+    parallel = autoparallel.compile(model, mesh_of(2), example_inputs=(x,), **options)
+    loss = parallel.step(x)
+    return {**gradients_of(parallel), "loss": loss}
+
+
+@pytest.mark.parametrize("options", [{"micro_batches": 4}, {"micro_batches": 2, "zero_stage": 3},
+                                     {"micro_batches": 2, "pipeline_stages": 2}], ids=str)
+def test_each_micro_batch_adds_its_share_of_what_all_have(ranks: Any, options: dict[str, Any]) -> None:
+    expected = penalised({})
+    for found in ranks(2).run(penalised, options):
+        assert found.keys() == expected.keys() if "pipeline_stages" not in options else "loss" in found
+        for name, value in found.items():
+            torch.testing.assert_close(value, expected[name])
+
+
+def test_attention_that_flattens_tokens_before_the_batch_is_split() -> None:
+    """As torch.nn.MultiheadAttention does, unless it gives no weights."""
+    class Attends(nn.MultiheadAttention):
+        def forward(self, x: torch.Tensor) -> Any:
+            return super().forward(x, x, x)[0].square().mean()
+
+    micro = split_batch(capture(Attends(12, 2, batch_first=True), (torch.randn(8, 5, 12),)), 2)
+    assert [node.outputs[0].shape for node in micro.body.of_kind("input")] == [(4, 5, 12)]
