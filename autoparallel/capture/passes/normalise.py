@@ -204,7 +204,8 @@ def _copy(graph: Graph, node: Node) -> Node:
 def _number_added(graph: Graph, node: Node) -> Node | None:
     """A number added to a scalar is a tensor, of which each summand of the scalar may have its part."""
     value, target = node.meta["val"], node.target
-    if value.dim() or not value.is_floating_point() or node.kwargs or not isinstance(node.args[1], int | float):
+    if value.dim() or not value.is_floating_point() or node.kwargs or len(node.args) != 2 \
+            or not isinstance(node.args[1], int | float):
         return None
     number = emit(graph, node, aten.full.default, [], node.args[1], dtype=value.dtype, device=value.device)
     if target is aten.rsub.Scalar:
