@@ -116,9 +116,9 @@ class SpacePricer:
         return _Builder(self, self._choices).problem()
 
     def without_memory(self) -> Problem:
-        """`full`, without edges that only use memory, and with no limit."""
+        """`full`, with nothing of memory in its edges, and with no limit."""
         builder = _Builder(self, self._choices)
-        return Problem(builder.nodes(), builder.edges(), name="strategy space")
+        return Problem(builder.nodes(), builder.seconds_only(), name="strategy space")
 
     def exposing(self, share: Exposed) -> SpacePricer:
         """A copy with another ``exposed``."""
@@ -247,6 +247,17 @@ class _Builder:
         penalties = [FAULT_S * times[use.target] * self.penalties.use_penalties(use, table(use.meta))[
             self.chosen[use.source][:, None], self.chosen[use.target]] for use in uses]
         return Repeats([unchecked(edge, costs=edge.costs + more) for edge, more in zip(made, penalties, strict=True)])
+
+    def seconds_only(self) -> Repeats[Edge]:
+        """The same without memory."""
+        (sources, targets), uses, models = self.kinds.use_ends, self.space.uses, []
+        clock.did("decisions read", len(uses))
+        first, which = firsts(paired(paired(self.kinds.uses, self.picks[sources]), self.picks[targets]))
+        for use in (uses[at] for at in first):
+            rows, columns = self.chosen[use.source], self.chosen[use.target]
+            clock.did("cells priced", len(rows) * len(columns))
+            models.append(Edge(use.source, use.target, self.costs.use_s(use, rows, columns)))
+        return Repeats(models, which, source=sources.tolist(), target=targets.tolist())
 
     def _edge(self, use: TensorUse, copies: float) -> Edge:
         """An edge; different classes may share costs or usages."""
