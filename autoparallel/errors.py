@@ -13,6 +13,7 @@
       LaunchError           a launcher's environment that describes no rank, or two; a command that cannot be started
       MeshError             no process group, one that is closed, or a mesh that does not fit the world
       InputError            a call whose inputs do not fit the traced program
+        StateDictError      a state dict with other names or shapes than the model's; a RuntimeError too, as torch's
       PeerError             a call in which another rank failed (`rank`), or anything after such a call
       ServerError           parameter servers that are told what cannot be, do not answer, or have lost their state
 
@@ -38,6 +39,7 @@ __all__ = [
     "RuleError",
     "SearchError",
     "ServerError",
+    "StateDictError",
     "TimelineError",
     "printable",
     "shown",
@@ -94,6 +96,10 @@ class MeshError(AutoparallelError, RuntimeError):
 
 class InputError(AutoparallelError, ValueError):
     """A call whose inputs do not fit the traced program."""
+
+
+class StateDictError(InputError, RuntimeError):
+    """A state dict with other names or shapes than the model's."""
 
 
 class BoundError(AutoparallelError, ValueError):

@@ -171,6 +171,17 @@ class Bags(nn.Module):
         return self.linear(read[:, 0] if read.dim() == 3 else read).sum()
 
 
+@dataclass
+class Pair:
+    x: Tensor
+
+
+def test_containers_that_torch_does_not_know() -> None:
+    model = nn.Linear(4, 4)
+    says(CaptureError, "Linear is given a Pair", "torch.export.register_dataclass(Pair)", "its tensors one by one",
+         of=lambda: capture(model, (Pair(torch.zeros(4, 4)),)))
+
+
 class Tied(nn.Module):
     def __init__(self) -> None:
         super().__init__()

@@ -10,7 +10,9 @@ from torch import nn
 
 import autoparallel
 from autoparallel.capture import capture
+from autoparallel.errors import InfeasibleError, InputError
 from autoparallel.partition import split_batch
+from tests.support.messages import says
 from tests.support.ranks import mesh_of
 from tests.support.reference import SEED, gradients_of
 
@@ -56,3 +58,19 @@ def test_attention_that_flattens_tokens_before_the_batch_is_split() -> None:
 
     micro = split_batch(capture(Attends(12, 2, batch_first=True), (torch.randn(8, 5, 12),)), 2)
     assert [node.outputs[0].shape for node in micro.body.of_kind("input")] == [(4, 5, 12)]
+
+
+class Root(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(4, 4)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.linear(x).square().mean().sqrt()
+
+
+def test_losses_that_are_no_sums_and_empty_batches_are_told() -> None:
+    says(InfeasibleError, "a loss that is a mean or sum over samples (not a root,",
+         of=lambda: split_batch(capture(Root(), (torch.zeros(4, 4),)), 2))
+    says(InputError, "2 micro-batches of an empty batch", "or give micro_batches=1",
+         of=lambda: split_batch(capture(Root(), (torch.zeros(0, 4),)), 2))

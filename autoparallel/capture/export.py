@@ -141,6 +141,7 @@ def _distinct(args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[tuple[Any
 
 
 #: What torch.export says of a result whose type is no pytree.
+_UNKNOWN_INPUT = re.compile(r"Unsupported input type <class '([^']+)'>")
 _UNKNOWN_TYPE = re.compile(r"Found <class '([^']+)'> in output, which is not a known type")
 
 
@@ -171,6 +172,11 @@ def _explain(model: torch.nn.Module, error: Exception) -> str:
         return (f"{type(model).__name__} returns a {name}, and torch does not know which tensors are in it\n"
                 f"  If it is a dataclass, write torch.export.register_dataclass({name}) after it. Else return a dict, "
                 "a tuple or a NamedTuple.")
+    if unknown := _UNKNOWN_INPUT.search(text):
+        name = unknown[1].rpartition(".")[2]
+        return (f"{type(model).__name__} is given a {name}, and torch does not know which tensors are in it\n"
+                f"  If it is a dataclass, write torch.export.register_dataclass({name}) after it. Else give a dict, "
+                "a tuple or a NamedTuple, or its tensors one by one.")
     first = text.strip().splitlines()[0][:_LONGEST] if text.strip() else type(error).__name__
     if isinstance(error, TypeError) and passed[-1][2] == "_bind":  # of the signature, to the example's arguments
         taken = inspect.signature(model.forward)

@@ -117,6 +117,9 @@ class Splits:
 
     def _split(self, count: int) -> MicroBatches:
         batch = batch_size(self.graph)
+        if not batch:
+            raise InputError(f"{count} micro-batches of an empty batch (dim 0 of the first input is 0): leave such "
+                             "batches out, or give micro_batches=1")
         if count < 1 or batch % count:
             counts = [n for n in range(1, batch + 1) if batch % n == 0]
             raise InputError(f"{count} micro-batches do not divide the batch of {batch}: take one of {counts}")
@@ -177,11 +180,12 @@ class _BatchAxis:
     def check(self, strategies: Sequence[Strategy]) -> None:
         """Raises InfeasibleError naming the ops that still communicate between micro-batches under the chosen
         strategies."""
-        found = []
+        found, of_loss = list[str](), False
         for use in self.space.uses:
             source = self.space.strategy_sets[use.source].output_layout(strategies[use.source], use.output)[0]
             target = self.space.strategy_sets[use.target].input_layout(strategies[use.target], use.position)[0]
             if self.penalty(use, source, target) >= IMPOSSIBLE:
+                of_loss = of_loss or (not found and use.meta.num_elements == 1)
                 found.append(self._describe(use))
         for index, strategy in enumerate(strategies):
             if self.decision_penalties(index)[self.space.strategy_sets[index].position[strategy]]:
@@ -190,7 +194,9 @@ class _BatchAxis:
             raise InfeasibleError(
                 "the batch cannot be split into micro-batches, because the model computes across its samples: "
                 + "; ".join(found[:3]) + (f" and {len(found) - 3} more" if len(found) > 3 else "")
-                + ". Use micro_batches=1, or a model that treats samples apart (batch norm in eval mode does)")
+                + (". Use micro_batches=1, or a loss that is a mean or sum over samples (not a root, a quotient or a "
+                   "maximum of one)" if of_loss else
+                   ". Use micro_batches=1, or a model that treats samples apart (batch norm in eval mode does)"))
 
     def _describe(self, use: TensorUse) -> str:
         decision = self.space.decisions[use.source]

@@ -16,7 +16,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor.placement_types import _StridedShard
 from torch.nn.modules.module import _IncompatibleKeys
 
-from autoparallel.errors import InputError
+from autoparallel.errors import InputError, StateDictError
 from autoparallel.kernels.groups import MeshPosition
 from autoparallel.runtime import initialise
 from autoparallel.runtime.agree import made_equally
@@ -118,13 +118,13 @@ def _checked(model: nn.Module, parallel: nn.Module, entries: Entries, strict: bo
     missing, unexpected = sorted(persistent - set(state)), sorted(
         set(state) - set(here) - initialise.names_of(model) - entries.extra)
     if strict and (missing or unexpected):
-        raise InputError(f"state dict does not fit: missing {missing}, unexpected {unexpected}; "
+        raise StateDictError(f"state dict does not fit: missing {missing}, unexpected {unexpected}; "
                          "strict=False loads the rest")
     values = {}
     for name in filter(here.__contains__, state):
         old, value = here[name], state[name]  # DTensors are not detached yet: the result may lie on another mesh
         if tuple(old.shape) != tuple(value.shape):
-            raise InputError(f"{name} has shape {list(old.shape)}, the value given {list(value.shape)}")
+            raise StateDictError(f"{name} has shape {list(old.shape)}, the value given {list(value.shape)}")
         if old.is_meta:
             initialise.check_unwatched(name, old)
         values[name] = (_on_mesh(name, value, position) if isinstance(value, DTensor) else value).detach()
