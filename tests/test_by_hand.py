@@ -155,6 +155,11 @@ def test_impossible_plans_are_refused_with_the_rule(by_hand: Any, said: str) -> 
         priced(by_hand)
 
 
+def test_what_is_no_plan_to_compare_with_is_refused_by_its_name() -> None:
+    with pytest.raises(PlanError, match="compare_by_hand is 4: give a plan by hand as text"):
+        plan_of("llama", Cluster.load("h100-sxm", num_devices=4), compare_by_hand=4)
+
+
 def test_options_decided_by_hand_are_not_given_twice() -> None:
     with pytest.raises(PlanError, match="by_hand decides mesh_shape, micro_batches"):
         priced("dp=4", mesh_shape=(4,), micro_batches=2)
