@@ -209,7 +209,8 @@ def print_fitting(found: Fitting, console: ReportConsole) -> None:
         console.print(f"It does not fit on {where}, in any tier that was tried.")
     else:
         most = max(found.fits, key=lambda one: one.batch)
-        console.print(f"It fits on {where} with {_words(first.offload)}; the largest batch of {most.batch} with "
+        console.print(f"It fits on {where} with {_words(first.offload)}; of the batches "
+                      f"tried, each twice the one before, the largest that fits is {most.batch}, with "
                       f"{_words(most.offload)}.")
     table = Table("offload", "batch", "step", "per second", "device", "host", "disk", "plan", box=None, pad_edge=False)
     for one in found.tiers:

@@ -65,7 +65,8 @@ class Candidate:
 @dataclass(frozen=True)
 class Replan:
     """What was compared, for ``steps`` steps to come, after ``lost`` devices of ``before`` were gone. ``source``:
-    "peers" (devices that have the state send it) or "checkpoint" (all devices read it)."""
+    "peers" (devices that have the state send it) or "checkpoint" (all devices read it). ``until``: which ``steps``
+    these are."""
 
     cluster: Cluster
     before: int
@@ -73,6 +74,7 @@ class Replan:
     steps: float
     source: str
     candidates: tuple[Candidate, ...]
+    until: str = "to come"
 
     @property
     def best(self) -> Candidate:
@@ -161,11 +163,14 @@ def replan(
     if all(one.plan is None for one in found):
         raise InfeasibleError(f"no plan was found for {cluster.num_devices} devices of {cluster.name}: " + "; ".join(
             f"{one.title}: {one.refused}" for one in found))
+    until = "to come"
     if horizon_steps is None:
+        until = "between two failures, by the fastest plan" if horizon_s is None else "by the fastest plan"
         seconds = horizon_s if horizon_s is not None else 1 / Failures().per_s(cluster.num_devices)
         horizon_steps = max(1.0, seconds // min(one.step_s for one in found))
     reads = any(one.move.read_bytes for one in found)
-    return Replan(cluster, before, gone, horizon_steps, "checkpoint" if reads else "peers", tuple(found))
+    return Replan(cluster, before, gone, horizon_steps, "checkpoint" if reads else "peers", tuple(found),
+                  until)
 
 
 def origins(before: int, lost: Sequence[int], now: int) -> tuple[int | None, ...]:
@@ -341,7 +346,7 @@ def print_replan(found: Replan, console: ReportConsole) -> None:
                   f"{idle}, {seconds_str(best.step_s)} a step after a move of {duration_str(best.move.seconds)}.")
     how = "is sent by the devices that have it" if found.source == "peers" else "is read from a checkpoint"
     lost = f", since {bytes_str(best.move.lost_bytes)} of it are on no device left" if best.move.lost_bytes else ""
-    console.print(f"The training state {how}{lost}; totals are of {found.steps:,.0f} steps to come.")
+    console.print(f"The training state {how}{lost}; totals are of {found.steps:,.0f} steps {found.until}.")
     table = Table("candidate", "devices", "step", "moves", "move", "total", "plan", box=None, pad_edge=False)
     for one in sorted(found.candidates, key=lambda one: one.total_s(found.steps)):
         if one.plan is None:

@@ -211,7 +211,8 @@ def print_sizing(found: Sizing, console: ReportConsole) -> None:
         price = best.price(target.count) if target.count else None
         days = f", {best.days(target.count):.1f} days" if target.count else ""
         cost = f", {count_str(price)} in all" if price is not None else ""
-        console.print(f"{best.devices} devices of {best.cluster.name}: {seconds_str(best.step_s)} a step{days}{cost}.")
+        devices = f"{best.devices} device{'s' * (best.devices != 1)} of {best.cluster.name}"
+        console.print(f"{devices}: {seconds_str(best.step_s)} a step{days}{cost}.")
     table = Table("cluster", *(f"{name}" for name in ("devices", "step", "per second", "days", "price")), "plan", "",
                   box=None, pad_edge=False)
     for one in found.sizes:

@@ -46,12 +46,15 @@ class ErrorBar:
 
 
 def error_bar(profile: Profile | None, bars: Mapping[str, Any] | None = None, kinds: Sequence[str] = (),
-              devices: int = 1) -> ErrorBar:
+              devices: int = 1, training: bool = True) -> ErrorBar:
     """The error bar of step times of plans with these `KINDS` of parallelism on so many devices, under a profile;
-    without one the wide one of what nobody compared. ``bars``: by software and device, in place of the file's.
+    without one, and of inference, the wide one of what nobody compared. ``bars``: by software and device, in place of
+    the file's.
 
     >>> error_bar(Profile.of("a100-sxm", "megatron-2021")).p90 < error_bar(None).p90
     True
+    >>> error_bar(Profile.of("a100-sxm", "megatron-2021"), training=False).basis
+    'no published run of inference to compare with'
     """
     def bar(entry: dict[str, Any], factors: tuple[float, float], basis: str) -> ErrorBar:
         unseen = [kind for kind in kinds if kind not in entry["kinds"]]
@@ -65,6 +68,8 @@ def error_bar(profile: Profile | None, bars: Mapping[str, Any] | None = None, ki
             basis += f", on {entry['most_devices']} devices at most"
         return ErrorBar(factors[0] * more[0] * entry["p50"], factors[1] * more[1] * entry["p90"], basis)
 
+    if not training:
+        return ErrorBar(*UNKNOWN, "no published run of inference to compare with")
     if profile is None:
         return ErrorBar(*UNKNOWN, "no measured run to compare with: prices of the cluster's description alone")
     families = lineage(profile.machine)[::-1]

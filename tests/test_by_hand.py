@@ -13,7 +13,9 @@ from typer.testing import CliRunner
 import autoparallel
 from autoparallel.cli import app
 from autoparallel.errors import InfeasibleError, InputError, PlanError
+from autoparallel.models import load_model
 from autoparallel.planning.by_hand import ByHand
+from autoparallel.plans.roles import roles_of
 from cost_models import Cluster
 from tests.support.captured import plan_of
 
@@ -28,6 +30,17 @@ def block_of(plan: autoparallel.Plan) -> Lines:
     """(strategy, layout of the result) by op of a decoder layer."""
     found = next(block for block in plan.blocks if any("layers.0" in path for path in block.paths))
     return {name: (strategy, layout) for name, strategy, layout in found.lines}
+
+
+def test_sequence_parallelism_does_not_gather_weights_that_are_transposed() -> None:
+    """GPT-2's layers read a view of their weight: few tokens are no reason to gather it as the sequence is."""
+    config = {"model_type": "gpt2", "n_layer": 1, "n_embd": 768, "n_head": 12, "vocab_size": 1024}
+    model, _, batch = load_model(config, 8, 512, "bfloat16")
+    plan = autoparallel.plan(model, Cluster.load("h100-sxm", num_devices=4), example_kwargs=batch,
+                             by_hand="tp=4,sequence_parallel")
+    cut = {name: strategy for block in plan.blocks for name, strategy, _ in block.lines if name.startswith("mlp.c_")}
+    assert cut == {"mlp.c_fc linear": "n", "mlp.c_proj linear": "k"}
+    assert roles_of(plan).tensor == 4 and roles_of(plan).axes[0].sequence
 
 
 def collectives_of(plan: autoparallel.Plan) -> set[tuple[str, str, str]]:
@@ -140,6 +153,11 @@ def test_as_few_blocks_as_memory_requires_are_recomputed() -> None:
 def test_impossible_plans_are_refused_with_the_rule(by_hand: Any, said: str) -> None:
     with pytest.raises(PlanError, match=said):
         priced(by_hand)
+
+
+def test_what_is_no_plan_to_compare_with_is_refused_by_its_name() -> None:
+    with pytest.raises(PlanError, match="compare_by_hand is 4: give a plan by hand as text"):
+        plan_of("llama", Cluster.load("h100-sxm", num_devices=4), compare_by_hand=4)
 
 
 def test_options_decided_by_hand_are_not_given_twice() -> None:

@@ -77,7 +77,8 @@ def test_plan_files_that_are_none(tmp_path: Path) -> None:
     without = {k: v for k, v in data.items() if k != "strategies"}
     for text, parts in (
         ("not { json", (str(file), "is not JSON")),
-        ("[]", (str(file), "plan format version None")),
+        ("[]", (str(file), "is no plan of autoparallel")),
+        ('{"model_type": "llama"}', (str(file), "is no plan of autoparallel", "--output")),
         (json.dumps({**data, "version": 1}), ("plan format version 1", "reads 2", "plan again")),
         (json.dumps(without), ("is not a plan of format 2", "strategies")),
         (json.dumps({**data, "evidence": {"solver": "x"}}), ("is not a plan of format 2",)),

@@ -169,6 +169,15 @@ def test_two_axes_that_cut_a_product_in_two_ways_leave_it_whole() -> None:
         "parallel_fsdp2.py"]
 
 
+def test_products_that_every_rank_computes_are_as_planned() -> None:
+    plan = planned("llama", devices=2, by_hand="tp=2")
+    blocks = tuple(replace(block, lines=tuple((name, "repeat", "I") if "self_attn" in name else (name, strategy, layout)
+                                              for name, strategy, layout in block.lines)) for block in plan.blocks)
+    whole = replace(plan, blocks=blocks)
+    assert not export_plan(whole, "fsdp2").lost
+    assert "tensor-parallel, as the others" in export_plan(whole, "megatron").lost[0].instead
+
+
 #: Plans beyond torch: what is lost, and the plan of the file.
 BEYOND = [
     ("gpt2", "dp=2,tp=2", "take nn.Linear and nn.Embedding, and none of these", "dp=4,zero=3,shards=2,micro_batch=2"),

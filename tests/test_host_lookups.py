@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import re
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -301,6 +302,9 @@ def test_priced_by_the_hosts_memory_and_the_link() -> None:
     text = there.report(width=160)
     assert "embed.weight looked up in the memory of the host" in text.replace("\n", " ")
     assert "lookups on the host" in text and "in the host's memory" in text
+    shares = there.summary().split("Of the step: ")[1].split(". ")[0]
+    assert "lookups on the host" in shares and "communication exposed 0 %" in shares    # between devices
+    assert sum(float(share) for share in re.findall(r"([\d.]+) %", shares)) == pytest.approx(100, abs=1.5)
 
 
 def test_micro_batches_add_up_gradients_on_the_host() -> None:

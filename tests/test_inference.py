@@ -46,6 +46,7 @@ def test_phases_have_plans_of_their_own() -> None:
     keys = [shape for name, shape in decode.model.inputs.items() if len(shape) == 4 and shape[2] == CONTEXT]
     assert len(keys) == 2 * len(model().model.layers)  # keys and values
     assert decode.prediction.step_s < prefill.prediction.step_s
+    assert "no published run of inference to compare with" in decode.summary()  # those of training say nothing of it
 
 
 def test_decode_takes_the_time_to_read_weights_and_cache() -> None:

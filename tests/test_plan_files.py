@@ -149,7 +149,7 @@ def test_strategies_of_unknown_ops_are_refused() -> None:
     ('{"version": 2, "x": ' + "[" * 500 + "]" * 500 + "}", "more than 16 deep"),
     ("1" * 10_000, "is not JSON"),
     ("", "is not JSON"),
-    ("null", "plan format version None"),
+    ("null", "is no plan of autoparallel"),
     (b"\xff\xfe", "is not JSON"),
 ])
 def test_texts_that_are_no_plans(text: str | bytes, part: str) -> None:

@@ -17,7 +17,7 @@ from autoparallel.layout import PARTIAL, shards
 from autoparallel.rules import einsum_rule
 from autoparallel.rules.families.views import reshape_groups
 from autoparallel.strategies.space import StrategySpace
-from tests.support.op_calls import OpCall, aten, call, f, ids, table
+from tests.support.op_calls import OpCall, aten, call, f, ids, mask, table
 from tests.support.ranks import mesh_of
 
 
@@ -33,6 +33,50 @@ def test_linear() -> None:
         "k: S(2) S(1) P -> P",
         "n: R S(0) S(0) -> S(2)",
     ]
+
+
+def saved_bytes(made: OpCall) -> int:
+    """Of the tensors that torch keeps for the op's backward."""
+    inputs = [x.detach().clone().requires_grad_(x.is_floating_point()) for x in made.inputs]
+    kept: dict[int, tuple[int, Tensor]] = {}
+
+    def pack(x: Tensor) -> Tensor:
+        kept[x.untyped_storage()._cdata] = x.untyped_storage().nbytes(), x
+        return x
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda x: x):
+        made.run(inputs)
+    return sum(nbytes for nbytes, _ in kept.values())
+
+
+def bytes_kept_by_rule(made: OpCall) -> float:
+    rule, inputs = made.rule()[0], made.inputs
+    return (sum(inputs[i].nbytes for i in rule.saves) + rule.saves_output * made.run(inputs)[0].nbytes
+            + sum(n * inputs[i].numel() for i, n in rule.extra_bytes.items()) + rule.work_bytes)
+
+
+@pytest.mark.parametrize("made", [
+    call(aten.where.self, mask(8, 9), f(8, 9), f(8, 1)), call(aten.where.ScalarOther, mask(8, 9), f(8, 9), 1.0),
+    call(aten.masked_fill.Scalar, f(8, 9), mask(8, 9), 0.0), call(aten.rsub.Scalar, f(8, 9), 1.0),
+    call(aten.lerp.Scalar, f(8, 9), f(8, 9), 0.3), call(aten.addcmul.default, f(8, 9), f(8, 9), f(8, 9)),
+    call(aten.gather.default, f(8, 9), 1, ids(9, 8, 2)),
+    call(aten.index_add.default, f(8, 9), 0, ids(8, 4), f(4, 9)), call(aten.sort.default, f(8, 9)),
+    call(aten.topk.default, f(8, 9), 2), call(aten.avg_pool2d.default, f(2, 3, 8, 8), [2, 2]),
+    call(aten.adaptive_avg_pool2d.default, f(2, 3, 8, 8), [2, 2]),
+    call(aten.adaptive_avg_pool2d.default, f(2, 3, 8, 8), [1, 1]),
+    call(aten.fft_rfft.default, f(8, 9)), call(aten.fft_irfft.default, torch.complex(f(8, 9), f(8, 9))),
+], ids=lambda made: str(made.op))
+def test_rules_save_what_torch_saves(made: OpCall) -> None:
+    assert bytes_kept_by_rule(made) == saved_bytes(made)
+
+
+@pytest.mark.parametrize(("op", "gates", "states"), [(aten.lstm.input, 4, 2), (aten.gru.input, 3, 1)])
+def test_recurrent_layers_keep_their_gates(op: Any, gates: int, states: int) -> None:
+    """As torch's own cells, which libraries' kernels resemble."""
+    hidden = [f(2, 16, 32) for _ in range(states)]
+    weights = [w for inner in (24, 32) for w in (f(gates * 32, inner), f(gates * 32, 32), f(gates * 32), f(gates * 32))]
+    made = call(op, f(20, 16, 24), hidden if states > 1 else hidden[0], weights, True, 2, 0.0, True, False, False)
+    assert bytes_kept_by_rule(made) == pytest.approx(saved_bytes(made), rel=0.2)
 
 
 def test_attention_of_three_dims_is_cut_by_the_first() -> None:

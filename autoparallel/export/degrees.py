@@ -199,6 +199,12 @@ def some(names: Sequence[str]) -> str:
     return ", ".join(names[:_SOME]) + (f", ... ({len(names)} in all)" if len(names) > _SOME else "")
 
 
+def departing(axis: AxisRole, instead: str = "") -> Lost:
+    """That products depart from the role of an axis; ``instead``: what they are then ("": as the others)."""
+    return Lost(f"products on axis {axis.name} that are not {axis.role}-parallel ({some(axis.departures)})",
+                instead or f"{axis.role}-parallel, as the others")
+
+
 def _lost(plan: Plan, roles: Roles, layers: tuple[str, ...]) -> list[Lost]:
     found = []
     order = [_ORDER.index(axis.role) for axis in roles.axes]
@@ -207,8 +213,7 @@ def _lost(plan: Plan, roles: Roles, layers: tuple[str, ...]) -> list[Lost]:
         found.append(Lost(f"the order of axes, {said} (slowest links first)", "data x context x tensor"))
     for axis in roles.axes:
         if axis.departures:
-            found.append(Lost(f"products on axis {axis.name} that are not {axis.role}-parallel ("
-                              f"{some(axis.departures)})", f"{axis.role}-parallel, as the others"))
+            found.append(departing(axis))
     if (copies := plan.hybrid.copies) > 1:
         found.append(Lost(f"{copies} micro-batches at a time (multi-copy)", "one after the other",
                           plan.prediction.hidden_communication_s))

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import math
 import re
+from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
 import torch
 
-from autoparallel.export.degrees import Degrees, Lost, as_data, head_size, some
+from autoparallel.export.degrees import Degrees, Lost, as_data, departing, head_size, some
 from autoparallel.export.fsdp2_template import TEMPLATE
 from autoparallel.export.tensor_styles import Styles, styles_of
 from autoparallel.plans import Plan
@@ -28,6 +29,7 @@ def fsdp2(plan: Plan, degrees: Degrees) -> tuple[dict[str, str], Degrees]:
 
     degrees = _expressible(plan, degrees)
     styles = _styles(plan, degrees)
+    degrees = replace(degrees, lost=tuple(_without_style(degrees, styles)))
     degrees = degrees.losing(_lost(plan, degrees, styles), sequence_parallel=_is_along_sequence(degrees))
     environment = jinja2.Environment(trim_blocks=True, lstrip_blocks=True, keep_trailing_newline=True,
                                      undefined=jinja2.StrictUndefined)
@@ -60,6 +62,18 @@ def _without_split_backward(d: Degrees) -> Degrees:
     lost = Lost(f"schedule {d.roles.schedule} (torch's loses gradients with fully_shard and checkpoint_wrapper)",
                 f"schedule {schedule}")
     return replace(d, roles=roles).losing([lost], schedule=schedule if schedule == without else None)
+
+
+def _without_style(d: Degrees, styles: Styles | None) -> Iterator[Lost]:
+    """What the degrees leave out; but on axes with styles products without one are whole on every rank, as those of
+    the plan are that all ranks compute."""
+    told = {departing(axis): axis for axis in d.roles.axes if axis.role == "tensor" and styles is not None}
+    for one in d.lost:
+        axis = told.get(one)
+        if axis is None:
+            yield one
+        elif others := tuple(text for text in axis.departures if not text.endswith("(replicated)")):
+            yield departing(replace(axis, departures=others), "whole on every rank of the axis")
 
 
 def _styles(plan: Plan, d: Degrees) -> Styles | None:

@@ -29,7 +29,6 @@ the slow axis comes first, which is possible if the two axes shard different dim
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import cached_property
 
@@ -137,20 +136,11 @@ class Baseline:
     @cached_property
     def _of_parameters(self) -> frozenset[int]:
         """Parameters, shared reads of them, their views and casts."""
-        return self._through(lambda index: _passes_on(self.space, index))
-
-    @cached_property
-    def _same_as_parameters(self) -> frozenset[int]:
-        """The same without views."""
-        return self._through(lambda index: self.space.decisions[index].kind == "shared_read"
-                             or is_cast(self.space, index))
-
-    def _through(self, passes_on: Callable[[int], bool]) -> frozenset[int]:
-        """Parameters, and what decisions that ``passes_on`` says make of them alone."""
         found: set[int] = set()
         for decision in self.space.decisions:
             sources = {use.source for use in self.space.uses_by.get(decision.index, ())}
-            if decision.kind == "parameter" or (sources and sources <= found and passes_on(decision.index)):
+            passes_on = sources and sources <= found and _passes_on(self.space, decision.index)
+            if decision.kind == "parameter" or passes_on:
                 found.add(decision.index)
         return frozenset(found)
 
@@ -193,8 +183,8 @@ class Baseline:
         return step_penalty(role, of_parameter, use.meta, source, target)
 
     def reads_parameter(self, use: TensorUse) -> bool:
-        """Whether a use reads a parameter, by itself or through shared reads and casts."""
-        return use.source in self._same_as_parameters
+        """Whether a use reads a parameter, by itself or through shared reads, views and casts."""
+        return use.source in self._of_parameters
 
     def role_of(self, use: TensorUse, axis: int) -> str:
         """The role of an axis for what a use reads: experts stay where they are."""

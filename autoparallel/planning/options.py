@@ -32,7 +32,7 @@ from autoparallel.errors import (
     shown,
 )
 from autoparallel.planning.baselines import NAMES
-from autoparallel.planning.by_hand import ByHand
+from autoparallel.planning.by_hand import EXAMPLE, ByHand
 from autoparallel.plans import Hybrid, Plan
 from autoparallel.schedule.schedules import SCHEDULES, names_of, usual
 from autoparallel.schedule.step_config import BUCKET_BYTES, RECOMPUTE, REDUCE_DTYPES
@@ -248,6 +248,9 @@ def check_groups(offload: Any, model: nn.Module) -> None:
 def compared_by_hand(options: Options, given: Any, devices: int) -> Options:
     """The options with ``compare_by_hand``, for so many devices. Raises PlanError for what is no plan by hand."""
     usual = isinstance(given, str) and given == "usual"
+    if not usual and not isinstance(given, (str, Mapping, ByHand)):
+        raise PlanError(f"compare_by_hand is {shown(given)}: give a plan by hand as text such as {EXAMPLE}, or a "
+                        "mapping with these keys; or 'usual'")
     return replace(options, compare_by_hand="usual" if usual else ByHand.of(given).on(devices))
 
 

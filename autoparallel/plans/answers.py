@@ -12,7 +12,8 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Choice:
-    """One strategy of a decision (axis strategy names by mesh axis) and the step time with it, in seconds.
+    """One strategy of a decision (axis strategy names by mesh axis) and the search's cost with it, in seconds: a step
+    without overlap, waits and the framework's own time.
 
     ``alone_s``: with all other decisions unchanged (inf: impossible). ``least_s``: a lower bound over all plans with
     it. ``resolved_s``: the best plan found with it (None: not searched; inf: none).

@@ -372,6 +372,9 @@ class Plan:
             raise PlanError(f"{origin} is {shown(text)}: give JSON as text, or Plan.load(path) of a file")
         data = data_of(text, origin)
         version = data.get("version") if isinstance(data, dict) else None
+        if version is None:
+            raise PlanError(f"{origin} is no plan of autoparallel: it says no version. Give a file that plan.save or "
+                            "autoparallel plan --output has written")
         if version != VERSION:
             raise PlanError(f"{origin} has plan format version {version!r}, this autoparallel reads {VERSION}: "
                             "plan again")

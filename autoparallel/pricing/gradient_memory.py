@@ -83,7 +83,7 @@ class GradientMemory:
         for index in range(len(made)):
             turned = int(self.live.starts[index]) + turning - index
             if (use := self._makes_inside(index, least)) is not None:
-                yield Gradient(use, True, (turned, turned + 1))
+                yield from [Gradient(use, True, (turned, turned + 1))] * self._buffers(index)
             for use in self._added(index, least):
                 yield Gradient(use, False, (turned, turned + 1))
         for index, num_bytes in enumerate(made):
@@ -92,7 +92,7 @@ class GradientMemory:
                 yield Gradient(first[index], False, (turned - last.get(index, index), turned - index + 1))
 
     def _makes_inside(self, index: int, least: float) -> TensorUse | None:
-        """The large input for whose gradient backward needs a second buffer; None if no input is such. Element-wise ops
+        """The large input for whose gradient backward needs further buffers; None if no input is such. Element-wise ops
         and losses are assumed to have a backward of several kernels, but for casts and `ONE_KERNEL`."""
         rule = self.space.strategy_sets[index].rule
         decision = self.space.decisions[index]
@@ -101,6 +101,12 @@ class GradientMemory:
             return None
         return next((use for use in self.space.uses_by.get(index, ())
                      if use.meta.requires_grad and use.meta.num_bytes >= least), None)
+
+    def _buffers(self, index: int) -> int:
+        """How many such buffers there are at once: one less than ops that make the gradient, of which the last one
+        writes it."""
+        rule = self.space.strategy_sets[index].rule
+        return max(1, rule.gradient_ops - 1) if rule is not None else 1
 
     def _added(self, index: int, least: float) -> Iterator[TensorUse]:
         """The use of a value that several ops read: while their gradients are added, there are two."""

@@ -75,7 +75,8 @@ def predict(pricer: SpacePricer, problem: Problem, strategies: Sequence[Strategy
         ahead, bubbles, found_hidden = mean.beside_s(profile, hybrid.micro_batches), 0.0, _hidden(pricer, strategies)
         hidden = mean.hidden_s(profile, hybrid.micro_batches, found_hidden) + found_hidden.once + ahead
     waited = max(0.0, -hidden)    # ranks that wait for one another's hosts
-    bar = max((error_bar(one.profile, None, list(_kinds(pricer, found)), pricer.prices.cluster.num_devices)
+    trains = pricer.prices.training and any(m.requires_grad for s in pricer.space.strategy_sets for m in s.output_metas)
+    bar = max((error_bar(one.profile, None, list(_kinds(pricer, found)), pricer.prices.cluster.num_devices, trains)
                for one in pricer.prices.kinds), key=lambda found: found.p90)
     return Prediction(
         forward_s=mean.forward / ranks,

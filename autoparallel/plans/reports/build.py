@@ -8,7 +8,18 @@ from collections.abc import Iterable
 from autoparallel.plans.plan import Plan, Prediction
 from autoparallel.plans.record import Record, Workload
 from autoparallel.plans.reports.blocks import block_rows
-from autoparallel.plans.reports.report import LAUNCHED, PURPOSES, Collectives, Memory, Proof, Report, Speed, Time
+from autoparallel.plans.reports.report import (
+    CROSSED,
+    LAUNCHED,
+    LOOKED_UP,
+    PURPOSES,
+    Collectives,
+    Memory,
+    Proof,
+    Report,
+    Speed,
+    Time,
+)
 from autoparallel.plans.reports.summary import summary
 from autoparallel.plans.reports.words import AxisWords, axis_words, title
 from autoparallel.plans.roles import parameters_of, roles_of
@@ -24,7 +35,8 @@ def report_of(plan: Plan) -> Report:
     found = Report(
         (), (), title(plan, axes), plan.cluster, plan.fingerprint, axes, _departures(axes),
         _speed(p, record.workload if record else None), _memory(p, record), times,
-        p.exposed_s / p.step_s if p.step_s else 0.0, tuple(_collectives(plan, labels)), block_rows(plan, axes),
+        (p.exposed_s - p.crossings_s) / p.step_s if p.step_s else 0.0,
+        tuple(_collectives(plan, labels)), block_rows(plan, axes),
         _proof(plan), tuple(plan.pins.items()), plan.hybrid.cuts,
         plan.hybrid.recompute_blocks or (), p.repeated_ops, record, roles_of(plan).family, _interleaved(plan),
     )
@@ -89,8 +101,8 @@ def times_of(p: Prediction) -> tuple[Time, ...]:
     return (
         Time("forward compute", p.forward_s - p.recompute_s - p.lookups_forward_s), Time("recompute", p.recompute_s),
         Time("backward compute", p.backward_s - p.lookups_backward_s), Time("optimizer", p.optimizer_s),
-        Time("lookups on the host", p.lookups_forward_s + p.lookups_backward_s),
-        Time("their ids, results and gradients between host and device", p.crossings_s),
+        Time(LOOKED_UP, p.lookups_forward_s + p.lookups_backward_s),
+        Time(CROSSED, p.crossings_s),
         Time("exposed communication", p.exposed_s - p.crossings_s),
         Time(LAUNCHED, p.hidden_communication_s - p.hidden_s),
         Time("bubbles, sends, waits", p.waiting_s),

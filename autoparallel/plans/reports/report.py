@@ -24,6 +24,8 @@ REASONS = {"optimal": "ended with a proof", "gap": "ended within the gap", "time
            "interrupted": "interrupted: the best so far"}
 #: The part of a step that takes back launches which cost nothing, in the glossary too.
 LAUNCHED = "less launches ahead of the device"
+#: Of tables on the host.
+LOOKED_UP, CROSSED = "lookups on the host", "their ids, results and gradients between host and device"
 PURPOSES = ("parameters", "gradients", "activations")
 
 

@@ -6,7 +6,7 @@ import math
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
 
-from autoparallel.plans.reports.report import LAUNCHED, Answer, Memory, Proof, Report, Speed
+from autoparallel.plans.reports.report import CROSSED, LAUNCHED, LOOKED_UP, Answer, Memory, Proof, Report, Speed
 from autoparallel.plans.reports.units import (
     bytes_str,
     count_str,
@@ -107,7 +107,8 @@ def _work(report: Report) -> str:
     work = report.record.workload
     which = f" (of {work.tokens_of})" if work.tokens_of else ""
     software = f" with {work.software}" if work.software else ""
-    return f" of {work.count:,.0f} {work.unit}{which} on {work.devices:,} {work.device}{software}"
+    unit = work.unit.removesuffix("s") if work.count == 1 else work.unit
+    return f" of {work.count:,.0f} {unit}{which} on {work.devices:,} {work.device}{software}"
 
 
 def _range(speed: Speed) -> str:
@@ -173,10 +174,11 @@ def _costs(speed: Speed) -> Iterator[str]:
 
 
 def _where(report: Report) -> str:
-    """The shares of the step: compute, exposed communication, waits and the framework."""
+    """The shares of the step: compute, exposed communication, tables on the host, waits and the framework."""
     share = {name: sum(report.seconds_of(part) for part in parts) / (report.speed.step_s or 1.0)
              for name, parts in (("compute", ("forward compute", "recompute", "backward compute", "optimizer",
                                               LAUNCHED)),
+                                 ("lookups on the host", (LOOKED_UP, CROSSED)),
                                  ("bubbles and waits", ("bubbles, sends, waits",)),
                                  ("framework", ("framework, per step and micro-batch",)))}
     said = [f"{name} {percent_str(value)}" for name, value in share.items() if value >= LEAST_SHARE]

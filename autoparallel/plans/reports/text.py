@@ -224,7 +224,7 @@ def sensitivities(step_s: float, found: Sequence[Sensitivity]) -> Table:
 def explanation(name: str, choices: Sequence[Choice]) -> Table:
     """The answer of `Study.explain` for decision ``name`` as a table."""
     columns = ("strategy", "all else unchanged", "best plan with it", "lower bound")
-    table = _table(f"{name}: step time with each strategy", columns, right=columns[1:])
+    table = _table(f"{name}: step with each strategy, without overlap and waits", columns, right=columns[1:])
     for row in explained(choices):
         table.add_row(*row)
     return table

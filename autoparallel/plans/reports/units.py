@@ -88,13 +88,13 @@ def large_str(count: float) -> str:
 
 
 def percent_str(share: float) -> str:
-    """A share in percent, with two digits below ten: 47 %, 3.5 %, 0.10 %; what is below 1e-9 % is rounding, and 0.
+    """A share in percent, with two digits below ten: 47 %, 3.5 %, 0.10 %; what is below 0.0001 % is 0.
 
-    >>> percent_str(0.473), percent_str(0.0351), percent_str(0.0004), percent_str(2.2e-16)
+    >>> percent_str(0.473), percent_str(0.0351), percent_str(0.0004), percent_str(1.7e-8)
     ('47 %', '3.5 %', '0.04 %', '0 %')
     """
     value = 100 * share
-    if abs(value) < 1e-9:
+    if abs(value) < 9.99e-5:
         return "0 %"
     return f"{value:.0f} %" if abs(value) >= 9.95 else f"{value:.1f} %" if abs(value) >= 0.995 else f"{value:.2g} %"
 
@@ -102,12 +102,13 @@ def percent_str(share: float) -> str:
 def percent_up(share: float) -> str:
     """A share in percent, as `percent_str` but rounded up: for what is at most so much.
 
-    >>> percent_up(0.2549), percent_up(0.00131), percent_up(0.25)
-    ('26 %', '0.14 %', '25 %')
+    >>> percent_up(0.2549), percent_up(0.00131), percent_up(0.25), percent_up(1.7e-8), percent_up(2.2e-16)
+    ('26 %', '0.14 %', '25 %', '0.0001 %', '0 %')
     """
     value = 100 * share
-    if value <= 0:
+    if value < 1e-9:  # rounding
         return percent_str(share)
+    value = max(value, 1e-4)
     digits = 1 if value >= 9.95 else 10.0 ** (1 - math.floor(math.log10(value)))
     return percent_str(math.ceil(value * digits - 1e-9) / digits / 100)
 

@@ -120,9 +120,10 @@ def pool_over_channels(op: OpView) -> Rule:
 def _over_channels(op: OpView) -> Rule:
     (space,) = re.findall(r"pool(\d)d", op.target._schema.name)
     averages = "avg" in op.target._schema.name
+    is_mean = "adaptive_avg" in op.target._schema.name and set(op.out.shape[-int(space):]) == {1}
     return _over_batch_and_channels(
         op, int(space), flops=float(op.inputs[0].num_elements), linear=(frozenset({0}),) if averages else (),
-        saves=frozenset() if averages else frozenset({0}),
+        saves=frozenset() if is_mean else frozenset({0}),  # torch keeps what it averages, too
     )
 
 

@@ -86,7 +86,7 @@ def gather(op: OpView) -> Rule | None:
     out[dim] = "i" if places[dim] != 1 else None
     sizes = {f: places[d] for d, f in enumerate(out) if f}
     return Rule((tuple(together), tuple(out)), (tuple(out),), sizes, linear=(frozenset({0}),),
-                flops=float(op.out.num_elements), op_class="gather", saves=frozenset({1}))
+                flops=float(op.out.num_elements), op_class="gather", saves=frozenset({0, 1}))
 
 
 @rule_for(aten.scatter.src, aten.scatter.value, aten.scatter.reduce, aten.scatter.value_reduce)
@@ -151,7 +151,7 @@ def index_add(op: OpView) -> Rule | None:
     place = "i" if adds else None
     return Rule((tuple(names), (place,), (*names[:dim], place, *names[dim + 1 :])), (tuple(names),), sizes,
                 reduce=frozenset({"i"}) & sizes.keys(), additive=frozenset({0}), linear=(frozenset({0, 2}),),
-                flops=float(op.out.num_elements), op_class="gather", saves=frozenset({1}))
+                flops=float(op.out.num_elements), op_class="gather", saves=frozenset({1, 2}))
 
 
 @rule_for(aten.index_fill.int_Scalar, aten.index_fill.int_Tensor)

@@ -21,7 +21,9 @@ def ordered(op: OpView) -> Rule | None:
     if not shape:
         return None
     comparisons = op.inputs[0].num_elements * math.log2(max(2, shape[op.arg("dim") % len(shape)]))
-    return whole_dims(op, {op.arg("dim") % len(shape)}, flops=comparisons, op_class="reduction")
+    places = 8.0 * op.out.num_elements / max(1, op.inputs[0].num_elements)  # bytes of the numbers that backward needs
+    return whole_dims(op, {op.arg("dim") % len(shape)}, flops=comparisons, op_class="reduction",
+                      extra_bytes={} if len(op.outputs) < 2 else {0: places})
 
 
 @rule_for(bounded_places)

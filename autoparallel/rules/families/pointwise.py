@@ -43,7 +43,11 @@ LINEAR: dict[object, tuple[tuple[int, ...], ...]] = {
 FILLED = {aten.masked_fill.Scalar: "value", aten.where.ScalarOther: "other", aten.where.ScalarSelf: "self"}
 #: Ops whose backward needs neither input nor output.
 NOTHING_SAVED = {aten.add.Tensor, aten.sub.Tensor, aten.neg.default, aten.to.dtype, aten.add.Scalar, aten.sub.Scalar,
-                 aten.mul.Scalar, aten.div.Scalar}
+                 aten.mul.Scalar, aten.div.Scalar, aten.rsub.Tensor, aten.rsub.Scalar, aten.lerp.Scalar,
+                 aten.real.default, aten.imag.default, aten.deg2rad.default, aten.rad2deg.default}
+#: Ops that choose between their inputs by a mask, which is all that they save.
+CHOICES = {aten.where.self, aten.where.ScalarOther, aten.where.ScalarSelf, aten.masked_fill.Scalar,
+           aten.masked_fill.Tensor}
 OUTPUT_SAVED = {aten.relu.default, aten.tanh.default, aten.sigmoid.default, aten.exp.default, aten.rsqrt.default,
                 aten.sqrt.default, aten.reciprocal.default}
 
@@ -98,6 +102,10 @@ def _saved(op: OpView) -> frozenset[int]:
     """Inputs kept for backward: none of a linear op; for a product each factor that the other one's gradient needs."""
     if op.target in NOTHING_SAVED or op.target in OUTPUT_SAVED:
         return frozenset()
+    if op.target in CHOICES:
+        return frozenset(i for i, meta in enumerate(op.inputs) if meta.dtype is torch.bool)
+    if op.target is aten.addcmul.default:
+        return frozenset({1, 2})
     if op.target is aten.mul.Tensor:
         if len(op.inputs) < 2:
             return frozenset()

@@ -8,6 +8,9 @@ from autoparallel.rules.registry import OpView, rule_for
 from autoparallel.rules.rule import Rule
 
 aten = torch.ops.aten
+#: Vectors as long as the hidden state that a layer keeps at each point for backward: the gates and what is made of them
+#: (of an LSTM four gates, the cell, its tanh and the hidden state).
+KEPT = {aten.lstm.input: 7, aten.gru.input: 6, aten.rnn_tanh.input: 2, aten.rnn_relu.input: 2}
 
 
 @rule_for(aten.lstm.input, aten.gru.input, aten.rnn_tanh.input, aten.rnn_relu.input)
@@ -23,8 +26,11 @@ def recurrent(op: OpView) -> Rule | None:
         return None
     parameters = op.inputs[1 + num_states :]
     points = op.inputs[0].num_elements / op.shapes[0][-1]
+    layers, _, hidden = op.shapes[num_states]  # of both directions; an LSTM's hidden state may be shorter than its cell
     return Rule(
         (first, *[state] * num_states, *((None,) * len(m.shape) for m in parameters)), (first, *[state] * num_states),
         {"b": batch}, flops=2.0 * points * sum(m.num_elements for m in parameters), op_class="matmul",
-        saves=frozenset(range(len(op.inputs))), saves_output=True, random=bool(op.arg("train") and op.arg("dropout")),
+        saves=frozenset(range(len(op.inputs))), saves_output=True,
+        work_bytes=float(KEPT[op.target] * layers * points * hidden * op.inputs[0].dtype.itemsize),
+        random=bool(op.arg("train") and op.arg("dropout")),
     )

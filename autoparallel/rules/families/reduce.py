@@ -65,7 +65,7 @@ def logsumexp(op: OpView) -> Rule | None:
         return rule
     dims = sorted({d % len(x.shape) for d in op.arg("dim")})
     size = 4.0 * op.out.num_elements / max(1, x.num_elements)
-    return replace(rule, variants=tuple(
+    return replace(rule, gradient_ops=3, variants=tuple(  # g * exp(x - result)
         _variant(d, "softmax", (INVARIANT,), [Exchange("all_reduce", 0, size, 2, whole=True)])
         for d in dims if x.shape[d] != 1))
 

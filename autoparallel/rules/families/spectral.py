@@ -21,7 +21,9 @@ def transform(op: OpView) -> Rule:
     rank, dim = len(op.out.shape), op.arg("dim")
     sizes = op.arg("s") if any(a.name == "s" for a in op.target._schema.arguments) else None
     dims = [dim] if isinstance(dim, int) else dim or range(rank - len(sizes or range(rank)), rank)
-    return whole_dims(op, {d % rank for d in dims}, linear=SUMMANDS, flops=25.0 * op.out.num_elements)
+    keeps = not op.inputs[0].dtype.is_complex and "shift" not in op.target._schema.name
+    return whole_dims(op, {d % rank for d in dims}, linear=SUMMANDS, flops=25.0 * op.out.num_elements,
+                      saves=frozenset({0}) if keeps else frozenset())
 
 
 @rule_for(aten.stft.default)
