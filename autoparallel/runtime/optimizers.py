@@ -23,7 +23,7 @@ from autoparallel.runtime.dtensors import is_watched
 from autoparallel.runtime.offload.optimizer import OffloadedOptimizer
 from autoparallel.runtime.originals import refuse_idle, refuse_originals
 from autoparallel.runtime.shard_steps import step_shards, steps_shards
-from autoparallel.runtime.sparse_gradients import step_sparse_shards
+from autoparallel.runtime.sparse_gradients import keep_hooks_outside, step_sparse_shards
 from autoparallel.schedule.tiers import Offload
 
 _LOG = logging.getLogger("autoparallel")
@@ -68,6 +68,7 @@ def _check(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
     if all(p.grad is None for p in parameters):
         refuse_idle(optimizer, parameters)
     if optimizer in _passed:
+        keep_hooks_outside(optimizer)
         return
     if not any(is_watched(p) for p in parameters):
         refuse_originals(optimizer, parameters)
@@ -85,7 +86,7 @@ def _check(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
     if steps_shards(type(optimizer)):
         step_shards(optimizer)
     elif isinstance(optimizer, torch.optim.SparseAdam):
-        step_sparse_shards(optimizer, args, kwargs)
+        step_sparse_shards(optimizer)
     _passed.add(optimizer)
 
 

@@ -7,8 +7,10 @@ torch's optimizers ask for.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections import OrderedDict
+from collections.abc import Callable, MutableMapping
 from typing import Any, cast
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor
@@ -89,28 +91,45 @@ def own_rows_of(gradient: Tensor) -> Tensor:
     return made.clone() if made is gradient or made._values().data_ptr() == gradient._values().data_ptr() else made
 
 
-def step_sparse_shards(optimizer: torch.optim.Optimizer, *call: Any) -> None:
-    """Make a `torch.optim.SparseAdam` compute on local shards from the step on before which this is called, in a hook
-    with the arguments ``call``: for the time of a step its groups have shards in place of parameters. Its state stays
-    of DTensors for everybody else."""
+#: By SparseAdam, the number of the hook that gives it shards.
+_takes_shards: MutableMapping[torch.optim.Optimizer, int] = WeakKeyDictionary()
+
+
+def step_sparse_shards(optimizer: torch.optim.Optimizer) -> None:
+    """Make a `torch.optim.SparseAdam` compute on local shards from the step on before which this is called: for the
+    time of a step its groups have shards in place of parameters. Its state stays of DTensors for everybody else."""
     put_back: list[Callable[[], None]] = []
 
     def before(_: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         if any(callable(value) for value in (*args[1:], *kwargs.values())):
             raise InputError("SparseAdam.step(closure) of parameters on a mesh: call the closure first, then step()")
-        while put_back:    # of a step that failed
-            put_back.pop()()
+        after()    # of a step that failed
         for group in optimizer.param_groups:
             _check(group["params"])
-            put_back.append(_take_shards(optimizer, group))
+        put_back.extend([_take_shards(optimizer, group) for group in optimizer.param_groups])
 
     def after(*_: Any) -> None:
         while put_back:
             put_back.pop()()
 
-    optimizer.register_step_pre_hook(before)
-    optimizer.register_step_post_hook(after)
-    before(optimizer, *call)
+    _takes_shards[optimizer] = optimizer.register_step_pre_hook(before).id
+    first = optimizer.register_step_post_hook(after).id
+    cast(OrderedDict[int, Any], optimizer._optimizer_step_post_hooks).move_to_end(first, last=False)
+
+
+def keep_hooks_outside(optimizer: torch.optim.Optimizer) -> None:
+    """Called before each step: let the user's hooks, of whenever, run while the groups have parameters."""
+    if (last := _takes_shards.get(optimizer)) is not None:
+        cast(OrderedDict[int, Any], optimizer._optimizer_step_pre_hooks).move_to_end(last)
+
+
+def start_states(optimizer: torch.optim.Optimizer) -> None:
+    """Make the states of a `torch.optim.SparseAdam` that has none yet, as its first step does. (torch's state dicts of
+    models make them by a step with dense gradients.)"""
+    if isinstance(optimizer, torch.optim.SparseAdam) and not optimizer.state:
+        for parameter in (p for group in optimizer.param_groups for p in group["params"] if p.requires_grad):
+            optimizer.state[parameter] = {"step": 0, "exp_avg": torch.zeros_like(parameter),
+                                          "exp_avg_sq": torch.zeros_like(parameter)}
 
 
 def _check(parameters: list[Tensor]) -> None:
@@ -136,13 +155,15 @@ def _take_shards(optimizer: torch.optim.Optimizer, group: dict[str, Any]) -> Cal
         group["params"] = parameters
         for parameter, shard in zip(parameters, shards, strict=True):
             if isinstance(parameter, DTensor):
-                shard.grad, state = None, optimizer.state.pop(shard, {})
-                optimizer.state[parameter] = {
-                    key: DTensor(value, parameter._spec, requires_grad=False)
-                    if isinstance(value, Tensor) and value.dim() else value for key, value in state.items()}
+                shard.grad = None
+                if state := optimizer.state.pop(shard, None):
+                    optimizer.state[parameter] = {
+                        key: DTensor(value, parameter._spec, requires_grad=False)
+                        if isinstance(value, Tensor) and value.dim() else value for key, value in state.items()}
 
     group["params"] = shards
     return back
 
 
-__all__ = ["SparseGradient", "own_rows_of", "sparse_gradient", "step_sparse_shards"]
+__all__ = ["SparseGradient", "keep_hooks_outside", "own_rows_of", "sparse_gradient", "start_states",
+           "step_sparse_shards"]
