@@ -13,6 +13,7 @@ import autoparallel
 from autoparallel.backends import check
 from autoparallel.errors import InfeasibleError, PlanError
 from autoparallel.kernels.sparse_rows import own_bags, own_rows
+from autoparallel.kernels.variants import vocabulary_bags, vocabulary_embedding
 from autoparallel.schedule.step_config import Hybrid
 from cost_models import Cluster
 from tests.support.messages import says
@@ -259,9 +260,21 @@ def test_rows_of_shards_are_those_of_the_whole() -> None:
     (wanted,) = torch.autograd.grad(nn.functional.embedding(ids, table, padding_idx=7), table, upstream)
     for start, end in SHARDS:
         shard = table.detach()[start:end].requires_grad_()
-        (found,) = torch.autograd.grad(own_rows(shard, ids, start, 7), shard, upstream)
+        (found,) = torch.autograd.grad(own_rows(shard, ids, start, ROWS, 7), shard, upstream)
         assert found._nnz() == int(((ids >= start) & (ids < end) & (ids != 7)).sum())
         torch.testing.assert_close(found.to_dense(), wanted[start:end])
+
+
+@pytest.mark.parametrize("sparse", [True, False])
+@pytest.mark.parametrize("bad", [-1, ROWS])
+def test_ids_that_the_table_has_not_are_torchs_error(bad: int, sparse: bool) -> None:
+    ids = torch.tensor([[1, bad], [12, 22]])
+    for start, end in SHARDS:
+        shard = torch.randn(ROWS, WIDTH)[start:end]
+        with pytest.raises(IndexError, match="index out of range"):
+            vocabulary_embedding(shard, ids, -1, False, sparse, start=start, length=ROWS)
+        with pytest.raises(RuntimeError, match="idx < num_embeddings"):
+            vocabulary_bags(shard, ids, None, None, 0, False, None, sparse, start=start, length=ROWS)
 
 
 @pytest.mark.parametrize("last", [True, False])
@@ -276,7 +289,7 @@ def test_bags_of_shards_add_up_to_the_whole(last: bool) -> None:
     sums = [torch.zeros_like(whole), torch.zeros_like(weights)]
     for start, end in SHARDS:
         shard = table.detach()[start:end].requires_grad_()
-        made = own_bags(shard, ids, weights, offsets, 0, last, 7, start)
+        made = own_bags(shard, ids, weights, offsets, 0, last, 7, start, ROWS)
         found, own_weights = torch.autograd.grad(made, (shard, weights), upstream)
         assert found.is_sparse
         torch.testing.assert_close(found.to_dense(), of_table[start:end])
