@@ -1,8 +1,8 @@
 """Lookups in a shard of a table's rows whose gradient is sparse: only of the rows that are looked up in this shard.
 
 Rows of other ranks are zeros in the result, and have no entry in the gradient. (An entry of zeros, as a dense lookup's
-mask would give, is a gradient to optimizers that keep moments of what they touch.) An id that the whole table has not is
-torch's own error, on every rank.
+mask would give, is a gradient to optimizers that keep moments of what they touch.) An id that the whole table has not
+is torch's own error, on every rank.
 """
 
 from __future__ import annotations

@@ -62,18 +62,39 @@ class SparseGradient(DTensor):
     @classmethod
     def __torch_dispatch__(  # type: ignore[override]
             cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is aten._values.default:
+            return _Entries(args[0]._local_tensor._values(), args[0]._spec, requires_grad=False)
         values = [value for value in args if isinstance(value, DTensor)]
         spec = values[0]._spec if values else None
         if func not in _OPS or spec is None or any(
                 value.placements != spec.placements or value.shape != spec.shape for value in values):
-            raise InputError(f"{func} of a sparse gradient on a mesh\n  Such gradients are added, scaled and set to "
-                             "zero, and clipped by parallel.clip_grad_norm_(...); p.grad.to_dense() has all rows, "
-                             "p.grad.to_local() those of this rank's shard that were looked up.")
+            raise _refused(func)
         found = func(*(value._local_tensor if isinstance(value, DTensor) else value for value in args),
                      **(kwargs or {}))
         if isinstance(args[0], DTensor) and found is args[0]._local_tensor and func is not aten.detach.default:
             return args[0]
         return sparse_gradient(found, spec) if found.is_sparse else DTensor(found, spec, requires_grad=False)
+
+
+class _Entries(DTensor):
+    """The entries of a sparse gradient, for gradient scalers, which divide them in place and look for infinite ones."""
+
+    @classmethod
+    def __torch_dispatch__(  # type: ignore[override]
+            cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is aten.detach.default:
+            return cls(args[0]._local_tensor, args[0]._spec, requires_grad=False)
+        if func is not aten._amp_foreach_non_finite_check_and_unscale_.default:
+            raise _refused(func)
+        gradients = [DTensor(one._local_tensor, one._spec, requires_grad=False) if isinstance(one, cls) else one
+                     for one in args[0]]
+        return DTensor.__torch_dispatch__(func, (DTensor,), (gradients, *args[1:]), kwargs or {})
+
+
+def _refused(func: Any) -> InputError:
+    return InputError(f"{func} of a sparse gradient on a mesh\n  Such gradients are added, scaled and set to zero, "
+                      "and clipped by parallel.clip_grad_norm_(...); p.grad.to_dense() has all rows, p.grad.to_local() "
+                      "those of this rank's shard that were looked up.")
 
 
 def sparse_gradient(local: Tensor, spec: Any) -> SparseGradient:
