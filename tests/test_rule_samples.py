@@ -338,7 +338,7 @@ def run_rank(
     made: OpCall, strategy: AxisStrategy, inputs: Sequence[Tensor], sizes: Sequence[int], start: int
 ) -> list[Tensor]:
     if strategy.variant == "vocabulary":
-        return [variants.vocabulary_embedding(*inputs, *made.args[2:3], start=start)]
+        return [variants.vocabulary_embedding(*inputs, *made.args[2:3], start=start, length=len(made.inputs[0]))]
     if strategy.variant == "queries":
         return [variants.causal_queries(*inputs, start=start, **made.kwargs)]
     return made.run(inputs, sizes)

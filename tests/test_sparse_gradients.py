@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -13,6 +14,7 @@ import autoparallel
 from autoparallel.backends import check
 from autoparallel.errors import InfeasibleError, PlanError
 from autoparallel.kernels.sparse_rows import own_bags, own_rows
+from autoparallel.kernels.variants import vocabulary_bags, vocabulary_embedding
 from autoparallel.schedule.step_config import Hybrid
 from cost_models import Cluster
 from tests.support.messages import says
@@ -125,6 +127,9 @@ def in_micro_batches(options: dict[str, Any], host: bool) -> list[float]:
     mesh = mesh_of(2, 2) if "pipeline_stages" in options else mesh_of(2)
     parallel = autoparallel.compile(model, mesh, example_inputs=batch, pins=pins, **options)
     return micro_steps(parallel, batch, parallel.step, parallel.clip_grad_norm_)
+
+
+PATHS = ("table.weight", "other.weight")
 
 
 class Micro(nn.Module):
@@ -246,6 +251,92 @@ def test_what_users_do_with_them(ranks: Any) -> None:
             assert all(part in found[name] for part in parts), found[name]
 
 
+def steps_on(model: nn.Module, batch: tuple[Tensor, ...], kind: str, steps: int, made: Any = None, scaler: Any = None
+             ) -> tuple[list[float], Any]:
+    """Steps of one optimizer over the tables, with momentum where it has that; returns losses and optimizer."""
+    kept = {"momentum": 0.9} if kind == "SGD" else {}
+    made = made or getattr(torch.optim, kind)([model.get_parameter(name) for name in PATHS], lr=0.1, **kept)
+    losses = []
+    for _ in range(steps):
+        loss = model(*batch)
+        (loss if scaler is None else scaler.scale(loss)).backward()
+        if scaler is None:
+            made.step()
+        else:
+            scaler.unscale_(made)
+            scaler.step(made)
+            scaler.update()
+        model.zero_grad()
+        losses.append(float(loss))
+    return losses, made
+
+
+def in_another_layout(kind: str, folder: str) -> list[list[float]]:
+    """Two more steps after two in another layout: with the optimizer's state dict, and from a checkpoint."""
+    found = []
+    for by_file in (False, True):
+        model, batch = micro_model()
+        model.head.requires_grad_(False)
+        first, other = (autoparallel.compile(model, mesh_of(2), example_inputs=batch, pins={
+            name: (Shard(dim),) for name in PATHS}) for dim in (0, 1))
+        losses, made = steps_on(first, batch, kind, 2)
+        _, again = steps_on(other, batch, kind, 0)
+        if by_file:
+            first.save(folder, made)
+            other.load(folder, again)
+        else:
+            other.load_state_dict(first.state_dict())
+            again.load_state_dict(made.state_dict())
+        found.append(losses + steps_on(other, batch, kind, 2, again)[0])
+    return found
+
+
+@pytest.mark.ranks
+@pytest.mark.parametrize("kind", ["SparseAdam", "SGD", "Adagrad"])
+def test_states_go_to_another_layout(ranks: Any, kind: str, tmp_path: Path) -> None:
+    model, batch = micro_model()
+    wanted, _ = steps_on(model, batch, kind, 4)
+    for found in ranks(2).run(in_another_layout, kind, str(tmp_path), timeout_s=120):
+        assert all(losses == pytest.approx(wanted, rel=1e-9) for losses in found)
+
+
+def hooks_and_scaler() -> dict[str, Any]:
+    """What step hooks see, of before and after the first step; steps with scaled gradients, one of them infinite."""
+    model, batch = micro_model()
+    parallel = autoparallel.compile(model, mesh_of(2), example_inputs=batch, pins={"table.weight": (Shard(0),)})
+    _, made = steps_on(parallel, batch, "SparseAdam", 0)
+    seen: list[bool] = []
+
+    def see(optimizer: torch.optim.Optimizer, *_: Any) -> None:
+        seen.extend(isinstance(p, DTensor) and p.grad is not None for p in optimizer.param_groups[0]["params"])
+
+    for _ in range(2):
+        made.register_step_pre_hook(see)
+        made.register_step_post_hook(see)
+        steps_on(parallel, batch, "SparseAdam", 1, made)
+    found: dict[str, Any] = {"seen": seen.copy()}
+    for name, scaler in (("ours", autoparallel.GradScaler("cpu", 8.0)), ("torchs", torch.amp.GradScaler("cpu", 8.0))):
+        weight: Any = parallel.get_parameter("table.weight")
+        before = weight.full_tensor().clone()
+        handle = weight.register_hook(lambda gradient: gradient * float("inf"))
+        steps_on(parallel, batch, "SparseAdam", 1, made, scaler)
+        handle.remove()
+        found[name] = torch.equal(before, weight.full_tensor()), scaler.get_scale()
+        found[f"{name}, losses"] = steps_on(parallel, batch, "SparseAdam", 2, made, scaler)[0]
+    return found
+
+
+@pytest.mark.ranks
+def test_hooks_see_parameters_and_scalers_divide(ranks: Any) -> None:
+    model, batch = micro_model()
+    losses, made = steps_on(model, batch, "SparseAdam", 2)
+    wanted = [steps_on(model, batch, "SparseAdam", 2, made)[0] for _ in range(2)]
+    for found in ranks(2).run(hooks_and_scaler, timeout_s=120):
+        assert found["seen"] == [True] * 12
+        for name, losses in zip(("ours", "torchs"), wanted, strict=True):
+            assert found[name] == (True, 4.0) and found[f"{name}, losses"] == pytest.approx(losses, rel=1e-9)
+
+
 # --- without processes ----------------------------------------------------------------------------------------------
 
 SHARDS = ((0, 10), (10, 15), (15, ROWS))
@@ -259,9 +350,21 @@ def test_rows_of_shards_are_those_of_the_whole() -> None:
     (wanted,) = torch.autograd.grad(nn.functional.embedding(ids, table, padding_idx=7), table, upstream)
     for start, end in SHARDS:
         shard = table.detach()[start:end].requires_grad_()
-        (found,) = torch.autograd.grad(own_rows(shard, ids, start, 7), shard, upstream)
+        (found,) = torch.autograd.grad(own_rows(shard, ids, start, ROWS, 7), shard, upstream)
         assert found._nnz() == int(((ids >= start) & (ids < end) & (ids != 7)).sum())
         torch.testing.assert_close(found.to_dense(), wanted[start:end])
+
+
+@pytest.mark.parametrize("sparse", [True, False])
+@pytest.mark.parametrize("bad", [-1, ROWS])
+def test_ids_that_the_table_has_not_are_torchs_error(bad: int, sparse: bool) -> None:
+    ids = torch.tensor([[1, bad], [12, 22]])
+    for start, end in SHARDS:
+        shard = torch.randn(ROWS, WIDTH)[start:end]
+        with pytest.raises(IndexError, match="index out of range"):
+            vocabulary_embedding(shard, ids, -1, False, sparse, start=start, length=ROWS)
+        with pytest.raises(RuntimeError, match=r"idx|valid range"):
+            vocabulary_bags(shard, ids, None, None, 0, False, None, sparse, start=start, length=ROWS)
 
 
 @pytest.mark.parametrize("last", [True, False])
@@ -276,7 +379,7 @@ def test_bags_of_shards_add_up_to_the_whole(last: bool) -> None:
     sums = [torch.zeros_like(whole), torch.zeros_like(weights)]
     for start, end in SHARDS:
         shard = table.detach()[start:end].requires_grad_()
-        made = own_bags(shard, ids, weights, offsets, 0, last, 7, start)
+        made = own_bags(shard, ids, weights, offsets, 0, last, 7, start, ROWS)
         found, own_weights = torch.autograd.grad(made, (shard, weights), upstream)
         assert found.is_sparse
         torch.testing.assert_close(found.to_dense(), of_table[start:end])
@@ -285,9 +388,6 @@ def test_bags_of_shards_add_up_to_the_whole(last: bool) -> None:
 
 
 MACHINE = Cluster.load("h100-sxm", num_devices=4)
-
-
-PATHS = ("table.weight", "other.weight")
 
 
 def planned(sparse: bool, **options: Any) -> autoparallel.plans.Plan:

@@ -23,23 +23,24 @@ from autoparallel.kernels.linear_sections import cut_sections
 from autoparallel.kernels.norm import norm_of_shards
 from autoparallel.kernels.ring import ring_attention
 from autoparallel.kernels.softmax import places_of_shards, softmax_of_shards
-from autoparallel.kernels.sparse_rows import own_bags, own_rows
+from autoparallel.kernels.sparse_rows import local_ids, own_bags, own_ids, own_rows
 from autoparallel.kernels.tracing import is_traced
 from autoparallel.ops.embedding_bag import embedding_bag
 
 
 def vocabulary_embedding(
     weight: torch.Tensor, ids: torch.Tensor, padding_idx: int = -1, scale_grad_by_freq: bool = False,
-    sparse: bool = False, *, start: int, axes: tuple[str, ...] = ()
+    sparse: bool = False, *, start: int, length: int, axes: tuple[str, ...] = ()
 ) -> torch.Tensor:
     """Embedding of the ids in this rank's shard of the vocabulary, zeros for the others: a summand of the whole.
 
-    ``weight``: [shard, hidden], its first row is row ``start`` of the whole table. Returns [*ids, hidden].
+    ``weight``: [shard, hidden], its first row is row ``start`` of the whole table, of ``length`` rows. Returns
+    [*ids, hidden].
     """
     if sparse:
-        return own_rows(weight, ids, start, padding_idx)
-    own = (ids >= start) & (ids < start + weight.shape[0])
-    rows = F.embedding((ids - start).masked_fill(~own, 0), weight)
+        return own_rows(weight, ids, start, length, padding_idx)
+    own = own_ids(ids, start, weight.shape[0])
+    rows = F.embedding(local_ids(ids, own, start, length), weight)
     if padding_idx >= 0:  # that row gets no gradient
         rows = torch.where((ids == padding_idx).unsqueeze(-1), rows.detach(), rows)
     return rows * own.unsqueeze(-1).to(rows.dtype)
@@ -47,19 +48,20 @@ def vocabulary_embedding(
 
 def vocabulary_bags(
     weight: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor | None, offsets: torch.Tensor | None, mode: int,
-    last: bool, padding_idx: int | None, sparse: bool = False, *, start: int, axes: tuple[str, ...] = ()
+    last: bool, padding_idx: int | None, sparse: bool = False, *, start: int, length: int, axes: tuple[str, ...] = ()
 ) -> torch.Tensor:
     """Embedding bags summed over the ids in this rank's shard of the vocabulary: a summand of the whole.
 
-    ``weight``: [shard, hidden], its first row is row ``start`` of the whole table. Returns [bags, hidden].
+    ``weight``: [shard, hidden], its first row is row ``start`` of the whole table, of ``length`` rows. Returns
+    [bags, hidden].
     """
     if sparse:
-        return own_bags(weight, ids, weights, offsets, mode, last, padding_idx, start)
-    own = (ids >= start) & (ids < start + weight.shape[0])
+        return own_bags(weight, ids, weights, offsets, mode, last, padding_idx, start, length)
+    own = own_ids(ids, start, weight.shape[0])
     if padding_idx is not None:
         own &= ids != padding_idx
     counted = own.to(weight.dtype) if weights is None else weights * own.to(weight.dtype)
-    return embedding_bag(weight, (ids - start).masked_fill(~own, 0), counted, offsets, mode, last, None)
+    return embedding_bag(weight, local_ids(ids, own, start, length), counted, offsets, mode, last, None)
 
 
 def class_cross_entropy(
@@ -105,17 +107,19 @@ def causal_queries(
 class Variant:
     """The function of a variant, and the keywords that `emit` passes to it.
 
-    ``start``: pass the global offset of the shard of this (operand, dim); dim None: the cut one. ``cuts``: pass ``op``,
-    ``dims`` (the cut dim of each axis) and ``sizes`` (its global lengths in first operand and result)."""
+    ``start``: pass the global offset of the shard of this (operand, dim); dim None: the cut one. ``length``: and, as
+    that, the dim's global length. ``cuts``: pass ``op``, ``dims`` (the cut dim of each axis) and ``sizes`` (its global
+    lengths in first operand and result)."""
 
     function: Callable[..., Any]
     start: tuple[int, int | None] | None = None
+    length: bool = False
     cuts: bool = False
 
 
 VARIANTS = {
-    "vocabulary": Variant(vocabulary_embedding, (0, 0)),
-    "vocabulary of bags": Variant(vocabulary_bags, (0, 0)),
+    "vocabulary": Variant(vocabulary_embedding, (0, 0), length=True),
+    "vocabulary of bags": Variant(vocabulary_bags, (0, 0), length=True),
     "classes": Variant(class_cross_entropy, (0, 1)),
     "queries": Variant(causal_queries, (0, 2)),
     "ring": Variant(ring_attention),

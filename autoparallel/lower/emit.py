@@ -242,7 +242,10 @@ class _Emitter:
         variant, keywords = VARIANTS[kind], {**kwargs, "axes": tuple(name for name, _ in taken)}
         if variant.start is not None:
             position, dim = variant.start
-            keywords["start"] = self._offsets(args[position])[taken[0][1].inputs[position].dim if dim is None else dim]
+            cut = taken[0][1].inputs[position].dim if dim is None else dim
+            keywords["start"] = self._offsets(args[position])[cut]
+            if variant.length:
+                keywords["length"] = args[position].meta["global_meta"].shape[cut]
         if variant.cuts:
             whole, made = args[0].meta["global_meta"].shape, node.outputs[0].shape
             dims = tuple(axis_strategy.inputs[0].dim for _, axis_strategy in taken)

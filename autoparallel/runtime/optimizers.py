@@ -23,7 +23,7 @@ from autoparallel.runtime.dtensors import is_watched
 from autoparallel.runtime.offload.optimizer import OffloadedOptimizer
 from autoparallel.runtime.originals import refuse_idle, refuse_originals
 from autoparallel.runtime.shard_steps import step_shards, steps_shards
-from autoparallel.runtime.sparse_gradients import step_sparse_shards
+from autoparallel.runtime.sparse_gradients import keep_hooks_outside, step_sparse_shards
 from autoparallel.schedule.tiers import Offload
 
 _LOG = logging.getLogger("autoparallel")
@@ -68,6 +68,7 @@ def _check(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
     if all(p.grad is None for p in parameters):
         refuse_idle(optimizer, parameters)
     if optimizer in _passed:
+        keep_hooks_outside(optimizer)
         return
     if not any(is_watched(p) for p in parameters):
         refuse_originals(optimizer, parameters)
@@ -85,19 +86,32 @@ def _check(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
     if steps_shards(type(optimizer)):
         step_shards(optimizer)
     elif isinstance(optimizer, torch.optim.SparseAdam):
-        step_sparse_shards(optimizer, args, kwargs)
+        step_sparse_shards(optimizer)
     _passed.add(optimizer)
 
 
 def _shard_states(optimizer: torch.optim.Optimizer) -> None:
-    """Lay whole states, of an optimizer of the original (`load_state_dict`), out as their parameters."""
+    """Lay whole states, of an optimizer of the original (`load_state_dict`), and those of other layouts out as their
+    parameters. (Dense ones of other layouts would do; optimizers of sparse gradients read the shards of rows.)"""
     for parameter, state in optimizer.state.items():
-        if not isinstance(parameter, DTensor) or not is_watched(parameter):
-            continue
-        for name, value in state.items():
-            if isinstance(value, Tensor) and not isinstance(value, DTensor) and value.dim() \
-                    and value.shape == parameter.shape:
-                state[name] = distribute_tensor(value, parameter.device_mesh, parameter.placements, src_data_rank=None)
+        if isinstance(parameter, DTensor) and is_watched(parameter):
+            for name, value in state.items():
+                if isinstance(value, Tensor) and value.dim() and value.shape == parameter.shape:
+                    state[name] = _laid_out(value, parameter)
+
+
+def _laid_out(value: Tensor, parameter: DTensor) -> Tensor:
+    """The state with the layout of its parameter; a sparse one of another layout then is dense."""
+    mesh, placements = parameter.device_mesh, parameter.placements
+    if not isinstance(value, DTensor):
+        whole = value.to_dense() if value.is_sparse else value
+        return distribute_tensor(whole, mesh, placements, src_data_rank=None)
+    if value.device_mesh == mesh and value.placements == placements:
+        return value
+    dense = value.to_dense() if value.is_sparse else value
+    if value.device_mesh == mesh:
+        return dense.redistribute(placements=placements)
+    return distribute_tensor(dense.full_tensor(), mesh, placements, src_data_rank=None)
 
 
 def _look_at_reset(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:

@@ -21,6 +21,8 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
+from autoparallel.runtime.sparse_gradients import sparse_gradient
+
 #: Optimizers whose new value of an element depends on no other element. (Muon and Adafactor are not.)
 ELEMENTWISE: tuple[type[torch.optim.Optimizer], ...] = (
     torch.optim.SGD, torch.optim.Adam, torch.optim.AdamW, torch.optim.Adamax, torch.optim.NAdam, torch.optim.RAdam,
@@ -90,8 +92,9 @@ def _take_momentum(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> 
         for parameter in _on_meshes(group["params"] if group["momentum"] else ()):
             made = optimizer.state.pop(parameter._local_tensor, None)
             if made is not None and "momentum_buffer" not in optimizer.state[parameter]:
-                buffer = DTensor(made["momentum_buffer"], parameter._spec, requires_grad=False)
-                optimizer.state[parameter]["momentum_buffer"] = buffer
+                buffer = made["momentum_buffer"]    # sparse, as the gradients that it is the mean of
+                optimizer.state[parameter]["momentum_buffer"] = sparse_gradient(buffer, parameter._spec) \
+                    if buffer.is_sparse else DTensor(buffer, parameter._spec, requires_grad=False)
 
 
 def _on_meshes(parameters: Sequence[Tensor]) -> list[DTensor]:

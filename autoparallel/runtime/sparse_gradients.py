@@ -7,8 +7,10 @@ torch's optimizers ask for.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections import OrderedDict
+from collections.abc import Callable, MutableMapping
 from typing import Any, cast
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor
@@ -60,18 +62,39 @@ class SparseGradient(DTensor):
     @classmethod
     def __torch_dispatch__(  # type: ignore[override]
             cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is aten._values.default:
+            return _Entries(args[0]._local_tensor._values(), args[0]._spec, requires_grad=False)
         values = [value for value in args if isinstance(value, DTensor)]
         spec = values[0]._spec if values else None
         if func not in _OPS or spec is None or any(
                 value.placements != spec.placements or value.shape != spec.shape for value in values):
-            raise InputError(f"{func} of a sparse gradient on a mesh\n  Such gradients are added, scaled and set to "
-                             "zero, and clipped by parallel.clip_grad_norm_(...); p.grad.to_dense() has all rows, "
-                             "p.grad.to_local() those of this rank's shard that were looked up.")
+            raise _refused(func)
         found = func(*(value._local_tensor if isinstance(value, DTensor) else value for value in args),
                      **(kwargs or {}))
         if isinstance(args[0], DTensor) and found is args[0]._local_tensor and func is not aten.detach.default:
             return args[0]
         return sparse_gradient(found, spec) if found.is_sparse else DTensor(found, spec, requires_grad=False)
+
+
+class _Entries(DTensor):
+    """The entries of a sparse gradient, for gradient scalers, which divide them in place and look for infinite ones."""
+
+    @classmethod
+    def __torch_dispatch__(  # type: ignore[override]
+            cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is aten.detach.default:
+            return cls(args[0]._local_tensor, args[0]._spec, requires_grad=False)
+        if func is not aten._amp_foreach_non_finite_check_and_unscale_.default:
+            raise _refused(func)
+        gradients = [DTensor(one._local_tensor, one._spec, requires_grad=False) if isinstance(one, cls) else one
+                     for one in args[0]]
+        return DTensor.__torch_dispatch__(func, (DTensor,), (gradients, *args[1:]), kwargs or {})
+
+
+def _refused(func: Any) -> InputError:
+    return InputError(f"{func} of a sparse gradient on a mesh\n  Such gradients are added, scaled and set to zero, "
+                      "and clipped by parallel.clip_grad_norm_(...); p.grad.to_dense() has all rows, p.grad.to_local() "
+                      "those of this rank's shard that were looked up.")
 
 
 def sparse_gradient(local: Tensor, spec: Any) -> SparseGradient:
@@ -89,28 +112,45 @@ def own_rows_of(gradient: Tensor) -> Tensor:
     return made.clone() if made is gradient or made._values().data_ptr() == gradient._values().data_ptr() else made
 
 
-def step_sparse_shards(optimizer: torch.optim.Optimizer, *call: Any) -> None:
-    """Make a `torch.optim.SparseAdam` compute on local shards from the step on before which this is called, in a hook
-    with the arguments ``call``: for the time of a step its groups have shards in place of parameters. Its state stays
-    of DTensors for everybody else."""
+#: By SparseAdam, the number of the hook that gives it shards.
+_takes_shards: MutableMapping[torch.optim.Optimizer, int] = WeakKeyDictionary()
+
+
+def step_sparse_shards(optimizer: torch.optim.Optimizer) -> None:
+    """Make a `torch.optim.SparseAdam` compute on local shards from the step on before which this is called: for the
+    time of a step its groups have shards in place of parameters. Its state stays of DTensors for everybody else."""
     put_back: list[Callable[[], None]] = []
 
     def before(_: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         if any(callable(value) for value in (*args[1:], *kwargs.values())):
             raise InputError("SparseAdam.step(closure) of parameters on a mesh: call the closure first, then step()")
-        while put_back:    # of a step that failed
-            put_back.pop()()
+        after()    # of a step that failed
         for group in optimizer.param_groups:
             _check(group["params"])
-            put_back.append(_take_shards(optimizer, group))
+        put_back.extend([_take_shards(optimizer, group) for group in optimizer.param_groups])
 
     def after(*_: Any) -> None:
         while put_back:
             put_back.pop()()
 
-    optimizer.register_step_pre_hook(before)
-    optimizer.register_step_post_hook(after)
-    before(optimizer, *call)
+    _takes_shards[optimizer] = optimizer.register_step_pre_hook(before).id
+    first = optimizer.register_step_post_hook(after).id
+    cast(OrderedDict[int, Any], optimizer._optimizer_step_post_hooks).move_to_end(first, last=False)
+
+
+def keep_hooks_outside(optimizer: torch.optim.Optimizer) -> None:
+    """Called before each step: let the user's hooks, of whenever, run while the groups have parameters."""
+    if (last := _takes_shards.get(optimizer)) is not None:
+        cast(OrderedDict[int, Any], optimizer._optimizer_step_pre_hooks).move_to_end(last)
+
+
+def start_states(optimizer: torch.optim.Optimizer) -> None:
+    """Make the states of a `torch.optim.SparseAdam` that has none yet, as its first step does. (torch's state dicts of
+    models make them by a step with dense gradients.)"""
+    if isinstance(optimizer, torch.optim.SparseAdam) and not optimizer.state:
+        for parameter in (p for group in optimizer.param_groups for p in group["params"] if p.requires_grad):
+            optimizer.state[parameter] = {"step": 0, "exp_avg": torch.zeros_like(parameter),
+                                          "exp_avg_sq": torch.zeros_like(parameter)}
 
 
 def _check(parameters: list[Tensor]) -> None:
@@ -136,13 +176,15 @@ def _take_shards(optimizer: torch.optim.Optimizer, group: dict[str, Any]) -> Cal
         group["params"] = parameters
         for parameter, shard in zip(parameters, shards, strict=True):
             if isinstance(parameter, DTensor):
-                shard.grad, state = None, optimizer.state.pop(shard, {})
-                optimizer.state[parameter] = {
-                    key: DTensor(value, parameter._spec, requires_grad=False)
-                    if isinstance(value, Tensor) and value.dim() else value for key, value in state.items()}
+                shard.grad = None
+                if state := optimizer.state.pop(shard, None):
+                    optimizer.state[parameter] = {
+                        key: DTensor(value, parameter._spec, requires_grad=False)
+                        if isinstance(value, Tensor) and value.dim() else value for key, value in state.items()}
 
     group["params"] = shards
     return back
 
 
-__all__ = ["SparseGradient", "own_rows_of", "sparse_gradient", "step_sparse_shards"]
+__all__ = ["SparseGradient", "keep_hooks_outside", "own_rows_of", "sparse_gradient", "start_states",
+           "step_sparse_shards"]

@@ -36,6 +36,7 @@ from autoparallel.plans import Plan
 from autoparallel.runtime import initialise
 from autoparallel.runtime.agree import decide_once, made_equally
 from autoparallel.runtime.failing import made_with_all
+from autoparallel.runtime.sparse_gradients import start_states
 from autoparallel.runtime.state import State
 
 _FLAT = StateDictOptions(flatten_optimizer_state_dict=True)
@@ -196,8 +197,7 @@ class Job:
         contents = {"model": model, "run": self._parallel.run_state(),  # type: ignore[operator]
                     **{name: thing.state_dict() for name, thing in others.items()}}
         if optimizer is not None:
-            contents["optimizer"] = {} if self._is_empty(optimizer) else \
-                get_optimizer_state_dict(self._parallel, optimizer, options=_FLAT)
+            contents["optimizer"] = {} if self._is_empty(optimizer) else _dense_states(self._parallel, optimizer)
         return contents
 
     def _is_empty(self, optimizer: torch.optim.Optimizer) -> bool:
@@ -232,6 +232,14 @@ def reason(error: BaseException) -> str:
         rank, (failure, _) = next(iter(error.failures.items()))
         return f"rank {rank}: {type(failure).__name__}: {failure}"
     return f"{type(error).__name__}: {error}"
+
+
+def _dense_states(parallel: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
+    """An optimizer's state by name; of sparse momentum, which torch does not write, all rows."""
+    start_states(optimizer)
+    found = get_optimizer_state_dict(parallel, optimizer, options=_FLAT)
+    return {name: value.to_dense() if isinstance(value, torch.Tensor) and value.is_sparse else value
+            for name, value in found.items()}
 
 
 def _check_others(others: Mapping[str, Any]) -> None:
