@@ -238,9 +238,13 @@ def classes_on_ranks() -> list[tuple[Tensor, Tensor]]:
     for shift in (0.0, 1000.0):  # exponentials must not overflow
         mine = (logits + shift).narrow(1, start, sizes[axis.rank]).clone().requires_grad_()
         with groups.use(axes):
-            loss = variants.class_cross_entropy(mine, target, None, 2, -100, start=start, axes=(axis.name,))
+            loss = variants.class_cross_entropy(mine, target, None, 2, -100, start=start, length=11,
+                                                axes=(axis.name,))
         (3 * loss).backward()
         found.append((loss.detach(), mine.grad))
+    target[0] = 11    # no class: torch's error, on every rank
+    with groups.use(axes), pytest.raises((IndexError, RuntimeError), match="out of bounds"):
+        variants.class_cross_entropy(mine, target, None, 2, -100, start=start, length=11, axes=(axis.name,))
     return found
 
 

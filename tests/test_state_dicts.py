@@ -197,7 +197,8 @@ def test_a_load_that_fails_leaves_all_as_it_was(ranks: Any) -> None:
         shape, kind, missing, one, values, turned, *early, lost, meta = found
         assert all(unchanged for _, unchanged in found), found
         assert "the value given [9]" in shape[0] and "no tensors for" in kind[0] and "missing ['norm." in missing[0]
-        assert one[0].startswith("StateDictError: " + ("" if rank == 2 else "on rank 2: ") + "second.bias has shape [8]")
+        told = "StateDictError: " + ("" if rank == 2 else "on rank 2: ")
+        assert one[0].startswith(f"{told}second.bias has shape [8]")
         assert "ranks load different values: second.bias on ranks [3]" in values[0]
         assert "first.weight has shape [16, 8], the value given [8, 16]" in turned[0]
         assert len(early) == 3

@@ -66,25 +66,26 @@ def vocabulary_bags(
 
 def class_cross_entropy(
     logits: torch.Tensor, target: torch.Tensor, weight: None = None, reduction: int = 2, ignore_index: int = -100,
-    *_: Any, start: int, axes: tuple[str, ...]
+    *_: Any, start: int, length: int, axes: tuple[str, ...]
 ) -> torch.Tensor:
     """Summed cross-entropy of logits [n, shard of the classes], cut over ``axes``, with target [n]; equal on all ranks.
 
-    Exchanges three numbers per target: the maximum, the sum of exponentials, the target's logit.
+    The shard begins at class ``start`` of ``length``; targets that are no class fail, as those of the whole. Exchanges
+    three numbers per target: the maximum, the sum of exponentials, the target's logit.
     """
     x = logits.to(torch.promote_types(logits.dtype, torch.float32))
     top = x.detach().amax(dim=1)
     for name in axes:
         top = all_reduce_tensor(top, groups.current(name), "max")
-    column = target - start
-    own = (column >= 0) & (column < logits.shape[1])
+    own, counts = own_ids(target, start, logits.shape[1]), target != ignore_index
     exponentials = torch.exp(x - top.unsqueeze(1)).sum(dim=1)
-    picked = x.gather(1, column.masked_fill(~own, 0).unsqueeze(1)).squeeze(1).masked_fill(~own, 0)
+    column = local_ids(target, own, start, length).masked_fill(~counts, 0)
+    picked = x.gather(1, column.unsqueeze(1)).squeeze(1).masked_fill(~own, 0)
     for name in axes:
         exponentials = redistribute(exponentials, name, "P", "I")
         picked = redistribute(picked, name, "P", "I")
     losses = torch.log(exponentials) + top - picked
-    return torch.where(target != ignore_index, losses, torch.zeros_like(losses)).sum().to(logits.dtype)
+    return torch.where(counts, losses, torch.zeros_like(losses)).sum().to(logits.dtype)
 
 
 def causal_queries(
@@ -120,7 +121,7 @@ class Variant:
 VARIANTS = {
     "vocabulary": Variant(vocabulary_embedding, (0, 0), length=True),
     "vocabulary of bags": Variant(vocabulary_bags, (0, 0), length=True),
-    "classes": Variant(class_cross_entropy, (0, 1)),
+    "classes": Variant(class_cross_entropy, (0, 1), length=True),
     "queries": Variant(causal_queries, (0, 2)),
     "ring": Variant(ring_attention),
     "dispatch": Variant(dispatched_experts),

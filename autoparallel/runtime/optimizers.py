@@ -9,7 +9,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Iterable, Mapping, MutableMapping
 from functools import cache
-from typing import Any
+from typing import Any, cast
 from weakref import WeakKeyDictionary, WeakSet, ref
 
 import torch
@@ -108,7 +108,7 @@ def _laid_out(value: Tensor, parameter: DTensor) -> Tensor:
         return distribute_tensor(whole, mesh, placements, src_data_rank=None)
     if value.device_mesh == mesh and value.placements == placements:
         return value
-    dense = value.to_dense() if value.is_sparse else value
+    dense = cast(DTensor, value.to_dense() if value.is_sparse else value)
     if value.device_mesh == mesh:
         return dense.redistribute(placements=placements)
     return distribute_tensor(dense.full_tensor(), mesh, placements, src_data_rank=None)
