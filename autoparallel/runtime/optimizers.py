@@ -108,7 +108,7 @@ def _laid_out(value: Tensor, parameter: DTensor) -> Tensor:
         return distribute_tensor(whole, mesh, placements, src_data_rank=None)
     if value.device_mesh == mesh and value.placements == placements:
         return value
-    dense = value.to_dense() if value.is_sparse else value
+    dense: DTensor = value.to_dense() if value.is_sparse else value  # type: ignore[assignment]
     if value.device_mesh == mesh:
         return dense.redistribute(placements=placements)
     return distribute_tensor(dense.full_tensor(), mesh, placements, src_data_rank=None)
