@@ -115,7 +115,7 @@ class CandidateBounds:
 
         def shares(seconds: float) -> float:
             forced = (seconds + again_s * limit / each) / (work_s + again_s * (state + most) / each)
-            return float(np.minimum(np.minimum(seconds / work_s, forced), limit / (state + least)).sum())
+            return float(np.minimum(np.minimum(seconds / work_s, forced), limit / np.maximum(state + least, 1.0)).sum())
 
         low, high = work_s / ranks, (work_s + again_s)
         if shares(low) >= 1.0 or shares(high) < 1.0:    # nothing is forced; or no plan fits, which is not for here
@@ -140,8 +140,9 @@ class CandidateBounds:
                     there = host_step(share * meta.num_elements, prices.kept(meta), self.optimizer, self.cluster,
                                       away.states == "disk", away.moves_gradients, away.moves_parameters,
                                       away.in_tier("disk"))
-                    here_s = share * float(prices.parameter_s(s).min())
-                    found += rows * np.array([float(there.total_s), max(0.0, float(there.total_s) - here_s)])
+                    more_s = float(there.total_s) - share * float(prices.parameter_s(s).min())
+                    more_s *= 1 if more_s > 0 else self.cluster.num_devices    # a faster host gains most on whole ones
+                    found += rows * np.array([float(there.total_s), more_s])
             self._updates[key] = HostUpdate(*found.tolist())
         return self._updates[key]
 
