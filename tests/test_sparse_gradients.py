@@ -192,6 +192,14 @@ def test_micro_batches_and_clipping(ranks: Any, options: dict[str, Any], host: b
         assert found == pytest.approx(wanted, rel=1e-6)    # norms are told in float32
 
 
+def step_with_plain_gradient(weight: Any) -> None:
+    given, weight.grad = weight.grad, weight.grad.full_tensor().to_sparse(1)
+    try:
+        torch.optim.SparseAdam([weight]).step()
+    finally:
+        weight.grad = given
+
+
 def users_code() -> dict[str, Any]:
     model, batch = micro_model()
     parallel = autoparallel.compile(model, mesh_of(2), example_inputs=batch, pins={"table.weight": (Shard(0),)})
@@ -222,6 +230,7 @@ def users_code() -> dict[str, Any]:
                        "adamw": lambda: torch.optim.AdamW(parallel.parameters()).step(),
                        "sparse of dense": lambda: torch.optim.SparseAdam(parallel.parameters()).step(),
                        "closure": lambda: torch.optim.SparseAdam([weight]).step(lambda: parallel(*batch)),
+                       "plain": lambda: step_with_plain_gradient(weight),
                        "graph": lambda: parallel(*batch).backward(create_graph=True)}.items():
         try:
             found[name] = repr(call())
@@ -238,6 +247,7 @@ SAID = {
     "torch clip": ("InputError", "clipped by parallel.clip_grad_norm_"),
     "adamw": ("RuntimeError: Adam does not support sparse gradients",),    # torch's own
     "sparse of dense": ("InputError: SparseAdam takes sparse gradients only", "[1, 16] is dense"),
+    "plain": ("InputError: the gradient of a parameter [23, 8] on a mesh is a plain tensor", "Give a DTensor"),
     "closure": ("InputError: SparseAdam.step(closure)", "call the closure first"),
     "graph": ("InputError: backward(create_graph=True) through lookups with sparse gradients", "sparse=False")}
 
@@ -424,6 +434,18 @@ READ_AS: dict[tuple[str, ...], str] = {("S(0)",): "vocabulary", ("S(1)",): "h", 
 def test_steps_elsewhere_are_refused() -> None:
     says(InfeasibleError, "table.weight has sparse gradients", "{'table.weight': 'none', '*': 'host'}",
          of=lambda: planned(True, offload="host"))
+
+
+@pytest.mark.parametrize("host", [False, True])
+def test_means_of_bags_are_not_cut_by_rows(host: bool) -> None:
+    """Of bags of several lengths."""
+    model, batch = example()
+    model.words.mode = "mean"
+    given = (*batch[:-1], None)
+    pins = {"words": "host"} if host else {}
+    says(InfeasibleError, "words.weight is looked up as it is stored", "cannot look it up as its pin lays it out",
+         "Pin 'words.weight' by columns, Shard(1)", of=lambda: autoparallel.plan(
+             model, MACHINE, example_inputs=given, mesh_shape=(4,), pins={**pins, "words.weight": (Shard(0),)}))
 
 
 def test_compiled_graphs_are_refused() -> None:

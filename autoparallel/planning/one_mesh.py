@@ -47,7 +47,7 @@ from autoparallel.search.alternatives import conflict
 from autoparallel.search.model.problem import Problem, Solution, evaluate
 from autoparallel.strategies.host_lookups import HostLookups, tables_of
 from autoparallel.strategies.space import Strategy, StrategySpace
-from autoparallel.strategies.sparse_tables import SparseTables
+from autoparallel.strategies.sparse_tables import SparseTables, check_read_as_stored
 from cost_models import Cluster
 
 _LOG = logging.getLogger("autoparallel")
@@ -94,8 +94,9 @@ def plan_in(space: StrategySpace, micro: MicroBatches, cluster: Cluster, options
     prices = Prices(space, cluster, options.optimizer, direct=bool(options.baseline),
                     stages=hybrid.pipeline_ranks, same_limit=options.memory_limit_bytes is not None)
     allowed = apply_pins(space, options.pins or {})
+    tables = {*HostLookups(space, hybrid.on_host).tables, *SparseTables(space).density}  # are stored as read
+    check_read_as_stored(space, tables, allowed)
     if options.zero_stage:
-        tables = {*HostLookups(space, hybrid.on_host).tables, *SparseTables(space).density}  # are stored as read
         allowed = {**{at: some for at, some in stored_sharded(space).items() if at not in tables}, **allowed}
     allowed.update(_placed_choices(space, placed))
     penalties = _penalties(space, options)

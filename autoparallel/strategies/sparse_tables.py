@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Mapping
+
 import numpy as np
 
+from autoparallel.errors import InfeasibleError
 from autoparallel.strategies.space import StrategySpace, TensorUse
 
 
@@ -33,4 +36,22 @@ def as_stored(space: StrategySpace, use: TensorUse) -> np.ndarray:
     return np.asarray(stored[:, None] == read[None])
 
 
-__all__ = ["SparseTables", "as_stored"]
+def check_read_as_stored(space: StrategySpace, tables: Iterable[int], allowed: Mapping[int, np.ndarray]) -> None:
+    """Raises InfeasibleError for a table whose pins allow layouts alone in which one of its readers cannot take it."""
+    stored_as = {index: space.strategy_sets[index].outputs[0][allowed[index]] for index in tables if index in allowed}
+    pinned = {index: index for index in stored_as}    # by table or shared read of it, the table
+    for use in space.uses if pinned else ():
+        if (table := pinned.get(use.source)) is None:
+            continue
+        if space.decisions[use.target].kind == "shared_read":
+            pinned[use.target] = table
+        elif not np.isin(stored_as[table], space.strategy_sets[use.target].inputs[use.position]).any():
+            path, reader = space.decisions[table].path, space.graph.nodes[space.decisions[use.target].node]
+            where = f"\n  at {reader.source}" if reader.source else ""
+            raise InfeasibleError(
+                f"{path} is looked up as it is stored (sparse=True, or on the host), and {reader} cannot look it up as "
+                f"its pin lays it out{where}\n  Rows are cut of tables whose bags are sums, or means of "
+                f"bags of one length without padding_idx. Pin {path!r} by columns, Shard(1), or whole, Replicate().")
+
+
+__all__ = ["SparseTables", "as_stored", "check_read_as_stored"]
