@@ -328,7 +328,8 @@ def test_files_and_modules_that_cannot_be_read(tmp_path: Path, monkeypatch: pyte
     file = tmp_path / "config.json"
     file.write_bytes(b"\xd0\xff")
     for source, part in ((str(file), "cannot read the config file"),
-                         (str(tmp_path), "Is a directory; give a Hugging Face config.json, or"), ("broken:f", "broken:f: SyntaxError"),
+                         (str(tmp_path), "Is a directory; give a Hugging Face config.json, or"),
+                         ("broken:f", "broken:f: SyntaxError"),
                          ("raises:f", "raises:f: ZeroDivisionError"), (":f", ":f: ValueError: Empty module name")):
         says(InputError, part, of=lambda s=source: load_model(s, 2, 8, "float32"))  # type: ignore[misc]
 
