@@ -50,7 +50,9 @@ def load_model(
     try:
         data = json.loads(Path(source).read_text(encoding="utf-8"))
     except (OSError, ValueError, RecursionError) as error:
-        raise InputError(f"cannot read the config file {source}: {error}") from error
+        why = getattr(error, "strerror", None) or error
+        raise InputError(f"cannot read the config file {source}: {why}; give a Hugging Face config.json, or "
+                         "module:function, which makes the model") from error
     return _hugging_face(data, source, global_batch, sequence_length, precision)
 
 

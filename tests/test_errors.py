@@ -327,7 +327,9 @@ def test_files_and_modules_that_cannot_be_read(tmp_path: Path, monkeypatch: pyte
         (tmp_path / f"{name}.py").write_text(text)
     file = tmp_path / "config.json"
     file.write_bytes(b"\xd0\xff")
-    for source, part in ((str(file), "cannot read the config file"), ("broken:f", "broken:f: SyntaxError"),
+    for source, part in ((str(file), "cannot read the config file"),
+                         (str(tmp_path), "Is a directory; give a Hugging Face config.json, or"),
+                         ("broken:f", "broken:f: SyntaxError"),
                          ("raises:f", "raises:f: ZeroDivisionError"), (":f", ":f: ValueError: Empty module name")):
         says(InputError, part, of=lambda s=source: load_model(s, 2, 8, "float32"))  # type: ignore[misc]
 
