@@ -318,6 +318,8 @@ def _add_use(pricer: SpacePricer, strategies: Sequence[Strategy], move: Move, co
     summing, (forward, again, backward) = counts.summing(use), counts.use_times(use, place, ends[1])
     times = forward + again, backward
     for step, seconds, elements in move.path:
+        if space.mesh_shape[step.axis] == 1:    # one rank sends nothing, and no host waits for another
+            continue
         axis = space.axis_names[step.axis]
         actions = zip(("forward", "backward"), (step.forward, step.backward), seconds, times, strict=True)
         for direction, kind, s, n in actions:
