@@ -277,7 +277,8 @@ def test_calls_with_what_is_no_tensor(ranks: Callable[[int], Any]) -> None:
         assert "batch_sampler is not for this loader" in batches and "give their order as a sampler" in batches
         assert bare == "no error", "samples that are tensors"
         assert "InputError: an input is on the meta device" in meta and "give real ones" in meta
-        assert "CaptureError" in numpy and "numpy.ndarray" in numpy and "This call: (of type ndarray)" in numpy
+        assert "CaptureError" in numpy and "is given a numpy.ndarray" in numpy and "torch.from_numpy(x)" in numpy
+        assert "This call: (of type ndarray)" in numpy
         assert "InputError: a batch is of type int" in batch and "a tuple of arguments" in batch
         assert "InputError: batch_size is 0" in loader and "1 or more" in loader
         assert "InputError: a state dict is a mapping" in state and "NoneType" in state

@@ -173,6 +173,8 @@ def _explain(model: torch.nn.Module, error: Exception) -> str:
                 f"  If it is a dataclass, write torch.export.register_dataclass({name}) after it. Else return a dict, "
                 "a tuple or a NamedTuple.")
     if unknown := _UNKNOWN_INPUT.search(text):
+        if unknown[1].startswith("numpy."):
+            return f"{type(model).__name__} is given a {unknown[1]}, which is no tensor\n  Give torch.from_numpy(x)."
         name = unknown[1].rpartition(".")[2]
         return (f"{type(model).__name__} is given a {name}, and torch does not know which tensors are in it\n"
                 f"  If it is a dataclass, write torch.export.register_dataclass({name}) after it. Else give a dict, "
