@@ -19,15 +19,14 @@ from autoparallel.pricing.unit_costs import OpPrice
 from autoparallel.schedule.in_flight import in_flight
 from autoparallel.strategies.space import StrategySpace
 from cost_models import Cluster
-from cost_models.offload import host_step
 
 #: Halvings of the seconds of a pipeline's slowest rank.
 BISECTIONS = 40
 
 
 class HostUpdate(NamedTuple):
-    """A lower bound of the seconds in which a host steps what leaves its devices, and of those beyond the devices'
-    step of the same."""
+    """Lower bounds of the seconds of the optimizer's step on the host (``whole_s``), and of its seconds beyond those of
+    the same step on the devices (``more_s``)."""
 
     whole_s: float
     more_s: float
@@ -126,29 +125,28 @@ class CandidateBounds:
         return max(0.0, ranks * low - work_s)
 
     def host_update(self, hybrid: Hybrid) -> HostUpdate:
-        """The least that the optimizer's step takes on the host under any plan: of states that are divided evenly over
-        all devices."""
+        """A lower bound of the optimizer's step on the host: of states that are divided evenly over all devices."""
         key = hybrid.offload, hybrid.on_host
         if key not in self._updates:
-            space, prices = self._whole, self._whole_prices(1)
-            counts, found = self.reduced_model.counts(space), np.zeros(2)
-            for decision in space.decisions if hybrid.offload.is_away or hybrid.on_host else ():
-                s, away = space.strategy_sets[decision.index], hybrid.offload.of(decision.path, hybrid.on_host)
-                if decision.kind == "parameter" and away.is_away and (meta := s.output_metas[0]).requires_grad:
-                    share = away.fraction / self.cluster.num_devices
-                    rows = counts[decision.index] * space.graph.sparse_tables.get(decision.path, 1.0)
-                    there = host_step(share * meta.num_elements, prices.kept(meta), self.optimizer, self.cluster,
-                                      away.states == "disk", away.moves_gradients, away.moves_parameters,
-                                      away.in_tier("disk"))
-                    more_s = float(there.total_s) - share * float(prices.parameter_s(s).min())
-                    more_s *= 1 if more_s > 0 else self.cluster.num_devices    # a faster host gains most on whole ones
-                    found += rows * np.array([float(there.total_s), more_s])
-            self._updates[key] = HostUpdate(*found.tolist())
+            whole_s = more_s = 0.0
+            pricer = self._whole_pricer(hybrid, hybrid.recompute)
+            counts, prices, devices = pricer.counts, pricer.prices, self.cluster.num_devices
+            for decision in pricer.space.decisions:
+                if not (away := counts.away[decision.index]).is_away:
+                    continue
+                many = counts.multiplicities[decision.index]
+                there_s = many * float(pricer.costs.states.update_s(decision.index, prices).min())
+                here_s = many * counts.sparse.share(decision.index) * float(
+                    prices.parameter_s(pricer.space.strategy_sets[decision.index]).min())
+                whole_s += (there_s - (1 - away.fraction) * here_s) / devices
+                gained_s = there_s - here_s    # negative for a faster host, which gains most on whole parameters
+                more_s += gained_s / devices if gained_s > 0 else gained_s
+            self._updates[key] = HostUpdate(whole_s, more_s)
         return self._updates[key]
 
     def fetch_s(self, hybrid: Hybrid) -> float:
-        """A lower bound of a rank's seconds to fetch parameters that live outside of the devices, in forward and
-        backward, beside which all compute may run: each rank fetches an even shard of each for each use."""
+        """A lower bound of a step in which parameters live outside of the devices: the seconds in which a rank fetches
+        an even shard of each for each use, were all compute hidden behind them."""
         if not hybrid.offload.moves_parameters:
             return 0.0
         return hybrid.micro_batches * min(self._fetch_s(hybrid, kind) for kind in ("none", hybrid.recompute))
@@ -157,11 +155,8 @@ class CandidateBounds:
         """Of one micro-batch, with this kind of recompute in all blocks."""
         key = hybrid.offload, hybrid.on_host, recompute
         if key not in self._fetches:
-            space = self._whole
-            parameters = SpacePricer(self._whole_prices(1), counts=ExecutionCounts(
-                space, Hybrid(zero_stage=3, recompute=recompute, offload=hybrid.offload, on_host=hybrid.on_host),
-                multiplicities=self.reduced_model.counts(space))).costs.parameters
-            each = [parameters.moving_s(use) for use in space.uses if parameters.fetches(use)]
+            parameters = (pricer := self._whole_pricer(hybrid, recompute)).costs.parameters
+            each = [parameters.moving_s(use) for use in pricer.space.uses if parameters.fetches(use)]
             self._fetches[key] = sum(float(one.min()) for both in each for one in both) / self.cluster.num_devices
         return self._fetches[key]
 
@@ -180,12 +175,8 @@ class CandidateBounds:
         inside blocks)."""
         key = hybrid.recompute, hybrid.offload, hybrid.on_host
         if key not in self._live:
-            space = self._whole
-            inside = self.reduced_model.inside(space)
-            pricer = SpacePricer(self._whole_prices(1), counts=ExecutionCounts(
-                space, Hybrid(recompute=hybrid.recompute, offload=hybrid.offload, on_host=hybrid.on_host,
-                              zero_stage=3 if hybrid.offload.moves_parameters else 2),
-                multiplicities=self.reduced_model.counts(space)))
+            pricer = self._whole_pricer(hybrid, hybrid.recompute)
+            space, inside = pricer.space, self.reduced_model.inside(pricer.space)
             found = dict.fromkeys(itertools.product(("state", "micro_batch"), (True, False)), 0.0)
             for decision, node in zip(space.decisions, pricer.full().nodes, strict=True):
                 if node.interval[0] <= len(space) < node.interval[1]:
@@ -240,6 +231,14 @@ class CandidateBounds:
     def _whole(self) -> StrategySpace:
         """The strategy graph of the whole batch on one device."""
         return StrategySpace(self.reduced_model.graph, (1,))
+
+    def _whole_pricer(self, hybrid: Hybrid, recompute: str) -> SpacePricer:
+        """The costs of the whole batch on one device, with the tiers of ``hybrid``."""
+        space = self._whole
+        return SpacePricer(self._whole_prices(1), counts=ExecutionCounts(
+            space, Hybrid(recompute=recompute, offload=hybrid.offload, on_host=hybrid.on_host,
+                          zero_stage=3 if hybrid.offload.moves_parameters else 2),
+            multiplicities=self.reduced_model.counts(space)))
 
     def _whole_prices(self, spread: int) -> Prices:
         return Prices(self._whole, self.cluster, self.optimizer, stages=self.cluster.num_devices, spread=spread)

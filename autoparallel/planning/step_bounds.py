@@ -123,9 +123,9 @@ class StepBounds:
         return max(self.even.work_s(candidate), *known)
 
     def _step_s(self, candidate: Candidate, work_s: float, again_s: float) -> float:
-        """Seconds of a step: the work of a rank, the bubble of what is divided evenly, what no op takes, and what the
-        optimizer takes longer on the host than on the devices, whose step is part of the work; or of fetching
-        parameters, and the host's step."""
+        """Seconds of a step: the longer of computing (the work of a rank, the bubble of an even pipeline, and what the
+        optimizer takes longer on the host than on the devices) and of fetching parameters before the host's step; and
+        what no op takes."""
         h, even_s = candidate.hybrid, self.even.work_s(candidate)
         once_s = (work_s - even_s) / h.pipeline_ranks
         update = self.even.host_update(h)
