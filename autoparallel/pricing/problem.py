@@ -250,26 +250,25 @@ class _Builder:
 
     def seconds_only(self) -> Repeats[Edge]:
         """The same without memory."""
-        (sources, targets), uses, models = self.kinds.use_ends, self.space.uses, []
+        (sources, targets), uses = self.kinds.use_ends, self.space.uses
         clock.did("decisions read", len(uses))
         first, which = firsts(paired(paired(self.kinds.uses, self.picks[sources]), self.picks[targets]))
-        for use in (uses[at] for at in first):
-            rows, columns = self.chosen[use.source], self.chosen[use.target]
-            clock.did("cells priced", len(rows) * len(columns))
-            models.append(Edge(use.source, use.target, self.costs.use_s(use, rows, columns)))
-        return Repeats(models, which, source=sources.tolist(), target=targets.tolist())
+        return Repeats([self._edge(uses[at]) for at in first], which, source=sources.tolist(), target=targets.tolist())
 
-    def _edge(self, use: TensorUse, copies: float) -> Edge:
-        """An edge; different classes may share costs or usages."""
+    def _edge(self, use: TensorUse, copies: float | None = None) -> Edge:
+        """An edge; different classes may share costs or usages. ``copies``: of what it holds (None: without memory)."""
         rows, columns = self.chosen[use.source], self.chosen[use.target]
         clock.did("cells priced", len(rows) * len(columns))
+        seconds = self.costs.use_s(use, rows, columns)
+        if copies is None:
+            return Edge(use.source, use.target, seconds)
         key, of_parameter = self.costs.use_key(use, rows, columns), self.counts.of_parameter[use.source]
 
         def held() -> np.ndarray | None:
             usages = self.costs.copy_bytes(use)[rows[:, None], columns] * copies
             return usages if usages.any() else None
 
-        return Edge(use.source, use.target, self.costs.use_s(use, rows, columns),
+        return Edge(use.source, use.target, seconds,
                     self.memo.once(("copies", key, copies, of_parameter, self.costs.parameters.fetches(use)),
                                    held))
 
