@@ -55,9 +55,9 @@ def check(backend: str, hybrid: Hybrid, sparse: Collection[str] = ()) -> None:
     if hybrid.on_host:
         raise PlanError(f"tables on the host ({hybrid.on_host[0]!r}) are looked up op by op, and graphs of backend="
                         f"{backend!r} run on the device: leave the pin out, or take backend='eager'")
-    for name in sparse:
-        raise PlanError(f"{name} has sparse gradients (sparse=True), whose sizes depend on the ids, and graphs of "
-                        f"backend={backend!r} have fixed ones: take backend='eager', or sparse=False")
+    if sparse:
+        raise PlanError(f"{next(iter(sparse))} has sparse gradients (sparse=True), whose sizes depend on the ids, and "
+                        f"graphs of backend={backend!r} have fixed ones: take backend='eager', or sparse=False")
     if hybrid.puts_off_weights:
         raise PlanError(f"schedule {hybrid.schedule!r} runs backward in two parts, and a graph of backend={backend!r} "
                         f"is one: take schedule={names_of(lambda how: not how.splits_backward)}, or backend='eager'")
@@ -76,8 +76,8 @@ def check_replays(hybrid: Hybrid, position: MeshPosition, sparse: Collection[str
                "several programs, and only one forward and its backward are recorded")
     if hybrid.offload != ON_DEVICE or hybrid.recompute == "offload" or hybrid.on_host:
         refuse("what goes to the host or comes from it waits for the host, which a recording cannot")
-    for name in sparse:
-        refuse(f"{name} has sparse gradients (sparse=True), whose sizes depend on the ids")
+    if sparse:
+        refuse(f"{next(iter(sparse))} has sparse gradients (sparse=True), whose sizes depend on the ids")
     import torch.distributed as dist
 
     if position.whole.size() > 1 and (how := dist.get_backend(position.whole.get_group(0))) != "nccl":

@@ -140,7 +140,7 @@ def _distinct(args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[tuple[Any
     return pytree.tree_map(own, (tuple(args), dict(kwargs)))
 
 
-#: What torch.export says of a result whose type is no pytree.
+#: What torch.export says of an argument, and of a result, whose type is no pytree.
 _UNKNOWN_INPUT = re.compile(r"Unsupported input type <class '([^']+)'>")
 _UNKNOWN_TYPE = re.compile(r"Found <class '([^']+)'> in output, which is not a known type")
 
@@ -168,23 +168,24 @@ def _explain(model: torch.nn.Module, error: Exception) -> str:
         return (f"{type(model).__name__} returns rows that their values choose: a shape depends on the data\n"
                 "  Return all rows, and the mask.")
     if unknown := _UNKNOWN_TYPE.search(text):
-        name = unknown[1].rpartition(".")[2]
-        return (f"{type(model).__name__} returns a {name}, and torch does not know which tensors are in it\n"
-                f"  If it is a dataclass, write torch.export.register_dataclass({name}) after it. Else return a dict, "
-                "a tuple or a NamedTuple.")
+        return _unknown_container(model, "returns", unknown[1], "return a dict, a tuple or a NamedTuple")
     if unknown := _UNKNOWN_INPUT.search(text):
         if unknown[1].startswith("numpy."):
             return f"{type(model).__name__} is given a {unknown[1]}, which is no tensor\n  Give torch.from_numpy(x)."
-        name = unknown[1].rpartition(".")[2]
-        return (f"{type(model).__name__} is given a {name}, and torch does not know which tensors are in it\n"
-                f"  If it is a dataclass, write torch.export.register_dataclass({name}) after it. Else give a dict, "
-                "a tuple or a NamedTuple, or its tensors one by one.")
+        return _unknown_container(model, "is given", unknown[1],
+                                  "give a dict, a tuple or a NamedTuple, or its tensors one by one")
     first = text.strip().splitlines()[0][:_LONGEST] if text.strip() else type(error).__name__
     if isinstance(error, TypeError) and passed[-1][2] == "_bind":  # of the signature, to the example's arguments
         taken = inspect.signature(model.forward)
         return f"{type(model).__name__} cannot be called so: {first}\n  Its forward takes {taken}."
     return (f"{type(model).__name__} could not be traced: {type(error).__name__}: {first}{place}\n"
             "  Required: a call that the model itself takes. Where it raises this alone, mend the call or that line.")
+
+
+def _unknown_container(model: torch.nn.Module, does: str, kind: str, instead: str) -> str:
+    name = kind.rpartition(".")[2]
+    return (f"{type(model).__name__} {does} a {name}, and torch does not know which tensors are in it\n"
+            f"  If it is a dataclass, write torch.export.register_dataclass({name}) after it. Else {instead}.")
 
 
 def _module_that_raised(model: torch.nn.Module, error: BaseException) -> str:

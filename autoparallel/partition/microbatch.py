@@ -145,7 +145,7 @@ class _BatchAxis:
         self.space, self.batch = space, batch
         self.loss = loss_output(space.graph)
         self.free = _free_of_parameters(space)
-        self.own = _of_its_own(space, batch)
+        self.varying = _varying(space, batch)
         self.most = max((k.meta.num_elements for k in space.uses if k.source in self.free), default=1)
 
     def decision_penalties(self, index: int) -> np.ndarray:
@@ -171,8 +171,8 @@ class _BatchAxis:
         if source == target or (source.kind, target.kind) == ("I", "R") or decision.kind == "output":
             return 0.0
         if target.kind == "P":
-            alike = not source.is_shard and source.kind != "P" and use.source not in self.own
-            return SHARED if alike and is_floating(use.meta.dtype) else IMPOSSIBLE
+            replicated = not source.is_shard and source.kind != "P" and use.source not in self.varying
+            return SHARED if replicated and is_floating(use.meta.dtype) else IMPOSSIBLE
         if use.source not in self.free:
             return IMPOSSIBLE
         return PROLOGUE * use.meta.num_elements / self.most  # a prologue's value is held whole
@@ -217,8 +217,8 @@ def _free_of_parameters(space: StrategySpace) -> frozenset[int]:
     return frozenset(found)
 
 
-def _of_its_own(space: StrategySpace, batch: int) -> frozenset[int]:
-    """Decisions whose values depend on the batch or on random numbers, of which each micro-batch has its own."""
+def _varying(space: StrategySpace, batch: int) -> frozenset[int]:
+    """Decisions whose values differ between micro-batches: they depend on the batch or on random numbers."""
     found: set[int] = set()
     for decision, s in zip(space.decisions, space.strategy_sets, strict=True):
         shape = s.output_metas[0].shape if decision.kind == "input" else ()

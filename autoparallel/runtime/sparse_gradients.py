@@ -158,7 +158,7 @@ def _check(parameters: list[Tensor]) -> None:
         if parameter.grad is not None and isinstance(parameter, DTensor) and not isinstance(parameter.grad, DTensor):
             raise InputError(f"the gradient of a parameter {list(parameter.shape)} on a mesh is a plain tensor\n  Give "
                              "a DTensor: of a dense one, distribute_tensor(gradient, p.device_mesh, p.placements), and "
-                             "another optimizer; or scale and add up those that backward has made.")
+                             "another optimizer; or the sparse gradient of backward, scaled.")
         if parameter.grad is not None and not parameter.grad.is_sparse:
             raise InputError(f"SparseAdam takes sparse gradients only, and that of a parameter "
                              f"{list(parameter.shape)} is dense\n  Give it the tables with sparse=True alone, and the "

@@ -8,8 +8,8 @@ from autoparallel.rules.registry import OpView, rule_for
 from autoparallel.rules.rule import Rule
 
 aten = torch.ops.aten
-#: Vectors as long as the hidden state that a layer keeps at each point for backward: the gates and what is made of them
-#: (of an LSTM four gates, the cell, its tanh and the hidden state).
+#: Tensors of the hidden state's size that a layer saves for backward at each time step: gates and states (of an LSTM
+#: four gates, the cell, its tanh and the hidden state).
 KEPT = {aten.lstm.input: 7, aten.gru.input: 6, aten.rnn_tanh.input: 2, aten.rnn_relu.input: 2}
 
 
