@@ -13,9 +13,10 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import torch
 from torch import nn
 
-from autoparallel.capture import capture, capture_for_any
+from autoparallel.capture import capture, capture_for_any, traced_on
 from autoparallel.garbage import collected_later
 from autoparallel.layout import Layout
 from autoparallel.partition import MicroBatches, split_batch
@@ -98,9 +99,10 @@ def compile(model: nn.Module, mesh: DeviceMesh | int, example: Call | None, inpu
         if placed or plain:
             how = replace(how, offload=away, zero_stage=3 if away.moves_parameters else how.zero_stage,
                           on_host=on_host)
-        micro = made_equally("a program",
-                           lambda: split_batch(capture_for_any(model, args, kwargs, numbers), how.micro_batches),
-                           lambda made: f"{made.whole.fingerprint} {how}", lines=lambda made: made.whole.described())
+        with traced_on(torch.device(mesh.device_type)):
+            micro = made_equally(
+                "a program", lambda: split_batch(capture_for_any(model, args, kwargs, numbers), how.micro_batches),
+                lambda made: f"{made.whole.fingerprint} {how}", lines=lambda made: made.whole.described())
         made = _compile_call(micro, position, machine, within, how, given, placed, runs_by, replays)
         if not placed:
             away, on_host = made.plan.hybrid.offload, made.plan.hybrid.on_host
@@ -124,7 +126,8 @@ def _plan_on_devices(model: nn.Module, count: int, cluster: Cluster | str | Path
     machine = cluster_of(mesh, cluster, backends.chosen(backend, mesh.device_type))
     if options.stages == 1 and options.micro_batches is None:
         options = replace(options, micro_batches=1)  # so that the module can be called, not only by its `step`
-    return decide_once(lambda: plan(model, machine, *example, None, None, False, options))
+    with traced_on(torch.device(mesh.device_type)):
+        return decide_once(lambda: plan(model, machine, *example, None, None, False, options))
 
 
 @collected_later()

@@ -11,11 +11,11 @@ from datetime import timedelta
 from typing import Any
 
 import torch.distributed as dist
-from torch.distributed.distributed_c10d import GroupName, _get_default_store, _resolve_process_group
+from torch.distributed.distributed_c10d import _get_default_store
 
 from autoparallel.backends.moving import Collective
 from autoparallel.errors import LoweringError
-from autoparallel.kernels.groups import Axis
+from autoparallel.kernels.groups import Axis, group_of
 
 #: How long a rank waits for another to compile, before it compiles by itself.
 LONGEST_WAIT = timedelta(minutes=30)
@@ -62,5 +62,5 @@ def one_first(axes: Iterable[Axis]) -> Iterator[None]:
 def _gathered(value: Any, axis: Axis) -> list[Any]:
     found = [value] * axis.size
     if axis.size > 1:
-        dist.all_gather_object(found, value, group=_resolve_process_group(GroupName(axis.group_name)))
+        dist.all_gather_object(found, value, group=group_of(axis))
     return found

@@ -21,6 +21,7 @@ from torch.fx import Node as FxNode
 
 from autoparallel.capture.contents import is_users
 from autoparallel.capture.dependencies import Dependencies, Recorder, hooks_of_all
+from autoparallel.capture.devices import moved, program_device
 from autoparallel.capture.export import trace
 from autoparallel.capture.graph import Node, OpGraph, Ref, TensorMeta, is_floating
 from autoparallel.capture.impure import OthersDrawError
@@ -100,13 +101,35 @@ def capture(model: torch.nn.Module, args: Sequence[Any] = (), kwargs: Mapping[st
         return kept[key][1]
     try:
         with _ONE_AT_A_TIME:
-            graph = _captured(model, args, kwargs, tuple(numbers))
+            graph = _on_its_device(model, args, kwargs, tuple(numbers))
             if kept is not None:
                 kept[key] = (model, leaves), graph
             return graph
     except CaptureError as error:
         error.args = (f"{error}\n  This call: {call_text(args, kwargs)}",)
         raise
+
+
+def _on_its_device(model: torch.nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any], numbers: tuple[int, ...]
+                   ) -> OpGraph:
+    """The graph of a call as it runs on the program's device; where that cannot be traced (a tensor that is neither
+    parameter nor buffer lies elsewhere), as it runs where the model lies."""
+    device = program_device(model, pytree.tree_leaves((args, kwargs)))
+    if device is None:
+        return _captured(model, args, kwargs, numbers)
+    try:
+        with moved(model, args, kwargs, device) as (there, there_too):
+            return _captured(model, there, there_too, numbers)
+    except CaptureError as error:
+        home = next((t.device for t in (*model.parameters(), *model.buffers())), device)
+        if home.type == device.type:
+            raise
+        logging.getLogger(__name__).info("traced on %s: on %s, %s", home, device, error)
+        try:
+            with moved(model, args, kwargs, home) as (there, there_too):
+                return _captured(model, there, there_too, numbers)
+        except CaptureError:
+            raise error from None
 
 
 def _captured(model: torch.nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any], numbers: tuple[int, ...]

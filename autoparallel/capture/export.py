@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 import torch.utils._pytree as pytree
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.export import ExportedProgram
 
 from autoparallel.capture.contents import inside
@@ -130,9 +131,10 @@ def _distinct(args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[tuple[Any
         if leaf.is_inference():
             leaf = leaf.clone()
         leaf = leaf.detach() if not leaf.requires_grad else leaf
-        if id(leaf) in seen or (leaf.device.type != "meta" and leaf.data_ptr() in seen):
+        has_data = leaf.device.type != "meta" and not isinstance(leaf, FakeTensor)
+        if id(leaf) in seen or (has_data and leaf.data_ptr() in seen):
             leaf = leaf.detach().clone().requires_grad_(leaf.requires_grad)
-        seen.update((id(leaf), leaf.data_ptr() if leaf.device.type != "meta" else id(leaf)))
+        seen.update((id(leaf), leaf.data_ptr() if has_data else id(leaf)))
         kept.append(leaf)
         return leaf
 

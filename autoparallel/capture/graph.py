@@ -9,6 +9,7 @@
 from __future__ import annotations
 
 import hashlib
+import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cache, cached_property
@@ -197,14 +198,20 @@ class OpGraph:
         return [*ops, *(line.strip() for line in lines[count:])]
 
     def lines(self) -> list[str]:
-        """Each node as a line of text: op, arguments, looks of its outputs; then each update of a buffer."""
+        """Each node as a line of text: op, arguments, looks of its outputs; then each update of a buffer. (Devices, which
+        differ between ranks, all as the CPU.)"""
         lines, looks = list[str](), dict[int, str]()
         for node in self.nodes:
             if (made := looks.get(id(node.outputs))) is None:
                 made = looks[id(node.outputs)] = str([(m.shape, m.dtype, m.requires_grad) for m in node.outputs])
             kwargs = sorted(node.kwargs.items(), key=str) if node.kwargs else "[]"
-            lines.append(f"{node.op_name}|{node.path}|{node.args}|{kwargs}|{made}\n")
+            line = f"{node.op_name}|{node.path}|{node.args}|{kwargs}|{made}\n"
+            lines.append(_DEVICE.sub("device(type='cpu')", line) if "device(type=" in line else line)
         return [*lines, *(f"update|{name}|{ref}\n" for name, ref in self.mutations.items())]
+
+
+#: A device as `repr` tells it.
+_DEVICE = re.compile(r"device\(type='\w+'(, index=\d+)?\)")
 
 
 def op_signature(graph: OpGraph, node: Node, looks: Callable[[int], Sequence[object]] | None = None

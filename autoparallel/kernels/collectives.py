@@ -128,16 +128,22 @@ def _all_gather(x: torch.Tensor, ranks: int, group_name: str) -> torch.Tensor:
     return _c10d.all_gather_into_tensor_out(x, ranks, group_name, out=whole)
 
 
+def _merges(axis: Axis, device: torch.device) -> bool:
+    """Whether collectives of several tensors on this device can be one. gloo's read memory of the CPU only: those of
+    GPU memory end the process."""
+    return device.type != "cpu" and groups.sends(groups.group_of(axis), device)
+
+
 def begin_whole_tensors(shards: Sequence[torch.Tensor], axis: Axis) -> list[Finish]:
-    """All-gather equal shards along dim 0 of several tensors: on devices of their own as one group of messages."""
-    if len(shards) == 1 or shards[0].device.type == "cpu":
+    """All-gather equal shards along dim 0 of several tensors: by NCCL as one group of messages."""
+    if len(shards) == 1 or not _merges(axis, shards[0].device):
         return [_begin_whole(x, axis) for x in shards]
     return _begin_group(_c10d.all_gather_into_tensor_coalesced, shards, axis.size, axis.group_name)
 
 
 def begin_sums_of_shards(values: Sequence[torch.Tensor], axis: Axis) -> list[Finish]:
     """Reduce-scatter several tensors into equal shards along dim 0, as `begin_whole_tensors`."""
-    if len(values) == 1 or values[0].device.type == "cpu":
+    if len(values) == 1 or not _merges(axis, values[0].device):
         return [_begin(_c10d.reduce_scatter_tensor, x, "sum", axis.size, axis.group_name) for x in values]
     return _begin_group(_c10d.reduce_scatter_tensor_coalesced, values, "sum", axis.size, axis.group_name)
 

@@ -16,6 +16,7 @@ from weakref import WeakKeyDictionary
 
 import torch
 import torch.distributed as dist
+from torch.distributed.distributed_c10d import GroupName, _resolve_process_group
 
 from autoparallel.errors import MeshError
 from autoparallel.kernels.bucket_memory import BucketMemory
@@ -167,6 +168,11 @@ def check_order(mesh: DeviceMesh) -> None:
                             f"process group is of the ranks {dist.get_process_group_ranks(group)} in this order: give "
                             "a mesh whose ranks ascend along each axis (autoparallel.init(plan=plan) makes one in a "
                             "plan's order)")
+
+
+def group_of(axis: Axis) -> dist.ProcessGroup:
+    """The process group of an axis."""
+    return _resolve_process_group(GroupName(axis.group_name))
 
 
 def sends(group: dist.ProcessGroup, device: torch.device) -> bool:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import nullcontext
 from typing import Any, TypeAlias
 
 import torch
@@ -18,7 +19,8 @@ def emit(graph: Graph, like: Node, target: Any, *args: Any, **kwargs: Any) -> No
     node = graph.call_function(target, args, kwargs)
     values = with_examples(torch.fx.node.map_arg((args, kwargs), lambda n: n.meta["val"]))
     node.meta = {k: like.meta[k] for k in ("nn_module_stack", "stack_trace", "no_grad") if k in like.meta}
-    node.meta["val"] = target(*values[0], **values[1])
+    with getattr(like.meta.get("val"), "fake_mode", nullcontext()):    # made from numbers alone, it has no data either
+        node.meta["val"] = target(*values[0], **values[1])
     return node
 
 

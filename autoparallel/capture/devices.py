@@ -1,0 +1,80 @@
+"""The device that a model is traced on: that of its program, wherever the model lies.
+
+A model built on the CPU or on the meta device runs on GPUs, where autocast casts other ops, and code that asks for a
+device gets another answer. While it is traced, its parameters, buffers and inputs are tensors of the program's device
+without data.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
+from typing import Any
+
+import torch
+import torch.utils._pytree as pytree
+from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
+
+#: The device that models are traced on within `traced_on`.
+_DEVICE: ContextVar[torch.device | None] = ContextVar("device of traces", default=None)
+_PLAIN = ("cpu", "meta")
+
+
+@contextmanager
+def traced_on(device: torch.device) -> Iterator[None]:
+    """Within, models are traced as they run on this device. (On the CPU, as they lie: on the CPU or without data.)"""
+    token = _DEVICE.set(device if device.type not in _PLAIN else None)
+    try:
+        yield
+    finally:
+        _DEVICE.reset(token)
+
+
+def program_device(model: nn.Module, leaves: Sequence[Any]) -> torch.device | None:
+    """The device to trace a call on, of which the model or an argument is not; None if all are where they run."""
+    tensors = [*model.parameters(), *model.buffers(), *(leaf for leaf in leaves if isinstance(leaf, Tensor))]
+    device = _DEVICE.get() or next((t.device for t in tensors if t.device.type not in _PLAIN), None)
+    return device if device is not None and any(t.device.type != device.type for t in tensors) else None
+
+
+@contextmanager
+def moved(model: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any], device: torch.device
+          ) -> Iterator[tuple[tuple[Any, ...], dict[str, Any]]]:
+    """Within, parameters and buffers of the model are tensors of the device without data; gives the arguments likewise.
+
+    A tensor that is registered twice stays one tensor.
+    """
+    from torch._subclasses.fake_tensor import FakeTensorMode
+
+    mode, made = FakeTensorMode(allow_non_fake_inputs=True), dict[int, Tensor]()
+
+    def without_data(value: Tensor) -> Tensor:
+        if is_lazy(value):
+            return value
+        if id(value) not in made:
+            with mode:
+                there = torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, device=device)
+            made[id(value)] = _like(value, there)
+        return made[id(value)]
+
+    owned = [(module, name, value) for module in model.modules()
+             for table in (module._parameters, module._buffers) for name, value in table.items() if value is not None]
+    arguments = pytree.tree_map_only(Tensor, without_data, (tuple(args), dict(kwargs)))
+    try:
+        for module, name, value in owned:
+            setattr(module, name, without_data(value))    # recurrent layers have lists of them, which this changes
+        yield arguments
+    finally:
+        for module, name, value in owned:
+            setattr(module, name, value)
+
+
+def _like(value: Tensor, there: Tensor) -> Tensor:
+    """``there`` as a parameter, if ``value`` is one, and trained as it is."""
+    return nn.Parameter(there, value.requires_grad) if isinstance(value, nn.Parameter) else there.requires_grad_(
+        value.requires_grad)
+
+
+__all__ = ["moved", "program_device", "traced_on"]
