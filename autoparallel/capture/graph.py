@@ -198,8 +198,8 @@ class OpGraph:
         return [*ops, *(line.strip() for line in lines[count:])]
 
     def lines(self) -> list[str]:
-        """Each node as a line of text: op, arguments, looks of its outputs; then each update of a buffer. (Devices, which
-        differ between ranks, all as the CPU.)"""
+        """Each node as a line of text: op, arguments, looks of its outputs; then each update of a buffer. Devices,
+        which differ between ranks, are told as the CPU."""
         lines, looks = list[str](), dict[int, str]()
         for node in self.nodes:
             if (made := looks.get(id(node.outputs))) is None:
