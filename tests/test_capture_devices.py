@@ -78,6 +78,15 @@ def test_the_device_of_a_trace() -> None:
         assert program_device(model, [IDS]) == torch.device("cuda", 1)
 
 
+def test_autocast_of_a_model_without_data() -> None:
+    """A trace on the meta device does not show what autocast does; one as on the CPU does."""
+    with torch.device("meta"):
+        without_data = nn.Linear(4, 4)
+    with traced_on(torch.device("cpu")), torch.autocast("cpu", torch.bfloat16):
+        found, wanted = (capture(model, (torch.ones(2, 4),)) for model in (without_data, nn.Linear(4, 4)))
+    assert found.fingerprint == wanted.fingerprint and found.nodes[-2].outputs[0].dtype == torch.bfloat16
+
+
 def as_on_a_gpu() -> None:
     """In a process of its own, which takes GPU tensors that have no data."""
     from autoparallel.capture.passes import dtype_check

@@ -24,8 +24,8 @@ _PLAIN = ("cpu", "meta")
 
 @contextmanager
 def traced_on(device: torch.device) -> Iterator[None]:
-    """Within, models are traced as they run on this device. (On the CPU, as they lie: on the CPU or without data.)"""
-    token = _DEVICE.set(device if device.type not in _PLAIN else None)
+    """Within, models are traced as they run on this device."""
+    token = _DEVICE.set(device)
     try:
         yield
     finally:
@@ -33,10 +33,13 @@ def traced_on(device: torch.device) -> Iterator[None]:
 
 
 def program_device(model: nn.Module, leaves: Sequence[Any]) -> torch.device | None:
-    """The device to trace a call on, of which the model or an argument is not; None if all are where they run."""
+    """The device to trace a call on, of which the model or an argument is not; None if all can be traced as they lie:
+    where they run, or on the meta device in place of the CPU, if no autocast asks for the CPU."""
     tensors = [*model.parameters(), *model.buffers(), *(leaf for leaf in leaves if isinstance(leaf, Tensor))]
     device = _DEVICE.get() or next((t.device for t in tensors if t.device.type not in _PLAIN), None)
-    return device if device is not None and any(t.device.type != device.type for t in tensors) else None
+    if device is None or (device.type in _PLAIN and not torch.is_autocast_enabled(device.type)):
+        return None
+    return device if any(t.device.type != device.type for t in tensors) else None
 
 
 @contextmanager
