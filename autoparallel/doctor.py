@@ -5,7 +5,7 @@ from __future__ import annotations
 import platform
 import shutil
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from importlib import metadata
 
@@ -48,10 +48,18 @@ def _package(entry: tuple[str, bool, str]) -> Finding:
         version = metadata.version(name)
     except metadata.PackageNotFoundError:
         return Finding(name, False, f"not installed; needed for {use}", needed)
-    wanted = [line for line in metadata.requires("autoparallel") or () if line.startswith(f"{name}==")]
+    wanted = [line for line in _requirements() if line.startswith(f"{name}==")]
     exact = wanted[0].split(";")[0].removeprefix(f"{name}==").strip() if wanted else None
     fits = exact is None or version.split("+")[0] == exact
     return Finding(name, fits, version if fits else f"{version}; this autoparallel is made for {exact}", needed)
+
+
+def _requirements() -> Sequence[str]:
+    """The packages that this one asks for; none where it runs from a source tree that was not installed."""
+    try:
+        return metadata.requires("autoparallel") or ()
+    except metadata.PackageNotFoundError:
+        return ()
 
 
 def _tried(what: str, work: Callable[[], str], needed: bool) -> Finding:

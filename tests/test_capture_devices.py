@@ -87,6 +87,14 @@ def test_autocast_of_a_model_without_data() -> None:
     assert found.fingerprint == wanted.fingerprint and found.nodes[-2].outputs[0].dtype == torch.bfloat16
 
 
+def test_in_inference_mode() -> None:
+    """The tensors that a model has while it is traced are no inference tensors."""
+    with torch.device("meta"):
+        without_data = nn.Linear(4, 4)
+    with torch.inference_mode(), traced_on(torch.device("cpu")), torch.autocast("cpu", torch.bfloat16):
+        assert len(capture(without_data, (torch.ones(2, 4),)).nodes)
+
+
 def as_on_a_gpu() -> None:
     """In a process of its own, which takes GPU tensors that have no data."""
     from autoparallel.capture.passes import dtype_check

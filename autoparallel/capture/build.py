@@ -118,7 +118,7 @@ def _on_its_device(model: torch.nn.Module, args: tuple[Any, ...], kwargs: Mappin
     if device is None:
         return _captured(model, args, kwargs, numbers)
     try:
-        with moved(model, args, kwargs, device) as (there, there_too):
+        with torch.inference_mode(False), moved(model, args, kwargs, device) as (there, there_too):
             return _captured(model, there, there_too, numbers)
     except CaptureError as error:
         home = next((t.device for t in (*model.parameters(), *model.buffers())), device)
@@ -126,7 +126,7 @@ def _on_its_device(model: torch.nn.Module, args: tuple[Any, ...], kwargs: Mappin
             raise
         logging.getLogger(__name__).info("traced on %s: on %s, %s", home, device, error)
         try:
-            with moved(model, args, kwargs, home) as (there, there_too):
+            with torch.inference_mode(False), moved(model, args, kwargs, home) as (there, there_too):
                 return _captured(model, there, there_too, numbers)
         except CaptureError:
             raise error from None

@@ -15,9 +15,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.tensor import DTensor
 
 import autoparallel
 from autoparallel.errors import AutoparallelError, MeshError, PeerError
+from autoparallel.kernels import groups
 from autoparallel.runtime.agree import decide_once
 from autoparallel.runtime.verify import Verification
 from autoparallel.selftest.subjects import SUBJECTS, Subject, wide_llama
@@ -278,8 +280,12 @@ def _loss(output: Any) -> Tensor:
 
 
 def _whole(value: Tensor) -> Tensor:
-    full: Tensor = value.full_tensor() if hasattr(value, "full_tensor") else value
-    return full
+    """The whole tensor. (torch's own gathering of GPU memory by gloo ends the process: there, of a copy on the CPU.)"""
+    if not isinstance(value, DTensor):
+        return value
+    if not all(groups.sends(group, value.device) for group in value.device_mesh.get_all_groups()):
+        value = DTensor(value._local_tensor.detach().cpu(), value._spec, requires_grad=False)
+    return value.full_tensor()
 
 
 __all__ = ["Check", "Way", "equality", "failure", "prediction", "race", "ways"]
