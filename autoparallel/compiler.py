@@ -63,11 +63,14 @@ def compile(model: nn.Module, mesh: DeviceMesh | int, example: Call | None, inpu
     from autoparallel.kernels import groups
     from autoparallel.runtime.agree import made_equally
     from autoparallel.runtime.failing import agree_on, reached
+    from autoparallel.runtime.let_go import Root
     from autoparallel.runtime.mesh import check_mesh, cluster_of
     from autoparallel.runtime.module import ParallelModule
     from autoparallel.runtime.offload.files import check_folder
     from autoparallel.runtime.offload.optimizer import Limits
 
+    root = Root(model)
+    model = root.module
     if dist.is_initialized():
         with reached():
             agree_on("autoparallel.compile", limit_s=peer_timeout_s)
@@ -108,7 +111,7 @@ def compile(model: nn.Module, mesh: DeviceMesh | int, example: Call | None, inpu
             away, on_host = made.plan.hybrid.offload, made.plan.hybrid.on_host
         return made
 
-    parallel = ParallelModule(model, position, hybrid, compile_call, inputs, outputs, max_forms,
+    parallel = ParallelModule(root, position, hybrid, compile_call, inputs, outputs, max_forms,
                               Limits.of(options.host_memory_limit_bytes, options.disk_limit_bytes, disk_path))
     if example is not None:
         parallel.trace(*parallel.taken(*example))

@@ -210,16 +210,20 @@ RESETS: dict[str, tuple[Callable[[Any, Any, Any], object], bool]] = {
 
 def test_an_original_that_takes_device_memory_is_told(mesh_of_one: Any, warned: list[str],
                                                       monkeypatch: pytest.MonkeyPatch) -> None:
-    def compiled(memory_bytes: float) -> None:
+    def compiled(memory_bytes: float, model: nn.Module | None = None) -> None:
         monkeypatch.setattr(originals, "memory_of", lambda device: memory_bytes)
-        autoparallel.compile(nn.Linear(6, 6), mesh_of_one, example_inputs=(X,))
+        parallel = autoparallel.compile(model or nn.Linear(6, 6), mesh_of_one, example_inputs=(X,))
+        for _ in range(2):
+            parallel(X)
 
     assert originals.memory_of(torch.device("cpu")) == math.inf
-    compiled(1000)
+    models = [nn.Linear(6, 6) for _ in range(3)]
+    compiled(1000, models[0])
     monkeypatch.setattr(originals, "ELSEWHERE", ())    # as if the CPU were an accelerator
-    compiled(1e6)
+    compiled(1e6, models[1])
+    compiled(1000)      # of which nobody else has the original
     assert warned == []
-    compiled(1000)
+    compiled(1000, models[2])
     assert len(warned) == 1 and "parameters occupy 0.0 GiB of cpu in addition" in warned[0]
 
 

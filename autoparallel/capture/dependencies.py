@@ -33,8 +33,11 @@ from autoparallel.errors import CaptureError, shown
 
 #: In place of the names of attributes: all, and how many they are.
 ALL = "__dict__"
-#: Attributes that every module has; hooks are watched apart from these.
-INTERNAL = frozenset({*dir(nn.Module), *vars(nn.Module())})
+#: Lists of a recurrent layer's parameters, which follow those that are registered.
+MIRRORS = frozenset({"_flat_weights", "_flat_weight_refs"})
+_OF_ALL = frozenset({*dir(nn.Module), *vars(nn.Module())})
+#: Attributes that every module has, and mirrors of them; hooks are watched apart from these.
+INTERNAL = _OF_ALL | MIRRORS
 _HOOK_TABLES = frozenset(name for name, value in vars(nn.Module()).items()
                          if isinstance(value, dict) and name not in ("_parameters", "_buffers", "_modules"))
 #: torch's tables of hooks of all modules, by name.
@@ -193,7 +196,7 @@ class Recorder:
         """Give the model its attributes back."""
         for module, before in self._before.items():
             now = vars(module)
-            for name in [n for n in {**now, **before} if n not in INTERNAL]:
+            for name in [n for n in {**now, **before} if n not in _OF_ALL]:
                 if name not in before:
                     del now[name]
                 elif now.get(name, Missing) is not before[name]:

@@ -41,6 +41,7 @@ from autoparallel.runtime.failing import one_at_a_time
 from autoparallel.runtime.form import Compile, Compiled
 from autoparallel.runtime.generation import generating
 from autoparallel.runtime.inputs import Inputs, local_batch
+from autoparallel.runtime.let_go import Root
 from autoparallel.runtime.offload import making
 from autoparallel.runtime.offload.optimizer import Limits
 from autoparallel.runtime.profiling import Profile, profiled
@@ -61,10 +62,11 @@ class ParallelModule(nn.Module):
     with the parameters' layouts fixed.
     """
 
-    def __init__(self, model: nn.Module, position: groups.MeshPosition, hybrid: Hybrid, compile_call: Compile,
+    def __init__(self, root: Root, position: groups.MeshPosition, hybrid: Hybrid, compile_call: Compile,
                  inputs: Inputs, outputs: str, max_forms: int, limits: Limits) -> None:
         super().__init__()
-        self._state = State(model, position, hybrid, compile_call, inputs, outputs, max_forms, limits)
+        self._state = State(root, position, hybrid, compile_call, inputs, outputs, max_forms, limits)
+        model = root.module
         self._calls = Calls(self, self._state)
         self.training = model.training
         if callable(getattr(type(model), "_prepare_cache_for_generation", None)):  # transformers' generate

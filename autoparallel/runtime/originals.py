@@ -59,7 +59,7 @@ class Originals:
         self.placed, self.told = self._placed(), set[str]()
         self.kinds, self.hooks = list(map(_kind, self.tensors.values())), self._hooks()
         self.versions, self.trained = self._versions(), self._trainable()
-        self._tell_of_memory()
+        self.tells_of_memory = True
         for gone in _MODELS.keys() - _COPIED.keys():
             del _MODELS[gone]
         for name, parameter in self.parameters.items():
@@ -103,6 +103,9 @@ class Originals:
     def check(self) -> None:
         """Raises InputError if the original has another parameter or submodule, or tensors of other dtypes; warns if
         one was written to, or has other hooks."""
+        if self.tells_of_memory:
+            self.tells_of_memory = False
+            self._tell_of_memory()
         if list(map(len, self.tables)) != self.counts or not all(
                 map(is_, chain.from_iterable(map(dict.values, self.tables)), self.values)):
             self._refuse()
@@ -135,8 +138,8 @@ class Originals:
         for device, num_bytes in kept.items():
             if num_bytes > TOLD_SHARE * memory_of(device):
                 self._tell(f"parameters occupy {num_bytes / 2**30:.1f} GiB of {device} in addition to those of its "
-                           "parallel module, and predicted memory leaves them out: build the model on the CPU, or on "
-                           "the meta device and call parallel.init_weights() or parallel.load_pretrained(...)")
+                           "parallel module, and predicted memory leaves them out: keep no reference to the model "
+                           "(model = autoparallel.compile(model, ...)), or build it on the CPU or on the meta device")
 
     def _tell(self, what: str) -> None:
         """Warn of a change of the original, on rank 0."""

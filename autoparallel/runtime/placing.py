@@ -11,6 +11,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, distribute_tensor
 
+from autoparallel.capture.dependencies import MIRRORS
 from autoparallel.errors import InputError
 from autoparallel.kernels.host_copies import host_memory, table_memory
 from autoparallel.layout import INVARIANT, Layout, local_boxes, local_shape, to_torch
@@ -167,7 +168,8 @@ def _make_parts(root: nn.Module, model: nn.Module) -> dict[nn.Module, nn.Module]
             part = parts[module] = module.__class__.__new__(module.__class__)
             part.__dict__.update(module.__dict__, _parameters=_absent(module._parameters),
                                  _buffers=_absent(module._buffers), _modules={},
-                                 _non_persistent_buffers_set=set(module._non_persistent_buffers_set))
+                                 _non_persistent_buffers_set=set(module._non_persistent_buffers_set),
+                                 **{name: [None] * len(vars(module)[name]) for name in MIRRORS & vars(module).keys()})
     for module, part in parts.items():
         part._modules.update({name: child and parts[child] for name, child in module._modules.items()})
     return parts

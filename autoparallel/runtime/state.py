@@ -22,6 +22,7 @@ from autoparallel.runtime.form import Compile, Forms
 from autoparallel.runtime.generation_caches import Caches
 from autoparallel.runtime.guards import Places, SharedAttributes
 from autoparallel.runtime.inputs import Inputs
+from autoparallel.runtime.let_go import Root
 from autoparallel.runtime.offload.gradients import HostGradients
 from autoparallel.runtime.offload.mapped import MappedFiles
 from autoparallel.runtime.offload.optimizer import Limits
@@ -42,7 +43,7 @@ class State:
     """State of a parallel module beside its parameters. ``outputs``: one of `OUTPUTS`; ``calls``: calls that have drawn
     random numbers; ``gathers``: whether outputs are returned whole (within ``generate``); ``caches``: of that call."""
 
-    model: nn.Module
+    root: Root
     position: groups.MeshPosition
     hybrid: Hybrid
     compile_call: Compile
@@ -80,6 +81,11 @@ class State:
         if self.device.type == "cuda":
             self.device = torch.device("cuda", torch.cuda.current_device())
 
+    @property
+    def model(self) -> nn.Module:
+        """The original."""
+        return self.root.module
+
     def __deepcopy__(self, memo: dict[int, Any]) -> State:
         """The state of a copied module: parameters of its own, the same process groups."""
         made = memo[id(self)] = object.__new__(State)
@@ -97,6 +103,17 @@ class State:
         """Whether the outputs of a call are whole tensors. ``has_loss``: one of them is a scalar loss."""
         beside_loss = training and has_loss
         return self.gathers or self.outputs == WHOLE or (self.outputs == WHOLE_WITHOUT_LOSS and not beside_loss)
+
+    def check(self) -> None:
+        """Compare the model's parts, and the original if somebody has it, with what they were when placed. (An original
+        that is gone has no values from now on.)"""
+        if self.places is not None:
+            self.places.check()
+        if self.originals is not None and not self.root.is_gone():
+            self.originals.check()
+        elif self.originals is not None:
+            self.originals = None
+            self.root.drop_values()
 
     def close(self) -> None:
         """Let go of the programs and of the process groups of this module's own."""

@@ -52,9 +52,7 @@ def trace(module: nn.Module, state: State, args: Sequence[Any], kwargs: Mapping[
     args, kwargs = canonical_call(args, kwargs)
     leaves, spec = pytree.tree_flatten((args, kwargs))
     plain = not step or state.hybrid.is_plain
-    if state.places is not None and state.originals is not None:
-        state.places.check()
-        state.originals.check()
+    state.check()
     key = form_of(leaves, spec), state.modes(), state.trainable(), plain
     compiled = state.forms.find(key, leaves)
     if compiled is None and state.attributes is not None:

@@ -1,0 +1,191 @@
+"""The original's memory is freed once only its parallel module has it."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from functools import partial
+from types import MethodType
+from typing import Any
+from weakref import ref
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import autoparallel
+from autoparallel.runtime.let_go import Root
+from tests.support.models import BATCH_SIZE, CASES
+
+X = torch.randn(4, 3, 8, generator=torch.Generator().manual_seed(0))
+
+
+class Recurrent(nn.Module):
+    """A list of parameters, a tied one, a buffer that is written, and code that asks for the mode."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(1)
+        self.layer, self.first = nn.LSTM(8, 8, batch_first=True), nn.Linear(8, 8)
+        self.last = nn.Linear(8, 8)
+        self.last.weight = self.first.weight
+        self.register_buffer("seen", torch.zeros(()))
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.seen += 1
+        y: Tensor = self.last(torch.tanh(self.first(self.layer(x)[0])))
+        return y * 2 if self.training else y
+
+
+def losses(model: Any, x: Tensor) -> list[float]:
+    """Of two steps, then of another mode and of another shape."""
+    found = []
+    for _ in range(2):
+        loss = model(x).square().mean()
+        loss.backward()
+        found.append(float(loss))
+        with torch.no_grad():
+            for p in model.parameters():
+                p -= 0.1 * p.grad
+        model.zero_grad()
+    model.eval()
+    return [*found, float(model(x).square().mean()), float(model(x[:2]).square().mean()), float(model.seen)]
+
+
+def test_its_parameters_are_freed_at_the_next_call(mesh_of_one: Any) -> None:
+    wanted, model = losses(Recurrent(), X), Recurrent()
+    parameters, root = [ref(p) for p in model.parameters()], ref(model)
+    parallel = autoparallel.compile(model, mesh_of_one, example_inputs=(X,))
+    parallel(X)
+    assert all(p() is not None for p in parameters)
+    del model
+    assert root() is None
+    again = autoparallel.compile(Recurrent(), mesh_of_one, example_inputs=(X,))
+    assert losses(again, X) == pytest.approx(wanted, rel=1e-5)
+    parallel(X)
+    assert all(p() is None for p in parameters)
+    assert all(p.is_meta for p in parallel._state.model.parameters()) and float(parallel.seen) == 2
+
+
+def test_without_an_example_they_are_freed_at_the_second_call(mesh_of_one: Any) -> None:
+    model = Recurrent()
+    first = ref(model.first.weight)
+    model = autoparallel.compile(model, mesh_of_one)
+    model(X)
+    model(X)
+    assert first() is None and model.last.weight is model.first.weight
+
+
+def test_whoever_has_the_original_has_its_values(mesh_of_one: Any) -> None:
+    model = Recurrent()
+    parallel = autoparallel.compile(model, mesh_of_one, example_inputs=(X,))
+    for _ in range(2):
+        torch.testing.assert_close(parallel(X), model(X))
+    part = model.first
+    del model
+    parallel(X)
+    with pytest.raises((RuntimeError, NotImplementedError)):     # a part is not enough to keep it
+        part(X).tolist()
+
+
+def test_a_copy_has_no_original_of_its_own(mesh_of_one: Any) -> None:
+    model = Recurrent()
+    parallel = autoparallel.compile(model, mesh_of_one, example_inputs=(X,))
+    second = copy.deepcopy(parallel)
+    torch.testing.assert_close(second(X), parallel(X))
+    assert second._state.originals is None and model.first.weight.device.type == "cpu"
+    torch.testing.assert_close(second.eval()(X), model.eval()(X))
+
+
+def test_state_is_loaded_and_saved_without_the_original(mesh_of_one: Any, tmp_path: Any) -> None:
+    parallel = autoparallel.compile(Recurrent(), mesh_of_one, example_inputs=(X,))
+    parallel(X)
+    kept = {name: value.clone() for name, value in parallel.state_dict().items()}
+    parallel.save(tmp_path / "state")
+    with torch.no_grad():
+        for p in parallel.parameters():
+            p.zero_()
+    parallel.load(tmp_path / "state")
+    assert parallel.state_dict().keys() == Recurrent().state_dict().keys()
+    for name, value in parallel.state_dict().items():
+        torch.testing.assert_close(value, kept[name])
+    assert not parallel.load_state_dict(Recurrent().state_dict()).missing_keys
+
+
+class Other(Recurrent):
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x) + 1
+
+
+def test_a_class_that_the_original_is_given_is_the_programs(mesh_of_one: Any) -> None:
+    model = Recurrent()
+    parallel = autoparallel.compile(model, mesh_of_one, example_inputs=(X,))
+    before = parallel(X)
+    model.__class__ = Other
+    torch.testing.assert_close(parallel(X), before + 1)
+
+
+def test_transformers_models_are_freed_and_generate(mesh_of_one: Any) -> None:
+    case = CASES["llama"]
+    _, kwargs = case.inputs(BATCH_SIZE)
+    model = case.build().eval()
+    ids = kwargs["input_ids"][:2, :4]
+    how: dict[str, Any] = {"attention_mask": torch.ones_like(ids), "max_new_tokens": 4, "do_sample": False}
+    wanted, first = model.generate(ids, **how), ref(next(model.parameters()))  # type: ignore[operator]
+    model = autoparallel.compile(model, mesh_of_one, example_kwargs=kwargs)
+    assert torch.equal(model.generate(ids, **how), wanted)
+    assert first() is None
+
+
+class Parent:
+    def __init__(self, model: nn.Module) -> None:
+        self.model = model
+
+
+def with_method(model: nn.Module) -> None:
+    model.act = model.forward
+
+
+def with_patched_forward(model: nn.Module) -> None:
+    model.forward = MethodType(type(model).forward, model)  # type: ignore[method-assign]
+
+
+def with_parent(model: nn.Module) -> None:
+    vars(model.first)["parent"] = [model]
+
+
+def with_object(model: nn.Module) -> None:
+    vars(model.first)["parent"] = Parent(model)
+
+
+def with_closure(model: nn.Module) -> None:
+    vars(model.first)["count"] = lambda: len(list(model.parameters()))
+
+
+def with_partial(model: nn.Module) -> None:
+    vars(model.first)["count"] = {"one": partial(len, model)}
+
+
+def with_hook(model: nn.Module) -> None:
+    model.first.register_forward_hook(MethodType(lambda self, module, args, output: output, model))
+
+
+@pytest.mark.parametrize("give", [with_method, with_patched_forward, with_parent, with_object, with_closure,
+                                  with_partial, with_hook])
+def test_a_model_that_refers_to_itself_stays(mesh_of_one: Any, give: Callable[[nn.Module], None]) -> None:
+    """What it reads by way of itself must be seen."""
+    model = Recurrent()
+    give(model)
+    assert Root(model).module is model
+    parallel = autoparallel.compile(model, mesh_of_one, example_inputs=(X,))
+    wanted = model(X)
+    del model
+    for _ in range(2):
+        torch.testing.assert_close(parallel(X), wanted)
+    assert parallel._state.originals is not None
+
+
+def test_other_models_have_a_root_of_ours() -> None:
+    for model in (Recurrent(), nn.Sequential(nn.Linear(2, 2)), CASES["gpt2"].build(), CASES["t5"].build()):
+        root = Root(model).module
+        assert root is not model and type(root) is type(model) and vars(root) is vars(model)
