@@ -447,14 +447,14 @@ def test_notebooks_show_the_summary_as_text(plans: dict[str, Plan]) -> None:
     (16, 8, False, "pp=2,micro_batch=1,tp=8,zero=1,sequence_parallel,recompute=selective"),
     (16, 8, True, "dp=16,ep=8,zero=1"), (1, 8, True, "dp=1"), (12, 8, False, "dp=12"),
     (64, 8, True, "pp=8,micro_batch=1,ep=8,zero=1,recompute=full"),
-    (16, 8, False, "tp=8,zero=3,sequence_parallel,recompute=auto"),
+    (16, 8, False, "tp=8,zero=3,sequence_parallel,recompute=auto"), (3, 1, True, "dp=3"),
 ])
 def test_usual_recipes_use_all_devices(devices: int, host: int, experts: bool, some: str) -> None:
-    found = list(recipes(devices, host, experts))
-    assert some in found and len(set(found)) == len(found)
-    for recipe in found:
-        hand = ByHand.of(recipe).on(devices)
-        assert (hand.dp or 1) * hand.tp * hand.pp == devices
+    assert some in recipes(devices, host, experts)
+    for count in range(1, 40):    # of any number, also on hosts of one device, and where they do not divide it
+        found = list(recipes(count, host, experts))
+        hands = [ByHand.of(recipe).on(count) for recipe in found]
+        assert len(set(found)) == len(found) and all((h.dp or 1) * h.tp * h.pp == count for h in hands)
 
 
 def test_the_usual_plan_is_the_fastest_of_them_that_fits() -> None:

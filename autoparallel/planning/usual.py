@@ -42,7 +42,7 @@ def recipes(devices: int, host_devices: int, experts: bool = False) -> Iterator[
     ['dp=8', 'dp=8,zero=1', 'dp=8,zero=3', 'dp=8,micro_batch=1']
     """
     inner = min(devices, host_devices)
-    if experts and inner > 1:
+    if experts and inner > 1 and devices % inner == 0:
         yield from (f"dp={devices},ep={inner},zero=1{more}" for more in ("", ",recompute=selective"))
     yield from (f"dp={devices}{more}" for more in ("", ",zero=1", ",zero=3", ",micro_batch=1", ",zero=1,micro_batch=1",
                                                    ",zero=3,micro_batch=1", ",zero=3,micro_batch=1,recompute=selective",
@@ -62,11 +62,13 @@ def _divided(devices: int, host_devices: int, experts: bool) -> Iterator[str]:
     if experts:
         yield from (f"pp={stages},micro_batch=1,ep={inner},zero=1,recompute=full" for stages in (8, 16)
                     if devices // inner % stages == 0)
-    tensor = f"tp={inner},zero=1,sequence_parallel"
-    yield from (f"{tensor}{more},recompute=selective" for more in ("", ",micro_batch=1"))
+    tensor = f"tp={inner},zero=1,sequence_parallel" if inner > 1 else "zero=1"
+    if inner > 1:
+        yield from (f"{tensor}{more},recompute=selective" for more in ("", ",micro_batch=1"))
     pipelines = [stages for stages in (2, 4, 8, 16) if devices // inner % stages == 0]
     yield from (f"pp={stages},micro_batch=1,{tensor},recompute=selective" for stages in pipelines)
-    yield f"tp={inner},zero=3,sequence_parallel,recompute=auto"
+    if inner > 1:
+        yield f"tp={inner},zero=3,sequence_parallel,recompute=auto"
     yield from (f"pp={stages},virtual=4,micro_batch=1,{tensor},recompute=full" for stages in pipelines)
 
 
