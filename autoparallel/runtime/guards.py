@@ -12,7 +12,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import chain, repeat
 from operator import attrgetter, is_
-from types import MethodType
+from types import MappingProxyType, MethodType
 from typing import Any
 
 import numpy as np
@@ -221,6 +221,27 @@ class _Seen:
         return self  # functions are not copied, nor their variables
 
 
+class _Variables:
+    """Variables as they were at the time of a trace. Those in which nothing can change are compared object by object,
+    by loops in C: this runs at every call."""
+
+    def __init__(self, seen: Sequence[_Seen]) -> None:
+        self.seen = seen
+        fixed = [one for one in seen if one.contents is None and not one.cached and type(one.variable.holder) in _GET]
+        self.others = [one for one in seen if one not in fixed]
+        self.fixed = [(get, *zip(*((one.variable.holder, one.variable.name, one.value) for one in fixed
+                                   if type(one.variable.holder) is kind), strict=True))
+                      for kind, get in _GET.items() if any(type(one.variable.holder) is kind for one in fixed)]
+
+    def are_unchanged(self) -> bool:
+        return all(all(map(is_, map(get, holders, names, repeat(Missing)), values))
+                   for get, holders, names, values in self.fixed) and all(map(_Seen.holds, self.others))
+
+
+#: How a variable of a namespace is read, by its type.
+_GET: Mapping[type, Any] = {dict: dict.get, MappingProxyType: MappingProxyType.get}
+
+
 class Guards:
     """Compares the model with its state at the time of one trace, object by object."""
 
@@ -234,12 +255,13 @@ class Guards:
             for holder in (module,) if module is model else (module, parts[module]):
                 self.attributes += [(holder, path, n, vars(holder).get(n, Missing)) for n in names]
             self.hooks += [(vars(module)[name], tuple(vars(module)[name].values()), path, name) for name in HOOKS]
+        self.hook_tables, self.had_hooks = [hooks for hooks, *_ in self.hooks], any(was for _, was, *_ in self.hooks)
         self.sizes = [(vars(holder), len(vars(holder)), path) for path, module in model.named_modules()
                       if ALL in dependencies.attributes.get(path, ()) for holder in {module, parts[module]} - {root}]
         self.modules = [holder for module, part in parts.items() for holder in {module, part} - {root}]
         self.orders = list(map(_order, self.modules))
         self.holders, _, self.names, self.values = zip(*self.attributes, strict=True)
-        self.variables = [_Seen.of(variable) for variable in dependencies.variables]
+        self.variables = _Variables([_Seen.of(variable) for variable in dependencies.variables])
         self.modes = [(reader(name), name, answer) for name, answer in dependencies.modes.items()]
         self.strides = _strides(leaves) if dependencies.strides else None
         contents = {id(value): (value, f"{path}.{name}".strip(".")) for _, path, name, value in self.attributes
@@ -256,7 +278,7 @@ class Guards:
         return (all(map(is_, now, self.values)) and all(map(is_, map(_order, self.modules), self.orders))
                 and all(len(names) == count for names, count, _ in self.sizes)
                 and all(contents.hold() for contents, _ in self.contents)
-                and all(map(_Seen.holds, self.variables)) and not any(hooks or was for hooks, was, _, _ in self.hooks)
+                and self.variables.are_unchanged() and not self.had_hooks and not any(self.hook_tables)
                 and all(mode() == answer for mode, _, answer in self.modes) and not hooks_of_all()
                 and (self.strides is None or _strides(leaves) == self.strides))
 
@@ -274,7 +296,7 @@ class Guards:
         for contents, name in self.contents:
             if not contents.hold():
                 yield f"{name} has other contents"
-        for seen in self.variables:
+        for seen in self.variables.seen:
             if not seen.holds():
                 yield f"{seen.variable.name} was {_shown(seen.value)} and is {_shown(seen.variable.value())}"
         for hooks, values, path, name in self.hooks:

@@ -60,8 +60,8 @@ def step_shards(optimizer: torch.optim.Optimizer) -> None:
 def _replace(parameters: list[Tensor], gradients: list[Tensor], *states: list[Tensor]) -> None:
     """Replace DTensors by their local shards in all lists, unless those of a parameter are sharded differently: then
     the optimizer computes on DTensors, which redistribute."""
-    if all(map(_fit, parameters, gradients)) and all(
-            all(map(_fits_state, parameters, values)) for values in states):
+    specs = [p._spec if isinstance(p, DTensor) else None for p in parameters]
+    if _fit(specs, parameters, gradients, False) and all(_fit(specs, parameters, values, True) for values in states):
         for values in (parameters, gradients, *states):
             values[:] = [value._local_tensor if isinstance(value, DTensor) else value for value in values]
 
@@ -69,20 +69,27 @@ def _replace(parameters: list[Tensor], gradients: list[Tensor], *states: list[Te
 _PLAIN = (Tensor, torch.nn.Parameter)
 
 
-def _fit(parameter: Tensor, other: Tensor) -> bool:
-    """Whether both are plain tensors, or DTensors sharded alike."""
-    if not isinstance(parameter, DTensor) or not isinstance(other, DTensor):
-        return isinstance(parameter, DTensor) == isinstance(other, DTensor)
-    ours, theirs = parameter._spec, other._spec
-    if ours is theirs:  # as our gradients'
-        return type(other._local_tensor) in _PLAIN
-    return (ours.placements == theirs.placements and ours.mesh == theirs.mesh and ours.shape == theirs.shape
-            and type(other._local_tensor) in _PLAIN)
+def _fit(specs: Sequence[Any], parameters: Sequence[Tensor], others: Sequence[Tensor | None], are_states: bool) -> bool:
+    """Whether each parameter (with its spec, None of a plain tensor) and the other tensor are both plain, or DTensors
+    sharded alike. ``are_states``: the others may be plain scalars (step counts), or not made yet (None)."""
+    for spec, parameter, other in zip(specs, parameters, others, strict=False):
+        if spec is not None and isinstance(other, DTensor):
+            if other._spec is not spec and not _take_spec(other, parameter):
+                return False
+            if type(other._local_tensor) not in _PLAIN:
+                return False
+        elif not (are_states and (other is None or other.dim() == 0)) and (spec is None) == isinstance(other, DTensor):
+            return False
+    return True
 
 
-def _fits_state(parameter: Tensor, state: Tensor | None) -> bool:
-    """`_fit`, or a plain scalar (a step count), or a state not made yet."""
-    return state is None or (not isinstance(state, DTensor) and state.dim() == 0) or _fit(parameter, state)
+def _take_spec(other: DTensor, parameter: Tensor) -> bool:
+    """Whether a DTensor is sharded as the parameter; if so, it has the same object for a spec from now on, so that the
+    next comparison is short."""
+    ours, theirs = cast(DTensor, parameter)._spec, other._spec
+    if ours == theirs:
+        other._spec = ours
+    return ours.placements == theirs.placements and ours.mesh == theirs.mesh and ours.shape == theirs.shape
 
 
 def _take_momentum(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:

@@ -129,7 +129,7 @@ class State:
                 if module.training != was:
                     part.training = module.training
             self._note_modes()
-        return tuple(part.training for part in self.parts.values() or self.model.modules())
+        return tuple(map(_training, self.parts.values() or self.model.modules()))
 
     def trainable(self) -> tuple[bool, ...]:
         """``requires_grad`` of each parameter; () with several stages. There, raises InputError for a parameter that
@@ -138,7 +138,7 @@ class State:
         self._share_trainable()
         if self.hybrid.stages == 1:
             parts = self.parts.values() or self.model.modules()
-            return tuple(p.requires_grad for part in parts for p in part._parameters.values() if p is not None)
+            return tuple([p.requires_grad for part in parts for p in part._parameters.values() if p is not None])
         for module, part in self.parts.items():
             for name, parameter in part._parameters.items():
                 if parameter is not None and parameter.requires_grad > module.get_parameter(name).requires_grad:
