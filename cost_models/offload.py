@@ -19,6 +19,10 @@ from cost_models.links import UNLIMITED
 #: direct I/O in large requests (docs/measurements/offload.md, "Ways to read and write").
 MAPPED_READ, MAPPED_WRITE = 0.74, 0.35
 
+#: Seconds in which a processor steps an element of a sparse gradient's rows, beside what the memory takes: torch sorts
+#: the rows, and looks up, masks and adds each by itself (Adagrad, rows of 32; docs/measurements/gpu.md, 2026-11-27).
+SPARSE_ELEMENT_S = 1.2e-8
+
 
 @dataclass(frozen=True)
 class HostStep:

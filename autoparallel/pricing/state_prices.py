@@ -41,13 +41,15 @@ class StatePrices:
         of what is stepped on the host. Of a table with sparse gradients, of the rows that were looked up."""
         s, away = self.space.strategy_sets[index], self.counts.away[index]
         rows, whole_s = self._rows(index), prices.parameter_s(s)
+        by_row = offload.SPARSE_ELEMENT_S if rows < 1 else 0.0
         if not away.is_away or not whole_s.any():
-            return rows * whole_s
+            by_row *= self.prices.cluster.host.shared_memory
+            return rows * (whole_s + by_row * (whole_s > 0) * self.prices.elements(s))
         moved, elements = self._moved(index), self.prices.elements(s)
         found = offload.host_step(moved, self.prices.kept(s.output_metas[0]), self.prices.optimizer,
                                   self.prices.cluster, away.states == "disk", away.moves_gradients,
                                   away.moves_parameters, away.in_tier("disk"))
-        return rows * (whole_s * (1 - moved / np.maximum(elements, 1)) + found.total_s)
+        return rows * (whole_s * (1 - moved / np.maximum(elements, 1)) + found.total_s + by_row * moved)
 
     def _moved(self, index: int) -> np.ndarray:
         """Elements whose states are in the tier."""
