@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Sequence
+from functools import cache
 from typing import Any, cast
 
 import torch
@@ -119,17 +120,39 @@ class _LocalShards(torch.autograd.Function):
 def _own(gradients: Sequence[torch.Tensor | None]) -> list[torch.Tensor | None]:
     """The gradients, contiguous, each in memory of its own: autograd may give two parameters one tensor, or the user's,
     and adds to the gradient of a parameter in place."""
-    seen, made = set[int](), list[torch.Tensor | None]()
+    seen, made, held = set[int](), list[torch.Tensor | None](), _count_of_own()
     for g in gradients:
         if g is not None and g.is_sparse:
             g = own_rows_of(g)
         elif g is not None:
             g = g.contiguous()
-            shared = g._use_count() > 1 or g.data_ptr() in seen  # type: ignore[attr-defined]
+            shared = g._use_count() > held or g.data_ptr() in seen  # type: ignore[attr-defined]
             g = g.clone() if shared else g
             seen.add(g.data_ptr())
         made.append(g)
     return made
+
+
+@cache
+def _count_of_own() -> int:
+    """The `_use_count` of a gradient that only autograd has: 1, or 2 in releases before torch 2.12."""
+    counts = list[int]()
+    with torch.enable_grad():
+        x = torch.ones(1, requires_grad=True)
+        _Counted.apply(counts, x).mul(2).sum().backward()
+    return counts[0]
+
+
+class _Counted(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, counts: list[int], x: torch.Tensor) -> torch.Tensor:
+        ctx.counts = counts
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[None, torch.Tensor]:
+        ctx.counts.append(gradient._use_count())  # type: ignore[attr-defined]
+        return None, gradient
 
 
 class _Gradient(DTensor):
@@ -165,6 +188,7 @@ def local_shards(values: Sequence[torch.Tensor], together: bool = True, handed_o
     which hands all gradients on at the end of backward; else each when it is there. ``handed_over``: who gives the
     gradients to backward drops them, so that they need no memory of their own."""
     trainable = [v for v in values if isinstance(v, DTensor) and v.requires_grad]
+    _count_of_own()    # not within backward, which it runs
     shards = iter(() if not trainable else _LocalShards.apply(handed_over, *trainable) if together else
                   [_at_once(value) for value in trainable])
     with torch.no_grad():  # to_local without an autograd node
