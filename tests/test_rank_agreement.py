@@ -5,11 +5,14 @@ from __future__ import annotations
 import dataclasses
 from typing import Any
 
+import pytest
 import torch
 from torch import nn
 
 import autoparallel
 from autoparallel.errors import AutoparallelError, CaptureError, InfeasibleError, InputError
+from autoparallel.kernels import groups
+from autoparallel.launch.local import free_port, launch
 from tests.support.ranks import mesh_of
 
 
@@ -144,3 +147,21 @@ def untraceable_on_one_rank() -> str:
 def test_a_failed_trace_on_one_rank_is_an_error_on_all(ranks: Any) -> None:
     first, other = ranks(2).run(untraceable_on_one_rank, timeout_s=60)
     assert first == f"on rank 1: {other}" and "Choosy" in other
+
+
+def apart_from_the_gpus(port: int) -> tuple[bool, list[float]]:
+    """In a process group for GPUs alone, as of ``init_process_group("nccl")``: what ranks compare goes by gloo."""
+    import torch.distributed as dist
+
+    rank = dist.get_rank()
+    dist.destroy_process_group()
+    dist.init_process_group("cuda:gloo", init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=2)
+    group, both = groups.apart(), torch.ones(1) + rank
+    dist.all_reduce(both, group=group)
+    assert dist.group.WORLD is not None
+    return torch.device("cpu") in dist.group.WORLD._device_types, both.tolist()
+
+
+@pytest.mark.ranks
+def test_ranks_with_nccl_alone_compare_their_calls() -> None:
+    assert launch(apart_from_the_gpus, 2, free_port(), device="cpu") == [(False, [3.0])] * 2

@@ -183,15 +183,20 @@ def sends(group: dist.ProcessGroup, device: torch.device) -> bool:
 
 
 def apart() -> dist.ProcessGroup | None:
-    """A new gloo group of all ranks, for messages apart from the programs' collectives; None if the default process
-    group has no gloo. All ranks call this."""
-    cpu = torch.device("cpu")
-    if dist.group.WORLD is None or cpu not in dist.group.WORLD._device_types:
+    """A new gloo group of all ranks, for messages apart from the programs' collectives, which do not wait for a device;
+    None if the default process group sends the CPU's tensors by something else. All ranks call this."""
+    world, cpu = dist.group.WORLD, torch.device("cpu")
+    if world is None or not dist.is_gloo_available():
         return None
-    options = getattr(dist.group.WORLD._get_backend(cpu), "options", None)
-    if dist.group.WORLD._get_backend(cpu).name() != "gloo":
+    devices = [cpu] if cpu in world._device_types else world._device_types    # of NCCL alone there is none for the CPU
+    backend = world._get_backend(devices[0])
+    if devices == [cpu] and backend.name() != "gloo":
         return None
-    return dist.new_group(backend="gloo", timeout=getattr(options, "_timeout", None))
+    try:
+        return dist.new_group(backend="gloo", timeout=getattr(getattr(backend, "options", None), "_timeout", None))
+    except RuntimeError as error:
+        raise MeshError("gloo, by which ranks compare their calls, cannot connect them: set GLOO_SOCKET_IFNAME on each "
+                        f"host to its network interface\n  {str(error).splitlines()[0]}") from error
 
 
 #: Default process group -> the group of this rank alone.
