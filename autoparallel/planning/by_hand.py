@@ -122,7 +122,7 @@ class ByHand:
         """
         if isinstance(given, ByHand):
             return given
-        if not isinstance(given, (str, Mapping)):
+        if not isinstance(given, (str, Mapping)) or (isinstance(given, str) and not given.strip(" ,")):
             raise PlanError(f"by_hand is {shown(given)}: give text such as {EXAMPLE}, or a mapping with these keys")
         values = dict(given) if isinstance(given, Mapping) else _parsed(given)
         away = values.get("offload")

@@ -352,7 +352,8 @@ def _is_amount(value: Any) -> bool:
 
 
 def _are_counts(value: Any) -> bool:
-    return isinstance(value, Sequence) and not isinstance(value, str) and len(value) > 0 and all(map(_is_count, value))
+    return (isinstance(value, Sequence) and not isinstance(value, (str, bytes)) and len(value) > 0
+            and all(map(_is_count, value)))
 
 
 _COUNT = _Wanted("a whole number, 1 or more", _is_count)
