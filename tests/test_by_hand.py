@@ -135,7 +135,7 @@ def test_as_few_blocks_as_memory_requires_are_recomputed() -> None:
 @pytest.mark.parametrize(("by_hand", "said"), [
     ("dp=3", r"dp x tp x pp x cp = 3 x 1 x 1 x 1 = 3, and the cluster has 4 devices"),
     ("tp=0", "tp is 0: give a whole number, 1 or more"),
-    ("tq=2", "unknown key 'tq'; there are dp, tp"),
+    ("tq=2", "unknown key 'tq'; there are dp, tp"), (" ", "by_hand is ' ': give text such as"),
     ("tp", "'tp' has no value: write tp=..."),
     ("tp=2,tp=2", "tp is given twice"),
     ("virtual=2", "virtual=2 stages of each pipeline rank need pp of 2 or more"),

@@ -209,7 +209,6 @@ def test_unknown_names_list_the_known(call: Callable[[], Any], error: type[Autop
     ({"mesh_shape": (0,)}, MeshError, ("mesh_shape is (0,)", "each 1 or more, for example (2, 4)")),
     ({"mesh_shape": 4}, MeshError, ("mesh_shape is 4", "sizes of the axes")),
     ({"mesh_shape": b"4"}, MeshError, ("mesh_shape is b'4'", "sizes of the axes")),
-    ({"by_hand": ""}, PlanError, ("by_hand is ''", "give text such as")),
     ({"mesh_shape": ()}, MeshError, ("mesh_shape is ()", "sizes of the axes")),
     ({"mesh_shape": (4, 2)}, ClusterError, ("a mesh of (4, 2) needs 8 devices, the cluster has 4", "num_devices=8")),
     ({"axis_names": "ab"}, MeshError, ("axis_names is 'ab'", "('data', 'model')")),
