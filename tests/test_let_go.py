@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 
 import autoparallel
+from autoparallel.errors import InputError
 from autoparallel.runtime.let_go import Root
 from tests.support.models import BATCH_SIZE, CASES
 
@@ -81,11 +82,89 @@ def test_whoever_has_the_original_has_its_values(mesh_of_one: Any) -> None:
     parallel = autoparallel.compile(model, mesh_of_one, example_inputs=(X,))
     for _ in range(2):
         torch.testing.assert_close(parallel(X), model(X))
-    part = model.first
-    del model
+
+
+class Doubled(nn.Module):
+    def __init__(self, inner: nn.Module) -> None:
+        super().__init__()
+        self.inner = inner
+
+    def forward(self, x: Tensor) -> Tensor:
+        made: Tensor = self.inner(x) * 2
+        return made
+
+
+def test_whoever_has_a_part_has_its_values(mesh_of_one: Any) -> None:
+    inner = nn.Linear(8, 8)
+    wanted = inner(X).detach()
+    parallel = autoparallel.compile(Doubled(inner), mesh_of_one, example_inputs=(X,))
     parallel(X)
-    with pytest.raises((RuntimeError, NotImplementedError)):     # a part is not enough to keep it
-        part(X).tolist()
+    torch.testing.assert_close(inner(X), wanted)
+    torch.testing.assert_close(autoparallel.compile(Doubled(inner), mesh_of_one)(X), wanted * 2)
+    inner.weight.requires_grad_(False)
+    parallel(X).sum().backward()
+    assert parallel.inner.weight.grad is None and parallel.inner.bias.grad is not None
+    weight = ref(inner.weight)
+    del inner
+    parallel.eval()(X)     # asked again with another form
+    parallel(X)
+    assert weight() is None
+
+
+def test_whoever_has_its_parameters_is_told_what_they_are(mesh_of_one: Any) -> None:
+    model = nn.Sequential(nn.Linear(8, 8))
+    parameters = list(model.parameters())
+    model = autoparallel.compile(model, mesh_of_one, example_inputs=(X,))
+    optimizer = torch.optim.SGD(parameters, 0.1)
+    model(X).sum().backward()
+    with pytest.raises(InputError, match="parameters of the model that was given to compile"):
+        optimizer.step()
+
+
+@pytest.mark.parametrize("example", [{}, {"example_inputs": (X,)}])
+def test_two_parallel_modules_of_one_original(mesh_of_one: Any, example: dict[str, Any]) -> None:
+    def made() -> tuple[Any, ...]:
+        model = Doubled(nn.Linear(8, 8))
+        whole, part = (autoparallel.compile(one, mesh_of_one, **example) for one in (model, model.inner))
+        return whole, autoparallel.compile(model, mesh_of_one, **example), part, model(X)
+
+    first, second, part, wanted = made()
+    for _ in range(2):
+        for parallel in (first, second):
+            torch.testing.assert_close(parallel(X), wanted)
+        torch.testing.assert_close(part(X) * 2, wanted)
+    for parallel in (first, second, part):
+        parallel.eval()(X)
+
+
+def test_initial_weights_are_not_drawn_over_values(mesh_of_one: Any) -> None:
+    parallel = autoparallel.compile(nn.Linear(8, 8), mesh_of_one, example_inputs=(X,))
+    wanted = parallel(X)
+    parallel.init_weights()
+    torch.testing.assert_close(parallel(X), wanted)
+    assert parallel._state.model.weight.is_meta
+
+
+class WithTensors(nn.Module):
+    """Tensors that are neither parameters nor buffers, and made without a device."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer, self.rows, self.scale = nn.Linear(8, 8), nn.Embedding(4, 8), torch.arange(8.0)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = self.layer(x) * self.scale + self.rows(torch.arange(x.shape[0]))[:, None] + torch.ones(8)
+        return y
+
+
+def test_later_traces_find_the_device_that_it_had(mesh_of_one: Any) -> None:
+    model = WithTensors()
+    wanted = [model(X).detach(), model(X[:2]).detach()]
+    weight = ref(model.layer.weight)
+    model = autoparallel.compile(model, mesh_of_one, example_inputs=(X,))
+    torch.testing.assert_close(model(X), wanted[0])
+    torch.testing.assert_close(model.eval()(X[:2]), wanted[1])
+    assert weight() is None
 
 
 def test_a_copy_has_no_original_of_its_own(mesh_of_one: Any) -> None:

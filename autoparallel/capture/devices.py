@@ -33,15 +33,10 @@ def traced_on(device: torch.device) -> Iterator[None]:
 
 
 def program_device(model: nn.Module, leaves: Sequence[Any]) -> torch.device | None:
-    """The device to trace a call on, of which the model or an argument is not; None if all can be traced as they lie:
-    where they run, or whole on the meta device in place of the CPU, if no autocast asks for the CPU."""
-    own = [*model.parameters(), *model.buffers()]
-    tensors = [*own, *(leaf for leaf in leaves if isinstance(leaf, Tensor))]
+    """The device to trace a call on, of which the model or an argument is not; None if all lie there."""
+    tensors = [*model.parameters(), *model.buffers(), *(leaf for leaf in leaves if isinstance(leaf, Tensor))]
     device = _DEVICE.get() or next((t.device for t in tensors if t.device.type not in _PLAIN), None)
-    if device is None or all(t.device.type == device.type for t in tensors):
-        return None
-    is_whole = len({t.is_meta for t in own}) < 2
-    return None if device.type in _PLAIN and is_whole and not torch.is_autocast_enabled(device.type) else device
+    return None if device is None or all(t.device.type == device.type for t in tensors) else device
 
 
 @contextmanager
