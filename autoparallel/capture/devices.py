@@ -64,11 +64,22 @@ def moved(model: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any], devi
     arguments = pytree.tree_map_only(Tensor, without_data, (tuple(args), dict(kwargs)))
     try:
         for module, name, value in owned:
-            setattr(module, name, without_data(value))    # recurrent layers have lists of them, which this changes
+            put(module, name, without_data(value))
         yield arguments
     finally:
         for module, name, value in owned:
-            setattr(module, name, value)
+            put(module, name, value)
+
+
+def put(module: nn.Module, name: str, value: Any) -> None:
+    """Register a parameter or buffer in place of another one, without what a class does to the user who sets it; a
+    recurrent layer's list has it, too."""
+    table: dict[str, Any] = module._parameters if name in module._parameters else module._buffers
+    before, table[name] = table.get(name), value
+    flat = vars(module).get("_flat_weights", ())
+    for number, tensor in enumerate(flat):
+        if tensor is before:
+            flat[number] = value
 
 
 def _like(value: Tensor, there: Tensor) -> Tensor:
@@ -77,4 +88,4 @@ def _like(value: Tensor, there: Tensor) -> Tensor:
         value.requires_grad)
 
 
-__all__ = ["moved", "program_device", "traced_on"]
+__all__ = ["moved", "program_device", "put", "traced_on"]

@@ -21,6 +21,7 @@ import torch
 from torch import nn
 
 from autoparallel.capture.dependencies import MIRRORS
+from autoparallel.capture.devices import put
 
 #: Objects that parts of a model refer to, from which on it is taken to refer to itself.
 MOST = 100_000
@@ -67,7 +68,8 @@ class Root:
         modules = [*self._module.modules()]
         tables = [*chain.from_iterable((module._modules, module._parameters) for module in modules)]
         mirrors = [vars(module)[name] for module in modules for name in MIRRORS & vars(module).keys()]
-        ours = {id(holder): holder for holder in (*holders, *tables, *mirrors)}
+        cells = chain.from_iterable(map(_cells, set(map(type, modules))))
+        ours = {id(holder): holder for holder in (*holders, *tables, *mirrors, *cells)}
         counts = Counter(map(id, chain.from_iterable(map(gc.get_referents, ours.values()))))
         root = modules.pop(0)
         return (_has_more(modules, [nn.Module()], counts)
@@ -91,12 +93,25 @@ def _has_more(objects: Sequence[Any], alone: Sequence[Any], counts: Mapping[int,
         objects, [*map(sys.getrefcount, objects)], strict=True))
 
 
+def _cells(kind: type) -> list[Any]:
+    """The cells of a class's properties, and of functions in these: torch's parametrized modules are there."""
+    found = list[Any]()
+    waiting: list[Any] = [f for value in vars(kind).values() if isinstance(value, property)
+                          for f in (value.fget, value.fset)]
+    while waiting:
+        for cell in getattr(waiting.pop(), "__closure__", None) or ():
+            if all(cell is not known for known in found):
+                found.append(cell)
+                waiting += [inner for inner in gc.get_referents(cell) if isinstance(inner, FunctionType)]
+    return found
+
+
 def _drop(module: nn.Module, name: str, made: dict[int, nn.Parameter]) -> None:
     parameter = module._parameters[name]
     assert parameter is not None
     if id(parameter) not in made:
         made[id(parameter)] = nn.Parameter(_without_data(parameter), parameter.requires_grad)
-    setattr(module, name, made[id(parameter)])    # recurrent layers have lists of them
+    put(module, name, made[id(parameter)])
 
 
 def _without_data(parameter: nn.Parameter) -> torch.Tensor:
