@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 from types import MethodType
 from typing import Any
-from weakref import ref
+from weakref import WeakSet, proxy, ref
 
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.nn.utils.parametrizations import spectral_norm, weight_norm
 
 import autoparallel
 from autoparallel.errors import InputError
@@ -249,8 +250,39 @@ def with_hook(model: nn.Module) -> None:
     model.first.register_forward_hook(MethodType(lambda self, module, args, output: output, model))
 
 
+def with_weak_reference(model: nn.Module) -> None:
+    vars(model.first)["parent"] = ref(model)
+
+
+def with_proxy(model: nn.Module) -> None:
+    vars(model.first)["parent"] = [proxy(model)]
+
+
+def with_weak_set(model: nn.Module) -> None:
+    vars(model.first)["parents"] = WeakSet([model])
+
+
+class Slots:
+    __slots__ = ("model",)
+
+    def __init__(self, model: nn.Module) -> None:
+        self.model = model
+
+
+def with_slots(model: nn.Module) -> None:
+    vars(model.first)["parent"] = Slots(model)
+
+
+def with_default(model: nn.Module) -> None:
+    def first(*, of: nn.Module = model) -> Tensor:
+        return next(of.parameters())
+
+    vars(model.first)["count"] = first
+
+
 @pytest.mark.parametrize("give", [with_method, with_patched_forward, with_parent, with_object, with_closure,
-                                  with_partial, with_hook])
+                                  with_partial, with_hook, with_weak_reference, with_proxy, with_weak_set, with_slots,
+                                  with_default])
 def test_a_model_that_refers_to_itself_stays(mesh_of_one: Any, give: Callable[[nn.Module], None]) -> None:
     """What it reads by way of itself must be seen."""
     model = Recurrent()
@@ -262,6 +294,106 @@ def test_a_model_that_refers_to_itself_stays(mesh_of_one: Any, give: Callable[[n
     for _ in range(2):
         torch.testing.assert_close(parallel(X), wanted)
     assert parallel._state.originals is not None
+
+
+class WithSlots(Doubled):
+    __slots__ = ("scale",)
+
+
+class WithEnd(Doubled):
+    def __del__(self) -> None:
+        self.inner.is_open = False
+
+
+class ADict(Doubled, dict[str, Any]):
+    __hash__ = nn.Module.__hash__
+
+
+@pytest.mark.parametrize("kind", [WithSlots, WithEnd, ADict])
+def test_a_model_that_is_more_than_its_attributes_stays(kind: type[Doubled]) -> None:
+    model = kind(nn.Linear(2, 2))
+    assert Root(model).module is model
+
+
+class Unread(Mapping[str, int]):
+    """A mapping that raises where its values are missing."""
+
+    def __getitem__(self, name: str) -> int:
+        raise RuntimeError(name)
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(["missing"])
+
+    def __len__(self) -> int:
+        return 1
+
+
+class Unset(Recurrent):
+    """Has such a mapping, and lets nobody set a tensor."""
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        if isinstance(value, Tensor) and name in self.__dict__.get("_buffers", {}) and self.settings:
+            raise RuntimeError(name)
+        super().__setattr__(name, value)
+
+    def __init__(self) -> None:
+        self.__dict__["settings"] = {}
+        super().__init__()
+        self.settings = Unread()
+
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = self.layer(self.first(x))[0] + self.seen
+        return y
+
+
+def test_methods_of_the_users_are_not_called(mesh_of_one: Any) -> None:
+    model = Unset()
+    wanted = model(X).detach()
+    model = autoparallel.compile(model, mesh_of_one, example_inputs=(X,))
+    torch.testing.assert_close(model(X), wanted)
+    torch.testing.assert_close(model.eval()(X[:2]), wanted[:2])
+    assert model._state.originals is None
+
+
+@pytest.mark.parametrize("parametrize", [weight_norm, spectral_norm])
+def test_parametrized_and_empty_modules_are_freed(mesh_of_one: Any, parametrize: Any) -> None:
+    model = Doubled(nn.Sequential(parametrize(nn.Linear(8, 8)), nn.Sequential()))
+    first = ref(next(model.parameters()))
+    model = autoparallel.compile(model.eval(), mesh_of_one, example_inputs=(X,))
+    copied = copy.deepcopy(model)
+    torch.testing.assert_close(model(X), copied(X))
+    assert first() is None
+    torch.testing.assert_close(model(X[:2]), copied(X[:2]))
+
+
+SCALED = nn.Linear(8, 8)
+
+
+class ByName(Doubled):
+    """Reads an attribute of itself by a global's name."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = self.inner(x) * vars(SCALED)["model"].scale
+        return y
+
+
+def test_attributes_are_seen_by_any_name(mesh_of_one: Any) -> None:
+    model = ByName(nn.Linear(8, 8))
+    model.scale, vars(SCALED)["model"] = 2.0, model
+    try:
+        parallel = autoparallel.compile(model, mesh_of_one, example_inputs=(X,))
+        before = parallel(X)
+        model.scale = 6.0
+        torch.testing.assert_close(parallel(X), before * 3)
+    finally:
+        del vars(SCALED)["model"]
+
+
+def test_a_root_that_is_parametrized_before_its_first_call(mesh_of_one: Any) -> None:
+    model = nn.Linear(8, 8)
+    parallel = autoparallel.compile(model, mesh_of_one)
+    weight_norm(model)
+    torch.testing.assert_close(parallel(X), model(X))
 
 
 def test_other_models_have_a_root_of_ours() -> None:
