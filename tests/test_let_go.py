@@ -11,6 +11,7 @@ from weakref import WeakSet, proxy, ref
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.utils.parametrizations import spectral_norm, weight_norm
 
@@ -18,6 +19,7 @@ import autoparallel
 from autoparallel.errors import InputError
 from autoparallel.runtime.let_go import Root
 from tests.support.models import BATCH_SIZE, CASES
+from tests.support.ranks import mesh_of
 
 X = torch.randn(4, 3, 8, generator=torch.Generator().manual_seed(0))
 
@@ -400,3 +402,20 @@ def test_other_models_have_a_root_of_ours() -> None:
     for model in (Recurrent(), nn.Sequential(nn.Linear(2, 2)), CASES["gpt2"].build(), CASES["t5"].build()):
         root = Root(model).module
         assert root is not model and type(root) is type(model) and vars(root) is vars(model)
+
+
+def on_one_rank(steps: int) -> tuple[list[float], bool]:
+    """Losses where rank 0 alone keeps the original: its later traces have values, and the others' have none."""
+    model = Doubled(Recurrent())
+    kept = model if dist.get_rank() == 0 else None
+    parallel = autoparallel.compile(model, mesh_of(2), example_inputs=(X,), zero_stage=3, outputs="whole")
+    del model
+    found = [float(parallel(X[:rows]).square().mean().detach()) for rows in range(4, 4 - steps, -1)]
+    return found, (kept is None) == (parallel._state.originals is None)
+
+
+def test_ranks_need_not_let_go_together(ranks: Any) -> None:
+    model = Doubled(Recurrent())
+    wanted = [float(model(X[:rows]).square().mean().detach()) for rows in (4, 3, 2)]
+    for found, is_right in ranks(2).run(on_one_rank, 3, timeout_s=100):
+        assert is_right and found == pytest.approx(wanted, rel=1e-4)
