@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from autoparallel.capture import capture, traced_on
 from autoparallel.capture.devices import moved, program_device
+from autoparallel.errors import CaptureError
 from autoparallel.kernels import collectives
 
 
@@ -93,6 +94,36 @@ def test_in_inference_mode() -> None:
         without_data = nn.Linear(4, 4)
     with torch.inference_mode(), traced_on(torch.device("cpu")), torch.autocast("cpu", torch.bfloat16):
         assert len(capture(without_data, (torch.ones(2, 4),)).nodes)
+
+
+class Beside(nn.Module):
+    """Has a parameter in a list of its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(2, 2)
+        self.weights = [self.layer.weight]
+
+    def forward(self, x: Tensor) -> Tensor:
+        made: Tensor = self.layer(x) @ self.weights[0]
+        return made
+
+
+def test_a_parameter_that_would_be_a_constant() -> None:
+    model = Beside()
+    with pytest.raises(CaptureError, match=r"reads the values of layer\.weight by way of a list"):
+        capture(model, (torch.ones(3, 2),))
+    assert len(capture(model.requires_grad_(False), (torch.ones(3, 2),)).constant_tensors) == 1
+
+
+def test_without_data_it_is_traced_on_the_device_of_the_program() -> None:
+    with torch.device("meta"):
+        model = WithConstant()
+    model.scale = torch.full((2,), 3.0)
+    with traced_on(torch.device("cpu")):
+        assert program_device(model, [torch.ones(3, 2)]) == torch.device("cpu")
+        (scale,) = capture(model, (torch.ones(3, 2),)).constant_tensors.values()
+    assert scale.tolist() == [3.0, 3.0]
 
 
 def as_on_a_gpu() -> None:

@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 import torch.utils._pytree as pytree
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.export import ExportedProgram
 from torch.export.graph_signature import ConstantArgument, InputKind, OutputKind
 from torch.fx import Node as FxNode
@@ -102,12 +103,27 @@ def capture(model: torch.nn.Module, args: Sequence[Any] = (), kwargs: Mapping[st
     try:
         with _ONE_AT_A_TIME:
             graph = _on_its_device(model, args, kwargs, tuple(numbers))
+            _refuse_unregistered(model, graph)
             if kept is not None:
                 kept[key] = (model, leaves), graph
             return graph
     except CaptureError as error:
         error.args = (f"{error}\n  This call: {call_text(args, kwargs)}",)
         raise
+
+
+def _refuse_unregistered(model: torch.nn.Module, graph: OpGraph) -> None:
+    """Raises CaptureError for a trainable parameter that was traced as a constant: its value would stay the first one,
+    and it would have no gradient."""
+    constants = [tensor for tensor in graph.constant_tensors.values() if not isinstance(tensor, FakeTensor)]
+    memory = {p.data_ptr(): name for name, p in (model.named_parameters() if constants else ())
+              if p.requires_grad and not isinstance(p, FakeTensor)}
+    for constant in constants:
+        if constant.numel() and not constant.is_meta and (name := memory.get(constant.data_ptr())):
+            raise CaptureError(f"forward of {type(model).__name__} reads the values of {name} by way of a list, a "
+                               "closure or another attribute that has it beside its module: a program would have those "
+                               f"of its trace, without a gradient\n  Read it as self.{name} (or keep the list as an "
+                               "nn.ParameterList).")
 
 
 def _on_its_device(model: torch.nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any], numbers: tuple[int, ...]

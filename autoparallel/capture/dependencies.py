@@ -86,7 +86,7 @@ class Recorder:
 
     def __init__(self, model: nn.Module) -> None:
         self.model = model
-        self._paths = {id(module): path for path, module in model.named_modules()}
+        self._paths = {id(vars(module)): path for path, module in model.named_modules()}
         self._read: dict[str, dict[str, None]] = {path: {} for path in self._paths.values()}
         self._assigned: dict[tuple[str, str], Any] = {}
         self._read_now: set[tuple[str, str]] = set()  # in this trace
@@ -106,7 +106,7 @@ class Recorder:
         self._changes: list[Change] = []
         self._cached: list[tuple[str, torch.Tensor]] = []  # in this trace, by functools.lru_cache
         for module, values in self._before.items():
-            path = self._paths[id(module)]
+            path = self._paths[id(vars(module))]
             for name in values.keys() - INTERNAL:
                 if (moving := self._inventory.add(f"{path}.{name}".strip("."), values[name], True)) is not Missing:
                     self._moving[path, name] = moving
@@ -162,8 +162,12 @@ class Recorder:
 
     # --- what the forward does ---------------------------------------------------------------------------------
 
+    def _path_of(self, module: nn.Module) -> str | None:
+        """The path of a module by its attributes, which the model that the user has may share with the one traced."""
+        return self._paths.get(id(object.__getattribute__(module, "__dict__")))
+
     def reads(self, module: nn.Module, name: str) -> None:
-        if name not in INTERNAL and (path := self._paths.get(id(module))) is not None:
+        if name not in INTERNAL and (path := self._path_of(module)) is not None:
             self._read[path][name] = None
             self._read_now.add((path, name))
             if (path, name) in self._moving:
@@ -171,12 +175,12 @@ class Recorder:
 
     def reads_all(self, module: nn.Module) -> None:
         """As `reads` of every attribute, those that it has not too (noted as `ALL`)."""
-        if (path := self._paths.get(id(module))) is not None:
+        if (path := self._path_of(module)) is not None:
             own = object.__getattribute__(module, "__dict__")
             self._read[path] |= dict.fromkeys([ALL, *(name for name in own if name not in INTERNAL)])
 
     def assigns(self, module: nn.Module, name: str, value: Any) -> None:
-        path = self._paths.get(id(module))
+        path = self._path_of(module)
         if path is not None and name not in INTERNAL and name not in module._buffers:  # which torch.export follows
             if (path, name) not in self._assigned and (path, name) in self._read_now:
                 self._read_first.add((path, name))

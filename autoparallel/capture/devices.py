@@ -33,15 +33,10 @@ def traced_on(device: torch.device) -> Iterator[None]:
 
 
 def program_device(model: nn.Module, leaves: Sequence[Any]) -> torch.device | None:
-    """The device to trace a call on, of which the model or an argument is not; None if all can be traced as they lie:
-    where they run, or whole on the meta device in place of the CPU, if no autocast asks for the CPU."""
-    own = [*model.parameters(), *model.buffers()]
-    tensors = [*own, *(leaf for leaf in leaves if isinstance(leaf, Tensor))]
+    """The device to trace a call on, of which the model or an argument is not; None if all lie there."""
+    tensors = [*model.parameters(), *model.buffers(), *(leaf for leaf in leaves if isinstance(leaf, Tensor))]
     device = _DEVICE.get() or next((t.device for t in tensors if t.device.type not in _PLAIN), None)
-    if device is None or all(t.device.type == device.type for t in tensors):
-        return None
-    is_whole = len({t.is_meta for t in own}) < 2
-    return None if device.type in _PLAIN and is_whole and not torch.is_autocast_enabled(device.type) else device
+    return None if device is None or all(t.device.type == device.type for t in tensors) else device
 
 
 @contextmanager
@@ -69,11 +64,22 @@ def moved(model: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any], devi
     arguments = pytree.tree_map_only(Tensor, without_data, (tuple(args), dict(kwargs)))
     try:
         for module, name, value in owned:
-            setattr(module, name, without_data(value))    # recurrent layers have lists of them, which this changes
+            put(module, name, without_data(value))
         yield arguments
     finally:
         for module, name, value in owned:
-            setattr(module, name, value)
+            put(module, name, value)
+
+
+def put(module: nn.Module, name: str, value: Any) -> None:
+    """Register a parameter or buffer in place of another one, without what a class does to the user who sets it; a
+    recurrent layer's list has it, too."""
+    table: dict[str, Any] = module._parameters if name in module._parameters else module._buffers
+    before, table[name] = table.get(name), value
+    flat = vars(module).get("_flat_weights", ())
+    for number, tensor in enumerate(flat):
+        if tensor is before:
+            flat[number] = value
 
 
 def _like(value: Tensor, there: Tensor) -> Tensor:
@@ -82,4 +88,4 @@ def _like(value: Tensor, there: Tensor) -> Tensor:
         value.requires_grad)
 
 
-__all__ = ["moved", "program_device", "traced_on"]
+__all__ = ["moved", "program_device", "put", "traced_on"]

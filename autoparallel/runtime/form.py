@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from functools import cached_property
+from itertools import chain
 from operator import ne
 from typing import Any
 
@@ -225,6 +226,10 @@ class Forms:
         for traced in self._by_key.get(key, ()):
             numbers.changed |= {place for place, was in traced.constants.items() if description(leaves[place]) != was}
         return [place for place in sorted(numbers.changed - numbers.fixed.keys()) if is_usual(leaves[place])]
+
+    def holders(self) -> list[Any]:
+        """The guards' containers of the original's modules."""
+        return [holder for traced in chain.from_iterable(self._by_key.values()) for holder in traced.guards.holders()]
 
     def number(self, compiled: Compiled | None) -> int:
         """The number of a form, counted from 1 in the order of compilation, equal on all ranks; 0 for None."""

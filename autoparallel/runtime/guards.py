@@ -53,6 +53,10 @@ class SharedAttributes:
         for module, part in self.pairs:
             self._refuse_alone(module, part)
 
+    def holders(self) -> list[Any]:
+        """The containers in here of the original's modules."""
+        return [self.names, *self.pairs]
+
     def merge(self) -> None:
         """Copy attributes and classes set since the last call. Raises InputError if both sides were set to different
         ones."""
@@ -233,6 +237,9 @@ class _Variables:
                                    if type(one.variable.holder) is kind), strict=True))
                       for kind, get in _GET.items() if any(type(one.variable.holder) is kind for one in fixed)]
 
+    def __deepcopy__(self, memo: dict[int, Any]) -> _Variables:
+        return self  # as of `_Seen`
+
     def are_unchanged(self) -> bool:
         return all(all(map(is_, map(get, holders, names, repeat(Missing)), values))
                    for get, holders, names, values in self.fixed) and all(map(_Seen.holds, self.others))
@@ -260,7 +267,7 @@ class Guards:
                       if ALL in dependencies.attributes.get(path, ()) for holder in {module, parts[module]} - {root}]
         self.modules = [holder for module, part in parts.items() for holder in {module, part} - {root}]
         self.orders = list(map(_order, self.modules))
-        self.holders, _, self.names, self.values = zip(*self.attributes, strict=True)
+        self.owners, _, self.names, self.values = zip(*self.attributes, strict=True)
         self.variables = _Variables([_Seen.of(variable) for variable in dependencies.variables])
         self.modes = [(reader(name), name, answer) for name, answer in dependencies.modes.items()]
         self.strides = _strides(leaves) if dependencies.strides else None
@@ -268,13 +275,17 @@ class Guards:
                     if is_mutable(value)}
         self.contents = [(_Contents(value), name) for value, name in contents.values()]
 
+    def holders(self) -> list[Any]:
+        """The containers in here of the original's modules and their attributes."""
+        return [*self.attributes, self.owners, self.modules, *self.sizes]
+
     def hold(self, leaves: Sequence[Any]) -> bool:
         """Whether the traced program is valid for a call with these arguments on the model now."""
         return self._is_unchanged(leaves) or next(self.failing(leaves), None) is None
 
     def _is_unchanged(self, leaves: Sequence[Any]) -> bool:
         """Whether everything is the very object that it was. (Loops in C: this runs at every call.)"""
-        now = map(dict.get, map(_namespace, self.holders), self.names, repeat(Missing))
+        now = map(dict.get, map(_namespace, self.owners), self.names, repeat(Missing))
         return (all(map(is_, now, self.values)) and all(map(is_, map(_order, self.modules), self.orders))
                 and all(len(names) == count for names, count, _ in self.sizes)
                 and all(contents.hold() for contents, _ in self.contents)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from functools import cache
 from typing import Any, cast
 
@@ -297,9 +297,11 @@ def names_of(module: nn.Module) -> set[str]:
     return {name for name, _ in named}
 
 
-def init_weights(model: nn.Module, parallel: nn.Module, mesh: DeviceMesh, device: torch.device, seed: int) -> None:
+def init_weights(model: nn.Module, parallel: nn.Module, mesh: DeviceMesh, device: torch.device, seed: int,
+                 dropped: Collection[str]) -> None:
     """Initialise meta parameters and buffers module by module: whole tensors of one module exist at a time, of which
-    the local shards are kept. All ranks draw from ``seed``."""
+    the local shards are kept. All ranks draw from ``seed``. ``dropped``: parameters that had values when they were
+    placed."""
     for name, parameter in parallel.named_parameters():
         if parameter.is_meta:
             check_unwatched(name, parameter)
@@ -310,7 +312,9 @@ def init_weights(model: nn.Module, parallel: nn.Module, mesh: DeviceMesh, device
             tensors = {**module._parameters, **module._buffers}
             owned = {k: t for k, t in tensors.items() if t is not None and id(t) not in done}
             done.update(id(t) for t in owned.values())
-            _fill(model, module, path, parallel, {k for k, t in owned.items() if t.device.type == "meta"}, device)
+            without_values = {leaf for leaf, t in owned.items()
+                              if t.device.type == "meta" and f"{path}.{leaf}".strip(".") not in dropped}
+            _fill(model, module, path, parallel, without_values, device)
 
 
 def lost_buffers(model: nn.Module, device: torch.device) -> dict[str, torch.Tensor]:

@@ -8,70 +8,110 @@ of its own with the same attributes, so that it can tell when the original is go
 from __future__ import annotations
 
 import gc
-from collections import deque
-from collections.abc import Callable, Mapping
+import sys
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from copy import deepcopy
-from functools import partial
-from types import BuiltinFunctionType, CellType, FunctionType, MethodType, ModuleType
+from itertools import chain
+from types import FunctionType, ModuleType
 from typing import Any
-from weakref import ref
+from weakref import getweakrefs, ref
 
 import torch
 from torch import nn
 
+from autoparallel.capture.dependencies import MIRRORS
+from autoparallel.capture.devices import put
+
 #: Objects that parts of a model refer to, from which on it is taken to refer to itself.
 MOST = 100_000
 #: Objects that do not refer to a model, or are parts themselves.
-_LEAVES = (nn.Module, torch.Tensor, torch.dtype, torch.device, type, ModuleType, BuiltinFunctionType, str, bytes, int,
-           float, complex, type(None))
+_LEAVES = (nn.Module, torch.Tensor, torch.dtype, torch.device, type, ModuleType, str, bytes, int, float, complex,
+           type(None))
 
 
 class Root:
-    """The root of an original model, ``module``, and whether the user still has it.
+    """The root of an original model, and whether the user still has it.
 
-    ``module`` is the model itself where that refers to itself (a bound method as an attribute, a module that knows its
-    parent): reads by way of that would not be seen as the root's. Then nothing is let go.
+    ``module`` is the model itself where another object cannot stand in for it (`_stands_alone`) and where the model
+    refers to itself (a bound method as an attribute, a module that knows its parent): what it refers to would be gone.
+    Then nothing is let go. ``dropped``: names of the parameters whose values were dropped.
     """
 
     def __init__(self, model: nn.Module) -> None:
         self._users: Callable[[], nn.Module | None] = ref(model)
-        self.module = model if _knows_itself(model) else _with_attributes_of(model)
+        self._module = model if _stands_alone(model) or _knows_itself(model) else _with_attributes_of(model)
+        self.dropped = frozenset[str]()
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Root:
         """Of a copy nobody has the original."""
         made = object.__new__(Root)
-        made.module, made._users = deepcopy(self.module, memo), lambda: None
+        made._module, made._users, made.dropped = deepcopy(self.module, memo), lambda: None, self.dropped
         return made
 
     @property
-    def is_own(self) -> bool:
-        return self._users() is not self.module
+    def module(self) -> nn.Module:
+        """The root. While somebody has the original, a class that it was given is this root's, too."""
+        users = self._users()
+        if users is not None and type(users) is not type(self._module):
+            self._module.__class__ = type(users)
+        return self._module
 
     def is_gone(self) -> bool:
-        """Whether nobody else has the original. While somebody has, a class that it was given is this root's, too."""
-        users = self._users()
-        if users is not None and type(users) is not type(self.module):
-            self.module.__class__ = type(users)
-        return users is None
+        """Whether nobody else has the root of the original."""
+        return self._users() is None
+
+    def is_held(self, holders: Iterable[Any]) -> bool:
+        """Whether somebody else has a module or a parameter of the original: a model that is a part of it, an optimizer
+        or a list of its parameters, another parallel module of it. ``holders``: our own containers of these.
+        """
+        modules = [*self._module.modules()]
+        tables = [*chain.from_iterable((module._modules, module._parameters) for module in modules)]
+        mirrors = [vars(module)[name] for module in modules for name in MIRRORS & vars(module).keys()]
+        cells = chain.from_iterable(map(_cells, set(map(type, modules))))
+        ours = {id(holder): holder for holder in (*holders, *tables, *mirrors, *cells)}
+        counts = Counter(map(id, chain.from_iterable(map(gc.get_referents, ours.values()))))
+        root = modules.pop(0)
+        return (_has_more(modules, [nn.Module()], counts)
+                or _has_more([*root.parameters()], [nn.Parameter(torch.empty(0))], counts)
+                or _has_more([*map(vars, (root, *modules))], [vars(nn.Module())], counts, 1))
 
     def drop_values(self) -> None:
-        """Replace the parameters by ones without data. (What a trace leaves may hold the old ones until garbage is
-        collected.)"""
-        made, left = dict[int, nn.Parameter](), list[ref[nn.Parameter]]()
-        for module in self.module.modules():
+        """Replace the parameters by ones without data."""
+        made, names = dict[int, nn.Parameter](), set[str]()
+        for path, module in self._module.named_modules():
             for name in [name for name, p in module._parameters.items() if p is not None and not p.is_meta]:
-                left.append(self._drop(module, name, made))
-        if any(parameter() is not None for parameter in left):
-            gc.collect()
+                _drop(module, name, made)
+                names.add(f"{path}.{name}".strip("."))
+        self.dropped |= names
 
-    @staticmethod
-    def _drop(module: nn.Module, name: str, made: dict[int, nn.Parameter]) -> ref[nn.Parameter]:
-        parameter = module._parameters[name]
-        assert parameter is not None
-        if id(parameter) not in made:
-            made[id(parameter)] = nn.Parameter(_without_data(parameter), parameter.requires_grad)
-        setattr(module, name, made[id(parameter)])    # recurrent layers have lists of them
-        return ref(parameter)
+
+def _has_more(objects: Sequence[Any], alone: Sequence[Any], counts: Mapping[int, int], owners: int = 0) -> bool:
+    """Whether one of the objects has more references than ``counts`` and ``owners`` of it. ``alone``: one without."""
+    (of_this,) = map(sys.getrefcount, alone)
+    return any(count > of_this + owners + counts[id(one)] for one, count in zip(
+        objects, [*map(sys.getrefcount, objects)], strict=True))
+
+
+def _cells(kind: type) -> list[Any]:
+    """The cells of a class's properties, and of functions in these: torch's parametrized modules are there."""
+    found = list[Any]()
+    waiting: list[Any] = [f for value in vars(kind).values() if isinstance(value, property)
+                          for f in (value.fget, value.fset)]
+    while waiting:
+        for cell in getattr(waiting.pop(), "__closure__", None) or ():
+            if all(cell is not known for known in found):
+                found.append(cell)
+                waiting += [inner for inner in gc.get_referents(cell) if isinstance(inner, FunctionType)]
+    return found
+
+
+def _drop(module: nn.Module, name: str, made: dict[int, nn.Parameter]) -> None:
+    parameter = module._parameters[name]
+    assert parameter is not None
+    if id(parameter) not in made:
+        made[id(parameter)] = nn.Parameter(_without_data(parameter), parameter.requires_grad)
+    put(module, name, made[id(parameter)])
 
 
 def _without_data(parameter: nn.Parameter) -> torch.Tensor:
@@ -84,40 +124,40 @@ def _with_attributes_of(model: nn.Module) -> nn.Module:
     return made
 
 
+def _stands_alone(model: nn.Module) -> bool:
+    """Whether more than its attributes makes the model: slots, a builtin container as a base, what its end does."""
+    kind = type(model)
+    return hasattr(kind, "__del__") or any(
+        vars(base).get("__slots__") or not base.__flags__ & _OF_PYTHON for base in kind.__mro__[:-1])
+
+
+#: Of a class that a ``class`` statement made (`Py_TPFLAGS_HEAPTYPE`).
+_OF_PYTHON = 1 << 9
+
+
 def _knows_itself(model: nn.Module) -> bool:
-    """Whether a part of the model, or what a part has (containers, functions, objects), refers to the model. True too
-    where there is too much to look at."""
+    """Whether a part of the model, or what a part has (containers, functions, objects, weak references), refers to the
+    model. True too where there is too much to look at."""
+    wanted, looked_at = {id(model), *map(id, getweakrefs(model))}, 0
     seen, waiting = set[int](), [*map(vars, model.modules())]
-    while waiting and len(seen) < MOST:
-        for value in _inside(waiting.pop()):
-            if value is model:
+    while waiting and len(seen) < MOST and looked_at < 100 * MOST:
+        found = _inside(waiting.pop())
+        looked_at += len(found)
+        for value in found:
+            if id(value) in wanted:
                 return True
-            if id(value) not in seen and not isinstance(value, _LEAVES):
+            if not isinstance(value, _LEAVES) and id(value) not in seen:
                 seen.add(id(value))
                 waiting.append(value)
     return bool(waiting)
 
 
 def _inside(value: Any) -> list[Any]:
-    """What an object refers to."""
-    if isinstance(value, Mapping):
-        return [*value.keys(), *value.values()]
-    if isinstance(value, (list, tuple, set, frozenset, deque)):
-        return [*value]
-    if isinstance(value, MethodType):
-        return [value.__self__, value.__func__]
-    if isinstance(value, partial):
-        return [value.func, *value.args, *value.keywords.values()]
-    if isinstance(value, FunctionType):
-        return [*(value.__defaults__ or ()), *(cell.cell_contents for cell in value.__closure__ or () if _is_set(cell))]
-    return [*getattr(value, "__dict__", {}).values()]
-
-
-def _is_set(cell: CellType) -> bool:
-    try:
-        return cell.cell_contents is cell.cell_contents
-    except ValueError:
-        return False
+    """What an object refers to, asked of Python itself: a container's own methods may raise, or read files."""
+    if isinstance(value, FunctionType):    # not all that its file has
+        return [*(value.__defaults__ or ()), *(value.__kwdefaults__ or {}).values(), *(value.__closure__ or ()),
+                *vars(value).values()]
+    return gc.get_referents(value)
 
 
 __all__ = ["Root"]

@@ -334,7 +334,7 @@ class ParallelModule(nn.Module):
         device = arguments.device_of(device, state.device)
         state.together.agree("init_weights")
         state.seed = initialise.shared_seed(state.seed)
-        initialise.init_weights(state.model, self, state.mesh, device, state.seed)
+        initialise.init_weights(state.model, self, state.mesh, device, state.seed, state.root.dropped)
 
     def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False) -> Any:
         """Load global tensors or DTensors by the original names; each rank takes its shards. All ranks call this.

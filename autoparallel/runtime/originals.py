@@ -64,7 +64,7 @@ class Originals:
             del _MODELS[gone]
         for name, parameter in self.parameters.items():
             other = _MODELS.get(id(parameter), lambda: None)() if _is_copied(parameter) else None
-            if other is not None and other is not model and dist.get_rank() == 0:
+            if other is not None and vars(other) is not vars(model) and dist.get_rank() == 0:
                 _LOG.warning("%s of %s is also a parameter of a %s that was compiled: each parallel module has a copy, "
                              "and to train one does not train the other", name, type(model).__name__,
                              type(other).__name__)
@@ -73,6 +73,10 @@ class Originals:
     def __deepcopy__(self, memo: dict[int, Any]) -> Originals:
         pairs = deepcopy(self.copies, memo)
         return Originals(deepcopy(self.model, memo), {id(parameter): copied for copied, parameter in pairs})
+
+    def holders(self) -> list[Any]:
+        """The containers in here of the original's parameters."""
+        return [*self.copies, *self.before, self.values, self.parameters, self.tensors]
 
     def _versions(self) -> list[Any]:
         """Of each tensor: changed by what writes to it, or gives it other memory."""

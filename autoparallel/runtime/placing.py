@@ -171,7 +171,8 @@ def _make_parts(root: nn.Module, model: nn.Module) -> dict[nn.Module, nn.Module]
                                  _non_persistent_buffers_set=set(module._non_persistent_buffers_set),
                                  **{name: [None] * len(vars(module)[name]) for name in MIRRORS & vars(module).keys()})
     for module, part in parts.items():
-        part._modules.update({name: child and parts[child] for name, child in module._modules.items()})
+        part._modules.update({name: None if child is None else parts[child]    # an empty ModuleList is false
+                              for name, child in module._modules.items()})
     return parts
 
 

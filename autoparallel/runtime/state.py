@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from copy import deepcopy
 from dataclasses import dataclass
 from operator import attrgetter
@@ -60,6 +61,7 @@ class State:
         self.attributes: SharedAttributes | None = None
         self.places: Places | None = None
         self.originals: Originals | None = None
+        self.held_at = 0    # compiled forms, when somebody was found to have a part of the original
         make_torchs_right(self.position)
         self.parts: dict[nn.Module, nn.Module] = {}
         self.original_modes: list[bool] = []
@@ -105,15 +107,30 @@ class State:
         return self.gathers or self.outputs == WHOLE or (self.outputs == WHOLE_WITHOUT_LOSS and not beside_loss)
 
     def check(self) -> None:
-        """Compare the model's parts, and the original if somebody has it, with what they were when placed. (An original
-        that is gone has no values from now on.)"""
+        """Compare the model's parts, and the original if somebody has any of it, with what they were when placed. (An
+        original that is gone has no values from now on.)"""
         if self.places is not None:
             self.places.check()
-        if self.originals is not None and not self.root.is_gone():
-            self.originals.check()
-        elif self.originals is not None:
+        if self.originals is None:
+            return
+        if self.root.is_gone() and not self._is_held():
             self.originals = None
             self.root.drop_values()
+        else:
+            self.originals.check()
+
+    def _is_held(self) -> bool:
+        """Whether somebody has a part of the original, whose root is gone. (Asked again when a form has been compiled:
+        this takes a while, and what a trace leaves has parts until garbage is collected.)"""
+        if self.held_at == self.forms.compiled:
+            return True
+        assert self.originals is not None and self.attributes is not None
+        holders = [self.parts, *self.originals.holders(), *self.attributes.holders(), *self.forms.holders()]
+        if self.root.is_held(holders):
+            gc.collect()
+            if self.root.is_held(holders):
+                self.held_at = self.forms.compiled
+        return self.held_at == self.forms.compiled
 
     def close(self) -> None:
         """Let go of the programs and of the process groups of this module's own."""
