@@ -435,3 +435,26 @@ def test_rows_that_are_scaled_in_forward_are_refused_with_the_way_to_scale_them(
     with torch.no_grad():
         plain.weight.mul_((1.0 / (plain.weight.norm(dim=1, keepdim=True) + 1e-7)).clamp(max=1))
     torch.testing.assert_close(plain(ids), scaled(ids))
+
+
+class ReadsAnAttribute(nn.Linear):
+    """Of its weight, in one of three ways; ``how`` "no": it has one and does not read it."""
+
+    def __init__(self, how: str) -> None:
+        super().__init__(4, 4)
+        self.how = how
+        self.weight.factor = 3.0  # type: ignore[attr-defined]
+
+    def forward(self, x: Tensor) -> Tensor:
+        factor = {"no": lambda: 1.0, "get": lambda: getattr(self.weight, "factor", 1.0),
+                  "read": lambda: self.weight.factor,  # type: ignore[attr-defined]
+                  "ask": lambda: 2.0 if hasattr(self.weight, "factor") else 1.0}[self.how]()
+        return super().forward(x) * factor
+
+
+@pytest.mark.parametrize("how", ["get", "read", "ask"])
+def test_attributes_of_parameters_are_refused_where_forward_reads_them(how: str) -> None:
+    """A trace has other tensors for these: ``getattr(weight, name, default)`` would give the default."""
+    with pytest.raises(CaptureError, match=r"reads weight.factor, an attribute of a tensor(.*\n)*.*of the module"):
+        capture(ReadsAnAttribute(how), (torch.ones(2, 4),), {})
+    assert len(capture(ReadsAnAttribute("no"), (torch.ones(2, 4),), {}).of_kind("op"))

@@ -27,6 +27,7 @@ from autoparallel.capture.tracing.hf_caches import register_caches
 from autoparallel.capture.tracing.masked_rows.control_flow import REGIONS
 from autoparallel.capture.tracing.masked_rows.dispatch import rows_by_value, tensors_of
 from autoparallel.capture.tracing.stand_ins import TracedCalls, flex_attention_as_ops, traced_methods, without_checks
+from autoparallel.capture.tracing.tensor_attributes import refusing_attributes
 from autoparallel.errors import CaptureError
 from autoparallel.ops.user_function import functions_as_ops
 
@@ -54,7 +55,8 @@ def trace(model: torch.nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]
              model.register_forward_hook(given.check, with_kwargs=True), model.register_forward_hook(_returned))
     try:
         with (_quiet(), uncounted(), torch.enable_grad(), functions_as_ops(), without_checks(), traced_methods(),
-              flex_attention_as_ops(), rows_by_value(), TracedCalls(known), as_symbols(model, numbers)):
+              flex_attention_as_ops(), rows_by_value(), TracedCalls(known), as_symbols(model, numbers),
+              refusing_attributes(model)):
             return torch.export.export(model, tuple(args), dict(kwargs), strict=False)
     except CaptureError:
         raise
