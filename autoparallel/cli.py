@@ -486,7 +486,7 @@ def _sizes(text: str | None, what: str, between: str, example: str) -> tuple[int
     if text is None:
         return None
     parts = text.lower().split(between)
-    if not all(p.isdigit() and int(p) > 0 for p in parts):
+    if not all(p.isdecimal() and int(p) > 0 for p in parts):
         raise InputError(f"cannot read {what} {text!r}: write sizes with {between} between them, for example {example}")
     return tuple(int(p) for p in parts)
 

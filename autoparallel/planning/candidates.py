@@ -90,6 +90,13 @@ class CandidateSpace:
     def __init__(self, cluster: Cluster, fixed: Fixed, num_blocks: int, batch: int) -> None:
         self.cluster, self.fixed, self.num_blocks, self.batch = cluster, fixed, num_blocks, batch
 
+    @property
+    def recompute(self) -> list[str]:
+        """The kinds of recompute; it is of blocks, so that a model without any has none."""
+        if self.fixed.recompute:
+            return [self.fixed.recompute]
+        return ["none", "selective", "full"] if self.num_blocks else ["none"]
+
     def first_round(self) -> list[Candidate]:
         """The candidates that are considered first, for all pipelines and meshes."""
         return [
@@ -140,7 +147,7 @@ class CandidateSpace:
         fixed = self.fixed
         for (schedule, stages), recompute, zero in itertools.product(
             self._schedules(ranks),
-            [fixed.recompute] if fixed.recompute else ["none", "selective", "full"],
+            self.recompute,
             [fixed.zero_stage] if fixed.zero_stage is not None else [2 if micro_batches == 1 else 1, 3],
         ):
             yield from self._valid(micro_batches, stages, ranks, schedule, zero, recompute)
@@ -170,10 +177,9 @@ class CandidateSpace:
         """Neighbours of a candidate that the first round leaves out: other schedules, ZeRO stages and recompute; and
         half or twice the micro-batches and the inner axis, with all possible numbers of stages per rank."""
         h, fixed, ranks = best.hybrid, self.fixed, best.hybrid.pipeline_ranks
-        recompute = [fixed.recompute] if fixed.recompute else ["none", "selective", "full"]
         counts = [fixed.pipeline_stages] if fixed.pipeline_stages else [c * ranks for c in self._chunks(ranks)]
         for schedule, again, zero, count in itertools.product(
-            [fixed.schedule] if fixed.schedule else [s.name for s in SCHEDULES.values() if s.searched], recompute,
+            [fixed.schedule] if fixed.schedule else [s.name for s in SCHEDULES.values() if s.searched], self.recompute,
             [fixed.zero_stage] if fixed.zero_stage is not None else [1, 2, 3], counts,
         ):
             if h.stages > 1 or schedule == h.schedule:
@@ -182,7 +188,7 @@ class CandidateSpace:
         for micro_batches, shape, again, count in itertools.product(
             _neighbours(h.micro_batches, self.micro_batches(ranks)),
             [shape for count, shape in self.shapes() if count == ranks and _near(shape, best.mesh_shape)],
-            recompute, counts,
+            self.recompute, counts,
         ):
             schedule = fixed.schedule or usual(count // ranks)
             for hybrid in self._valid(micro_batches, count, ranks, schedule, h.zero_stage, again):
