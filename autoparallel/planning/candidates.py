@@ -5,8 +5,7 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 
 from autoparallel.errors import PlanError
 from autoparallel.plans import Hybrid
@@ -37,6 +36,15 @@ class Fixed:
     offload: Offload = ON_DEVICE
     on_host: tuple[str, ...] = ()
     pieces: int = 1
+
+    def __str__(self) -> str:
+        """The choices that leave combinations out, as options."""
+        given = {f.name: getattr(self, f.name) for f in fields(self) if getattr(self, f.name) != f.default}
+        for name in ("reduce_dtype", "bucket_bytes", "on_host", *(["pipeline_stages"] if self.replicas else [])):
+            given.pop(name, None)
+        if "offload" in given:
+            given["offload"] = self.offload.told()
+        return ", ".join(f"{'stage_' * (name == 'replicas')}{name}={value!r}" for name, value in given.items())
 
 
 #: The step configuration and the stage mesh.
@@ -89,6 +97,7 @@ class CandidateSpace:
 
     def __init__(self, cluster: Cluster, fixed: Fixed, num_blocks: int, batch: int) -> None:
         self.cluster, self.fixed, self.num_blocks, self.batch = cluster, fixed, num_blocks, batch
+        self.refused = ""
 
     @property
     def recompute(self) -> list[str]:
@@ -107,15 +116,16 @@ class CandidateSpace:
         ]
 
     def shapes(self) -> Iterator[tuple[int, tuple[int, ...]]]:
-        """All (pipeline ranks, mesh of a stage): pipelines of all lengths, stages of one or two axes, the inner axis of
-        at most `MOST_INNER` ranks."""
+        """All (pipeline ranks, mesh of a stage): pipelines of all lengths (of no more ranks than blocks, unless stages
+        are fixed), stages of one or two axes, the inner axis of at most `MOST_INNER` ranks."""
         count, fixed = self.cluster.num_devices, self.fixed
         if fixed.mesh_shape is not None:
             whole = fixed.pipeline_stages in (None, 1)
             yield (1, fixed.mesh_shape) if whole else (fixed.mesh_shape[0], fixed.mesh_shape[1:] or (1,))
             return
+        most = min(MOST_PIPELINE, max(1, self.num_blocks)) if fixed.pipeline_stages is None else count
         for ranks in divisors(count):
-            if ranks > min(MOST_PIPELINE, max(1, self.num_blocks)) or not self._pipeline_allowed(ranks):
+            if ranks > most or not self._pipeline_allowed(ranks):
                 continue
             rest = count // ranks
             for inner in divisors(rest):
@@ -155,12 +165,14 @@ class CandidateSpace:
     def _valid(
         self, micro_batches: int, stages: int, ranks: int, schedule: str, zero: int, recompute: str, copies: int = 1
     ) -> Iterator[Hybrid]:
-        """The step configuration, if it is valid; else nothing."""
-        with suppress(PlanError):
+        """The step configuration, if it is valid; else nothing, and ``refused`` says why the first was not."""
+        try:
             yield Hybrid(micro_batches, stages, ranks, schedule, zero_stage=zero, recompute=recompute,
                          reduce_dtype=self.fixed.reduce_dtype, replicas=self.fixed.replicas,
                          bucket_bytes=self.fixed.bucket_bytes, offload=self.fixed.offload,
                          copies=self.fixed.copies or copies, on_host=self.fixed.on_host, pieces=self.fixed.pieces)
+        except PlanError as error:
+            self.refused = self.refused or str(error)
 
     def _schedules(self, ranks: int) -> list[tuple[str, int]]:
         """The first round's schedules and their numbers of stages."""
