@@ -418,6 +418,13 @@ def test_a_model_that_computes_across_samples_is_planned_in_one_micro_batch() ->
         autoparallel.plan(model, cluster, example_inputs=(x,), joint=True, time_limit_s=5, micro_batches=2)
 
 
+def test_an_empty_batch_is_one_micro_batch() -> None:
+    """On six devices, too, which no usual plan by hand cuts it over."""
+    cluster, model = Cluster.load("h100-sxm", num_devices=6), torch.nn.Sequential(torch.nn.Linear(8, 8), _Sum())
+    plan = autoparallel.plan(model, cluster, example_inputs=(torch.zeros(0, 8),), joint=True, time_limit_s=1)
+    assert plan.hybrid.micro_batches == 1 and 0 < plan.prediction.step_s < math.inf
+
+
 def test_stages_that_the_user_fixed_may_be_more_than_blocks() -> None:
     """As in a search that is not joint; of itself it takes no more pipeline ranks than blocks."""
     cluster = Cluster.load("h100-sxm", num_devices=8)

@@ -141,10 +141,11 @@ class CandidateSpace:
         return stages is None or (stages % ranks == 0 and (ranks > 1) == (stages > 1))
 
     def micro_batches(self, ranks: int) -> list[int]:
-        """Possible numbers of micro-batches; for a pipeline multiples of its ranks, if the batch has such divisors."""
+        """Possible numbers of micro-batches (of an empty batch one); for a pipeline multiples of its ranks, if the
+        batch has such divisors."""
         if self.fixed.micro_batches is not None:
             return [self.fixed.micro_batches]
-        found = [m for m in divisors(self.batch) if m <= max(MOST_TURNS, MOST_ROUNDS * ranks)]
+        found = [m for m in divisors(self.batch) or [1] if m <= max(MOST_TURNS, MOST_ROUNDS * ranks)]
         if ranks == 1:
             return [m for m in found if m & (m - 1) == 0]
         if self.fixed.replicas:
