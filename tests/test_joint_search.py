@@ -24,6 +24,7 @@ from autoparallel.planning.joint_candidates import WORTH, JointSearch
 from autoparallel.planning.joint_plan import plan_jointly
 from autoparallel.planning.joint_search import PIPELINE_EXCESS, _TrialPlans
 from autoparallel.planning.options import Options
+from autoparallel.planning.plan_graph import _as_found
 from autoparallel.planning.reduced_model import reduced_model
 from autoparallel.plans import Hybrid
 from autoparallel.plans.reports.units import percent_up
@@ -423,6 +424,16 @@ def test_an_empty_batch_is_one_micro_batch() -> None:
     cluster, model = Cluster.load("h100-sxm", num_devices=6), torch.nn.Sequential(torch.nn.Linear(8, 8), _Sum())
     plan = autoparallel.plan(model, cluster, example_inputs=(torch.zeros(0, 8),), joint=True, time_limit_s=1)
     assert plan.hybrid.micro_batches == 1 and 0 < plan.prediction.step_s < math.inf
+
+
+def test_a_plan_outside_of_the_combinations_is_not_below_the_bound() -> None:
+    """A plain step on a mesh of 3 x 3 devices, which the joint search does not try, may be faster than all it tries."""
+    plan = autoparallel.plan(torch.nn.Linear(8, 8), Cluster.load("h100-sxm", num_devices=2), mesh_shape=(2,),
+                             example_inputs=(torch.zeros(8, 8),), joint=True, time_limit_s=1)
+    step_s = plan.prediction.step_s
+    for bound_s in (0.5 * step_s, 2 * step_s):
+        slower = dataclasses.replace(plan, evidence=dataclasses.replace(plan.evidence, step_bound_s=bound_s))
+        assert _as_found(plan, math.inf, slower).evidence.step_bound_s == min(bound_s, step_s)
 
 
 def test_stages_that_the_user_fixed_may_be_more_than_blocks() -> None:

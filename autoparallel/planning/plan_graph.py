@@ -175,12 +175,14 @@ def _plain(split: Splits, cluster: Cluster, options: Options) -> list[Plan]:
 
 def _as_found(plan: Plan, limit_bytes: float, slower: Plan | None) -> Plan:
     """A plan as the answer of a joint search that found a ``slower`` one, or none: with the memory limit, and with the
-    search's bound on the step of any plan."""
+    search's bound on the step of any plan. That is no more than this plan's step, whose mesh the search may not have
+    among its combinations."""
     prediction = replace(plan.prediction, limit_bytes=limit_bytes)
     if slower is None:
         return replace(plan, prediction=prediction)
     searched = slower.evidence
-    evidence = replace(plan.evidence, step_bound_s=searched.step_bound_s, combinations=searched.combinations,
+    bound_s = None if searched.step_bound_s is None else min(searched.step_bound_s, prediction.step_s)
+    evidence = replace(plan.evidence, step_bound_s=bound_s, combinations=searched.combinations,
                        seconds={**searched.seconds, **plan.evidence.seconds})
     others = (slower, *(slower.study.others if isinstance(slower.study, JointStudy) else ()))
     recorder = None if plan.recorder is None else partial(_after, plan, plan.recorder, slower, others)
