@@ -24,7 +24,7 @@ from autoparallel.planning.joint_candidates import WORTH, JointSearch
 from autoparallel.planning.joint_plan import plan_jointly
 from autoparallel.planning.joint_search import PIPELINE_EXCESS, _TrialPlans
 from autoparallel.planning.options import Options
-from autoparallel.planning.plan_graph import _as_found
+from autoparallel.planning.plan_graph import as_found
 from autoparallel.planning.reduced_model import reduced_model
 from autoparallel.plans import Hybrid
 from autoparallel.plans.reports.units import percent_up
@@ -433,7 +433,7 @@ def test_a_plan_outside_of_the_combinations_is_not_below_the_bound() -> None:
     step_s = plan.prediction.step_s
     for bound_s in (0.5 * step_s, 2 * step_s):
         slower = dataclasses.replace(plan, evidence=dataclasses.replace(plan.evidence, step_bound_s=bound_s))
-        assert _as_found(plan, math.inf, slower).evidence.step_bound_s == min(bound_s, step_s)
+        assert as_found(plan, math.inf, slower).evidence.step_bound_s == min(bound_s, step_s)
 
 
 def test_stages_that_the_user_fixed_may_be_more_than_blocks() -> None:
