@@ -91,7 +91,8 @@ class Change:
 class Advice:
     """``best``: the fastest plan by hand that fits (None: none does). ``searched``: the plan of the joint search (None:
     not searched, or none found). ``exports``: by framework, the best plan's files, or why there are none. ``servers``:
-    whether parameter servers would be faster (None: one device, or a batch that workers cannot share)."""
+    whether parameter servers would be faster (None: one device, a batch that workers cannot share, or no plan that
+    fits)."""
 
     cluster: Cluster
     limit_bytes: float
@@ -279,7 +280,9 @@ def _servers(graph: OpGraph, cluster: Cluster, found: Sequence[Alternative], sea
     best = fastest(found)
     step_s = min(best.step_s if best is not None else math.inf,
                  searched.prediction.step_s if searched is not None else math.inf)
-    return None if even is None else server_advice(graph, cluster, even.prediction, step_s, uneven)
+    if even is None or step_s == math.inf:
+        return None
+    return server_advice(graph, cluster, even.prediction, step_s, uneven)
 
 
 def _exports(made: Plan) -> dict[str, Exported | str]:

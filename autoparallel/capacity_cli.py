@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from autoparallel.schedule.tiers import FITTED, places_in
+from autoparallel.schedule.tiers import FITTED, PLACES, places_in
 
 if TYPE_CHECKING:
     from autoparallel.fitting import Fit
@@ -45,7 +45,7 @@ def size(
     optimizer: Annotated[str, typer.Option(help="whose state is counted: adamw, sgd, ...")] = "adamw",
     time_limit: Annotated[float, typer.Option(help="seconds of the search for each number of devices")] = 10.0,
 ) -> None:
-    """Say how many devices train a model in a given time, or at a given price; exit code 1 if none tried do.
+    """Say how many devices train a model in a given time, and for at most a given price; exit code 1 if none tried do.
 
     autoparallel size llama3-8b.json --cluster h100-sxm --tokens 15e12 --days 30
     """
@@ -57,6 +57,8 @@ def size(
     from autoparallel.plans.reports.text import ReportConsole
     from autoparallel.plans.reports.units import seconds_str
     from autoparallel.sizing import print_sizing
+
+    _check_asked(step_time, tokens, days, budget)
 
     def made(devices: int) -> Any:
         return load_model(model, global_batch or 2 * devices, sequence_length, dtype)
@@ -71,6 +73,22 @@ def size(
         software=software, time_limit_s=time_limit, told=tell, optimizer=optimizer)
     print_sizing(found, ReportConsole())
     raise typer.Exit(0 if found.best is not None else 1)
+
+
+def _check_asked(step_time: float | None, tokens: float | None, days: float | None, budget: float | None) -> None:
+    """Raises InputError, in the command's options, for what `autoparallel.size` would refuse in its own."""
+    from autoparallel.errors import InputError
+
+    for option, value in (("--step-time", step_time), ("--days", days), ("--budget", budget)):
+        if value is not None and not value > 0:
+            raise InputError(f"{option} is {value:g}: give a number above 0")
+    if tokens is not None and not 0 < tokens < float("inf"):
+        raise InputError(f"--tokens is {tokens:g}: give the number of tokens of the whole run, above 0")
+    if step_time is None and days is None:
+        raise InputError("nothing is asked of the devices: give --step-time, or --tokens and --days; --budget limits "
+                         "what these may cost")
+    if tokens is None and (days is not None or budget is not None):
+        raise InputError("--days and --budget are of a whole run: give the number of its tokens as --tokens")
 
 
 def fit(
@@ -95,7 +113,7 @@ def fit(
     autoparallel fit llama3-70b.json --cluster a100-sxm --devices 1
     """
     import autoparallel
-    from autoparallel.errors import printable
+    from autoparallel.errors import InputError, printable
     from autoparallel.fitting import print_fitting, tier_text
     from autoparallel.models import load_model
     from autoparallel.plans.reports.text import ReportConsole
@@ -105,11 +123,14 @@ def fit(
         said = one.refused if one.plan is None else f"a batch of {one.batch} fits"
         typer.echo(printable(f"offload {tier_text(one.offload)}: {said}"), err=True)
 
+    tiers = places_in(offload)
+    if unknown := [tier for tier in tiers if isinstance(tier, str) and tier not in PLACES]:
+        raise InputError(f"--offload has {unknown[0]!r}: give some of {', '.join(PLACES)}, with commas between them")
     limits: dict[str, Any] = {name: bytes_of(text) for name, text in (("memory_limit_bytes", memory_limit), (
         "host_memory_limit_bytes", host_memory_limit)) if text is not None}
     found = autoparallel.fit(
         lambda batch: load_model(model, batch, sequence_length, dtype), cluster, devices=devices, most=most,
-        tiers=places_in(offload), software=software, time_limit_s=time_limit, told=tell,
+        tiers=tiers, software=software, time_limit_s=time_limit, told=tell,
         optimizer=optimizer, **limits)
     print_fitting(found, ReportConsole())
     raise typer.Exit(0 if found.fits else 1)
@@ -209,8 +230,11 @@ def goodput(
         numbers = [-1]
     if min(numbers) < 0:
         raise InputError(f"--spares is {spares!r}: give numbers of hosts, as 0,4,16")
-    if hours_between_failures is not None and not hours_between_failures > 0:
+    if hours_between_failures is not None and not 0 < hours_between_failures < math.inf:
         raise InputError(f"--hours-between-failures is {hours_between_failures:g}: give hours above 0")
+    for option, value in (("--restart", restart), ("--checkpoint", checkpoint), ("--repair", repair)):
+        if not math.isfinite(value):
+            raise InputError(f"{option} is {value:g}: give a number, 0 or more")
     rate = LLAMA3_PER_DEVICE_HOUR if hours_between_failures is None else 1 / hours_between_failures
     failures = Failures(rate, restart, checkpoint, repair * HOUR_S)
     best_s, console = failures.best_interval_s(count), ReportConsole()

@@ -294,7 +294,8 @@ def advise(
                                           "0.3: 30 %")] = 0.0,
     output: Annotated[Path | None, typer.Option(help="a folder for the plan, and for its files by framework")] = None,
 ) -> None:
-    """Say which of data, tensor, pipeline, ZeRO and recompute to use, what each costs, and what to write."""
+    """Say which of data, tensor, pipeline, ZeRO and recompute to use, what each costs, and what to write; exit code 3
+    if nothing fits."""
     import autoparallel
     from autoparallel.advice import print_advice
     from autoparallel.plans.reports.text import ReportConsole
@@ -306,6 +307,8 @@ def advise(
                                     memory_limit_bytes=bytes_of(memory_limit), search_s=time_limit, uneven=uneven,
                                     progress=progress.says)
     print_advice(found, ReportConsole())
+    if found.best is None and found.searched is None:
+        raise typer.Exit(3)
     if output is not None and found.best is not None and found.best.plan is not None:
         output.mkdir(parents=True, exist_ok=True)
         found.best.plan.save(output / "plan.json")
@@ -486,7 +489,7 @@ def _sizes(text: str | None, what: str, between: str, example: str) -> tuple[int
     if text is None:
         return None
     parts = text.lower().split(between)
-    if not all(p.isdigit() and int(p) > 0 for p in parts):
+    if not all(p.isdecimal() and int(p) > 0 for p in parts):
         raise InputError(f"cannot read {what} {text!r}: write sizes with {between} between them, for example {example}")
     return tuple(int(p) for p in parts)
 

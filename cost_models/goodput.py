@@ -59,8 +59,10 @@ class Failures:
         0.99
         """
         rate, segment_s = self.per_s(devices), interval_s + self.checkpoint_s
+        if not segment_s:    # checkpoints that cost nothing, at every moment
+            return 1 / (1 + rate * self.restart_s)
         if not rate:
-            return interval_s / segment_s
+            return interval_s / segment_s if interval_s < math.inf else 1.0
         if rate * segment_s > 700:  # exp would overflow
             return 0.0
         return interval_s / ((1 / rate + self.restart_s) * math.expm1(rate * segment_s))

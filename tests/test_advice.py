@@ -71,6 +71,15 @@ def test_no_memory_is_said() -> None:
     assert "no plan by hand fits" in none.report()
 
 
+def test_where_nothing_fits_servers_do_not_pay_either() -> None:
+    found = autoparallel.advise(torch.nn.Linear(4, 4), CLUSTER, example_inputs=(torch.zeros(4, 4),), search_s=0,
+                                memory_limit_bytes=1.0)
+    assert found.best is None and found.servers is None
+    told = CliRunner().invoke(app, ["advise", "tests.support.reported:factory", "--devices", "2", "--time-limit", "0",
+                                    "--memory-limit", "1kB", "--sequence-length", "16"])
+    assert told.exit_code == 3 and "inf s" not in told.output
+
+
 @pytest.mark.slow
 def test_twice_the_bandwidth_is_as_a_faster_cluster() -> None:
     found = advice()

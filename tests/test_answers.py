@@ -54,7 +54,7 @@ def test_a_joint_search_that_a_usual_plan_beats_answers_as_any_other() -> None:
     with pytest.raises(PlanError, match="this plan is by hand"):
         usual.alternatives(2)
     found = made(joint=True, compare_by_hand=None)
-    answer = plan_graph._as_found(usual, math.inf, found)
+    answer = plan_graph.as_found(usual, math.inf, found)
     others = answer.alternatives(3)
     assert others[0].prediction.step_s == found.prediction.step_s
     assert [one.prediction.step_s for one in others] == sorted(one.prediction.step_s for one in others)

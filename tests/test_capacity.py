@@ -15,7 +15,7 @@ from typer.testing import CliRunner
 
 import autoparallel
 from autoparallel.cli import app
-from autoparallel.errors import PlanError
+from autoparallel.errors import InputError, PlanError
 from autoparallel.sizing import Target
 from cost_models.goodput import HOUR_S, Failures
 
@@ -110,7 +110,11 @@ def test_the_best_interval_is_young_and_dalys() -> None:
     assert best_s == pytest.approx(math.sqrt(2 * 5.0 / failures.per_s(1024)), rel=0.02)
     around = [failures.training(1024, factor * best_s) for factor in (0.5, 1.0, 2.0)]
     assert around[1] == max(around)
-    assert Failures(per_device_hour=0.0).best_interval_s(8) == math.inf
+    never = Failures(per_device_hour=0.0)
+    assert never.best_interval_s(8) == math.inf and never.training(8, math.inf) == 1.0
+    free = Failures(restart_s=600.0, checkpoint_s=0.0)
+    assert free.best_interval_s(8) == 0.0
+    assert free.training(8, 0.0) == pytest.approx(free.training(8, 1e-3), rel=1e-6)
 
 
 def test_more_spares_never_hurt() -> None:
@@ -122,7 +126,12 @@ def test_more_spares_never_hurt() -> None:
 @pytest.mark.parametrize(("words", "said"), [
     (["--devices", "16384"], "16384 devices fail every 3.09 h"), ([], "give --devices, or --plan"),
     (["--devices", "8", "--spares", "two"], "give numbers of hosts"),
-    (["--devices", "8", "--hours-between-failures", "0"], "give hours above 0")])
+    (["--devices", "8", "--hours-between-failures", "0"], "give hours above 0"),
+    (["--devices", "8", "--hours-between-failures", "inf"], "give hours above 0"),
+    (["--devices", "8", "--restart", "inf"], "--restart is inf: give a number"),
+    (["--devices", "8", "--checkpoint", "inf"], "--checkpoint is inf: give a number"),
+    (["--devices", "8", "--repair", "inf"], "--repair is inf: give a number"),
+    (["--devices", "8", "--checkpoint", "0"], "with checkpoints every 0 s of training")])
 def test_the_command(words: list[str], said: str) -> None:
     answer = CliRunner().invoke(app, ["goodput", *words])
     assert said in answer.output or said in str(answer.exception)
@@ -134,3 +143,19 @@ def test_the_command_says_the_steps_of_a_plan(tmp_path: Path) -> None:
     plan.save(tmp_path / "plan.json")
     answer = CliRunner().invoke(app, ["goodput", "--plan", str(tmp_path / "plan.json")])
     assert answer.exit_code == 0 and "a day" in answer.output and answer.output.startswith("4 devices")
+
+
+@pytest.mark.parametrize(("words", "said"), [
+    (["--step-time", "0"], "--step-time is 0: give a number above 0"),
+    (["--tokens", "1e9", "--days", "nan"], "--days is nan: give a number above 0"),
+    (["--tokens", "-5", "--days", "1"], "--tokens is -5: give the number of tokens"),
+    (["--tokens", "1e9", "--budget", "10"], "give --step-time, or --tokens and --days"),
+    (["--days", "1"], "give the number of its tokens as --tokens")])
+def test_size_refuses_in_the_options_that_were_written(words: list[str], said: str) -> None:
+    told = CliRunner().invoke(app, ["size", "some:factory", "--cluster", "h100-sxm", *words])
+    assert isinstance(told.exception, InputError) and said in str(told.exception)
+
+
+def test_fit_refuses_unknown_tiers_by_the_option() -> None:
+    told = CliRunner().invoke(app, ["fit", "some:factory", "--cluster", "h100-sxm", "--offload", "none,moon"])
+    assert "--offload has 'moon': give some of none, host" in str(told.exception)

@@ -265,8 +265,10 @@ def test_axis_names_without_a_mesh_choose_how_many_axes() -> None:
 
 def test_a_joint_search_that_finds_nothing_says_why() -> None:
     """No combination, no memory (what it names as too little is), no time."""
-    says(InfeasibleError, "on 4 devices allows pipeline_stages=3", "fix fewer options",
+    says(InfeasibleError, "on 4 devices allows pipeline_stages=3: ", "fix fewer options",
          of=lambda: planned(joint=True, mesh_shape=None, pipeline_stages=3))
+    says(InfeasibleError, "allows micro_batches=4, copies=3 (4 micro-batches do not run 3 at a time", "fix fewer",
+         of=lambda: planned(joint=True, mesh_shape=None, micro_batches=4, copies=3))
     with pytest.raises(InfeasibleError) as caught:
         planned(joint=True, mesh_shape=None, memory_limit_bytes=10)
     assert "fits in 10 bytes" in str(caught.value) and "Raise memory_limit_bytes" in str(caught.value)

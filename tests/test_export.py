@@ -16,9 +16,11 @@ from typer.testing import CliRunner
 import autoparallel
 from autoparallel.cli import app
 from autoparallel.errors import PlanError
+from autoparallel.export import FORMATS
 from autoparallel.export.megatron import layout_of
 from autoparallel.export.megatron_rules import RULES, broken, flags_of
 from autoparallel.planning.by_hand import ByHand
+from autoparallel.plans.roles import roles_of
 from benchmarks.zoo import build
 from cost_models import Cluster
 from tests.support.decoder import IDS, Decoder
@@ -345,6 +347,13 @@ def test_axes_on_which_all_compute_the_same_are_data_parallel_instead() -> None:
     odd = replace(plan, model=replace(plan.model, inputs={"input": (6, 8)}))
     with pytest.raises(PlanError, match=r"not expressible: the same work .*: 4 do not divide a batch of 6\."):
         autoparallel.export_plan(odd, "megatron")
+
+
+@pytest.mark.parametrize("to", FORMATS)
+def test_a_searched_plan_of_one_device_is_exported(to: str) -> None:
+    plan = autoparallel.plan(Decoder(), Cluster.load("h100-sxm", num_devices=1), example_inputs=(IDS,))
+    assert [axis.role for axis in roles_of(plan).axes] == ["replicated"]
+    assert autoparallel.export_plan(plan, to).files
 
 
 def test_names_that_would_be_programs_are_refused() -> None:

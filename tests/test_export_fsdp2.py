@@ -133,6 +133,30 @@ def test_layers_without_a_style_are_listed_and_replicated() -> None:
     assert len(lost) == 1 and "mlp.experts" in lost[0].what and "mlp.gate" in lost[0].what
 
 
+class Trunk(torch.nn.Module):
+    """A decoder's parts, and no list of layers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed, self.norm = torch.nn.Embedding(32, 16), torch.nn.LayerNorm(16)
+        self.up, self.down, self.head = torch.nn.Linear(16, 32), torch.nn.Linear(32, 16), torch.nn.Linear(16, 32)
+
+    def forward(self, input_ids: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+        x = self.embed(input_ids)
+        x = self.head(x + self.down(self.up(self.norm(x)).relu()))
+        return torch.nn.functional.cross_entropy(x.flatten(0, 1), labels.flatten())
+
+
+def test_norms_along_the_sequence_outside_layers_are_listed() -> None:
+    ids = torch.zeros(4, 8, dtype=torch.long)
+    plan = autoparallel.plan(Trunk(), Cluster.load("h100-sxm", num_devices=2), by_hand="tp=2,sequence_parallel",
+                             example_kwargs={"input_ids": ids, "labels": ids})
+    made = export_plan(plan, "fsdp2")
+    assert [one.what for one in made.lost] == ["norms along the sequence in a model without a list of layers"]
+    assert made.by_hand.tp == 2 and not made.by_hand.sequence_parallel
+    assert "SequenceParallel" not in code(made.files["parallel_fsdp2.py"])
+
+
 def code(text: str) -> str:
     """Of a file, without its own description and with axes by their kinds."""
     assert compile(text, "parallel_fsdp2.py", "exec")

@@ -15,7 +15,7 @@ import torch
 import autoparallel
 from autoparallel import clock
 from autoparallel.capture import capture
-from autoparallel.errors import PlanError, SearchError
+from autoparallel.errors import InfeasibleError, PlanError, SearchError
 from autoparallel.partition import Splits, split_batch
 from autoparallel.partition.stages import stages_of
 from autoparallel.planning.candidates import Candidate, CandidateSpace, Fixed
@@ -24,6 +24,7 @@ from autoparallel.planning.joint_candidates import WORTH, JointSearch
 from autoparallel.planning.joint_plan import plan_jointly
 from autoparallel.planning.joint_search import PIPELINE_EXCESS, _TrialPlans
 from autoparallel.planning.options import Options
+from autoparallel.planning.plan_graph import as_found
 from autoparallel.planning.reduced_model import reduced_model
 from autoparallel.plans import Hybrid
 from autoparallel.plans.reports.units import percent_up
@@ -387,6 +388,63 @@ def test_micro_batches_of_a_batch_that_is_no_power_of_two() -> None:
     space = CandidateSpace(Cluster.load("h100-sxm", num_devices=8), Fixed(), num_blocks=2, batch=280)
     assert space.micro_batches(35) == [35, 70, 140, 280] and space.micro_batches(1) == [1, 2, 4, 8]
     assert space.micro_batches(3) == [4, 5, 7] and space.micro_batches(16)[0] >= 16
+
+
+class _Normed(torch.nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.norm, self.last = torch.nn.Linear(8, 8), torch.nn.BatchNorm1d(8), torch.nn.Linear(8, 8)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.last(self.norm(self.first(x))).square().mean()
+
+
+def test_a_model_that_computes_across_samples_is_planned_in_one_micro_batch() -> None:
+    """Batch norm in training: combinations with more have no plan, and no block is recomputed, as there is none."""
+    model = _Normed()
+    cluster, x = Cluster.load("h100-sxm", num_devices=4), torch.zeros(16, 8)
+    search = JointSearch(capture(model, (x,)), cluster, Fixed(), "adamw", float("inf"))
+    several, whole = Candidate(Hybrid(4), (2, 2)), Candidate(Hybrid(), (2, 2))
+    assert search.step_bounds.tighten(several) and search.step_bounds.tighten(several)    # of 1, and of 2
+    assert search.estimate(several).estimate_s == math.inf > search.estimate(whole).estimate_s
+    while search.step_bounds.tighten(several):
+        pass
+    assert search.step_bounds.step_s(several) == search.step_bounds.estimate_s(several) == math.inf
+    survey = search.run()
+    assert 0 < survey.bound_s < math.inf and survey.candidates[0].hybrid.micro_batches == 1
+    assert {c.hybrid.recompute for c in search.space.first_round()} == {"none"}
+    plan = autoparallel.plan(model, cluster, example_inputs=(x,), joint=True, time_limit_s=5)
+    assert plan.hybrid.micro_batches == 1 and "recompute" not in plan.summary().split("\n")[1]
+    with pytest.raises(InfeasibleError, match="computes across its samples"):
+        autoparallel.plan(model, cluster, example_inputs=(x,), joint=True, time_limit_s=5, micro_batches=2)
+
+
+def test_an_empty_batch_is_one_micro_batch() -> None:
+    """On six devices, too, which no usual plan by hand cuts it over."""
+    cluster, model = Cluster.load("h100-sxm", num_devices=6), torch.nn.Sequential(torch.nn.Linear(8, 8), _Sum())
+    plan = autoparallel.plan(model, cluster, example_inputs=(torch.zeros(0, 8),), joint=True, time_limit_s=1)
+    assert plan.hybrid.micro_batches == 1 and 0 < plan.prediction.step_s < math.inf
+
+
+def test_a_plan_outside_of_the_combinations_is_not_below_the_bound() -> None:
+    """A plain step on a mesh of 3 x 3 devices, which the joint search does not try, may be faster than all it tries."""
+    plan = autoparallel.plan(torch.nn.Linear(8, 8), Cluster.load("h100-sxm", num_devices=2), mesh_shape=(2,),
+                             example_inputs=(torch.zeros(8, 8),), joint=True, time_limit_s=1)
+    step_s = plan.prediction.step_s
+    for bound_s in (0.5 * step_s, 2 * step_s):
+        slower = dataclasses.replace(plan, evidence=dataclasses.replace(plan.evidence, step_bound_s=bound_s))
+        assert as_found(plan, math.inf, slower).evidence.step_bound_s == min(bound_s, step_s)
+
+
+def test_stages_that_the_user_fixed_may_be_more_than_blocks() -> None:
+    """As in a search that is not joint; of itself it takes no more pipeline ranks than blocks."""
+    cluster = Cluster.load("h100-sxm", num_devices=8)
+    assert max(ranks for ranks, _ in CandidateSpace(cluster, Fixed(), 2, 8).shapes()) == 2
+    assert {ranks for ranks, _ in CandidateSpace(cluster, Fixed(pipeline_stages=4), 0, 8).shapes()} == {2, 4}
+    model = torch.nn.Sequential(*(torch.nn.Linear(8, 8) for _ in range(6)), _Sum())
+    plan = autoparallel.plan(model, cluster, example_inputs=(torch.zeros(8, 8),), joint=True, time_limit_s=2,
+                             stage_replicas=(2, 2), micro_batches=4)
+    assert plan.hybrid.replicas == (2, 2)
 
 
 @pytest.mark.parametrize("limit_share", [1.0, *(pytest.param(x, marks=pytest.mark.slow) for x in (0.6, 0.35))])

@@ -53,3 +53,11 @@ def test_item_18_errors_on_the_command_line_are_plain_text(tmp_path: Path, monke
         main()
     said = capsys.readouterr().err
     assert "no\\x1b[31mmodule" in said and "\x1b" not in said
+
+
+def test_digits_that_are_no_numbers_are_refused(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+                                                ) -> None:
+    monkeypatch.setattr("sys.argv", ["autoparallel", "plan", "some:factory", "--mesh", "²x2"])
+    with pytest.raises(SystemExit) as end:
+        main()
+    assert end.value.code == 2 and "cannot read the mesh '²x2'" in capsys.readouterr().err

@@ -207,9 +207,9 @@ def departing(axis: AxisRole, instead: str = "") -> Lost:
 
 def _lost(plan: Plan, roles: Roles, layers: tuple[str, ...]) -> list[Lost]:
     found = []
-    order = [_ORDER.index(axis.role) for axis in roles.axes]
-    if order != sorted(order):
-        said = " x ".join(axis.role for axis in roles.axes)
+    several = [axis.role for axis in roles.axes if axis.size > 1]    # those of one rank may be replicated
+    if several != sorted(several, key=_ORDER.index):
+        said = " x ".join(several)
         found.append(Lost(f"the order of axes, {said} (slowest links first)", "data x context x tensor"))
     for axis in roles.axes:
         if axis.departures:

@@ -104,9 +104,10 @@ def _parts(plan: Plan, name: str) -> int:
 
 
 def _is_along_sequence(d: Degrees) -> bool:
-    """Whether all tensor-parallel axes, which are one in the file, cut norms along the sequence."""
+    """Whether all tensor-parallel axes, which are one in the file, cut norms along the sequence, from the first of
+    equal layers to the last."""
     tensor = [axis for axis in d.roles.axes if axis.role == "tensor" and axis.size > 1]
-    return bool(tensor) and all(axis.sequence for axis in tensor)
+    return bool(tensor and d.layers) and all(axis.sequence for axis in tensor)
 
 
 def _decoder(plan: Plan, d: Degrees) -> dict[str, str]:
@@ -135,7 +136,8 @@ def _lost(plan: Plan, d: Degrees, styles: Styles | None) -> list[Lost]:
         found.append(Lost(f"tensor parallelism of {', '.join(dict.fromkeys(names))}",
                           "whole on every rank of the axis: torch has no style for it"))
     if d.hand.sequence_parallel and not _is_along_sequence(d):
-        found.append(Lost("norms along the sequence on one of two tensor-parallel axes", "norms on whole sequences"))
+        where = "on one of two tensor-parallel axes" if d.layers else "in a model without a list of layers"
+        found.append(Lost(f"norms along the sequence {where}", "norms on whole sequences"))
     if plan.hybrid.reduce_dtype and not d.hand.zero and d.hand.tp == d.hand.pp == 1:
         found.append(Lost(f"gradients summed in {plan.hybrid.reduce_dtype}", "in the parameters' dtype (DDP)"))
     return found

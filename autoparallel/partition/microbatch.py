@@ -102,6 +102,7 @@ class Splits:
         self.graph = graph
         self._made: dict[int, MicroBatches] = {}
         self._others: dict[object, object] = {}
+        self._impossible: dict[int, str] = {}    # why, by the smallest factor of a count
 
     def __call__(self, count: int) -> MicroBatches:
         """As `split_batch`, with its errors."""
@@ -124,7 +125,13 @@ class Splits:
             counts = [n for n in range(1, batch + 1) if batch % n == 0]
             raise InputError(f"{count} micro-batches do not divide the batch of {batch}: take one of {counts}")
         least = next(n for n in range(2, count + 1) if count % n == 0)
-        cut = self.once(("cut", least), lambda: _cut(self.graph, least))
+        if least in self._impossible:
+            raise InfeasibleError(self._impossible[least])
+        try:
+            cut = self.once(("cut", least), lambda: _cut(self.graph, least))
+        except InfeasibleError as error:
+            self._impossible[least] = str(error)
+            raise
         if not cut.divides_by(count):
             cut = _cut(self.graph, count)
         clock.did("decisions made", len(self.graph.nodes))

@@ -166,7 +166,7 @@ class CandidateBounds:
         the initial order."""
         h, shape, host = candidate.hybrid, candidate.mesh_shape, self.cluster.devices_per_host
         inner = shape[-1] if len(shape) > 1 or shape[0] <= host else 1
-        few = math.log2(max(1.0, math.prod(shape) / inner * h.micro_batches / self.batch))
+        few = math.log2(max(1.0, math.prod(shape) / inner * h.micro_batches / max(1, self.batch)))
         again = math.log2(h.micro_batches) if h.zero_stage == 3 else 0.0
         return abs(math.log2(inner / min(host, math.prod(shape)))) + few + again
 

@@ -5,8 +5,7 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 
 from autoparallel.errors import PlanError
 from autoparallel.plans import Hybrid
@@ -37,6 +36,15 @@ class Fixed:
     offload: Offload = ON_DEVICE
     on_host: tuple[str, ...] = ()
     pieces: int = 1
+
+    def __str__(self) -> str:
+        """The choices that leave combinations out, as options."""
+        given = {f.name: getattr(self, f.name) for f in fields(self) if getattr(self, f.name) != f.default}
+        for name in ("reduce_dtype", "bucket_bytes", "on_host", *(["pipeline_stages"] if self.replicas else [])):
+            given.pop(name, None)
+        if "offload" in given:
+            given["offload"] = self.offload.told()
+        return ", ".join(f"{'stage_' * (name == 'replicas')}{name}={value!r}" for name, value in given.items())
 
 
 #: The step configuration and the stage mesh.
@@ -89,6 +97,14 @@ class CandidateSpace:
 
     def __init__(self, cluster: Cluster, fixed: Fixed, num_blocks: int, batch: int) -> None:
         self.cluster, self.fixed, self.num_blocks, self.batch = cluster, fixed, num_blocks, batch
+        self.refused = ""
+
+    @property
+    def recompute(self) -> list[str]:
+        """The kinds of recompute; it is of blocks, so that a model without any has none."""
+        if self.fixed.recompute:
+            return [self.fixed.recompute]
+        return ["none", "selective", "full"] if self.num_blocks else ["none"]
 
     def first_round(self) -> list[Candidate]:
         """The candidates that are considered first, for all pipelines and meshes."""
@@ -100,15 +116,16 @@ class CandidateSpace:
         ]
 
     def shapes(self) -> Iterator[tuple[int, tuple[int, ...]]]:
-        """All (pipeline ranks, mesh of a stage): pipelines of all lengths, stages of one or two axes, the inner axis of
-        at most `MOST_INNER` ranks."""
+        """All (pipeline ranks, mesh of a stage): pipelines of all lengths (of no more ranks than blocks, unless stages
+        are fixed), stages of one or two axes, the inner axis of at most `MOST_INNER` ranks."""
         count, fixed = self.cluster.num_devices, self.fixed
         if fixed.mesh_shape is not None:
             whole = fixed.pipeline_stages in (None, 1)
             yield (1, fixed.mesh_shape) if whole else (fixed.mesh_shape[0], fixed.mesh_shape[1:] or (1,))
             return
+        most = min(MOST_PIPELINE, max(1, self.num_blocks)) if fixed.pipeline_stages is None else count
         for ranks in divisors(count):
-            if ranks > min(MOST_PIPELINE, max(1, self.num_blocks)) or not self._pipeline_allowed(ranks):
+            if ranks > most or not self._pipeline_allowed(ranks):
                 continue
             rest = count // ranks
             for inner in divisors(rest):
@@ -124,10 +141,11 @@ class CandidateSpace:
         return stages is None or (stages % ranks == 0 and (ranks > 1) == (stages > 1))
 
     def micro_batches(self, ranks: int) -> list[int]:
-        """Possible numbers of micro-batches; for a pipeline multiples of its ranks, if the batch has such divisors."""
+        """Possible numbers of micro-batches (of an empty batch one); for a pipeline multiples of its ranks, if the
+        batch has such divisors."""
         if self.fixed.micro_batches is not None:
             return [self.fixed.micro_batches]
-        found = [m for m in divisors(self.batch) if m <= max(MOST_TURNS, MOST_ROUNDS * ranks)]
+        found = [m for m in divisors(self.batch) or [1] if m <= max(MOST_TURNS, MOST_ROUNDS * ranks)]
         if ranks == 1:
             return [m for m in found if m & (m - 1) == 0]
         if self.fixed.replicas:
@@ -140,7 +158,7 @@ class CandidateSpace:
         fixed = self.fixed
         for (schedule, stages), recompute, zero in itertools.product(
             self._schedules(ranks),
-            [fixed.recompute] if fixed.recompute else ["none", "selective", "full"],
+            self.recompute,
             [fixed.zero_stage] if fixed.zero_stage is not None else [2 if micro_batches == 1 else 1, 3],
         ):
             yield from self._valid(micro_batches, stages, ranks, schedule, zero, recompute)
@@ -148,12 +166,14 @@ class CandidateSpace:
     def _valid(
         self, micro_batches: int, stages: int, ranks: int, schedule: str, zero: int, recompute: str, copies: int = 1
     ) -> Iterator[Hybrid]:
-        """The step configuration, if it is valid; else nothing."""
-        with suppress(PlanError):
+        """The step configuration, if it is valid; else nothing, and ``refused`` says why the first was not."""
+        try:
             yield Hybrid(micro_batches, stages, ranks, schedule, zero_stage=zero, recompute=recompute,
                          reduce_dtype=self.fixed.reduce_dtype, replicas=self.fixed.replicas,
                          bucket_bytes=self.fixed.bucket_bytes, offload=self.fixed.offload,
                          copies=self.fixed.copies or copies, on_host=self.fixed.on_host, pieces=self.fixed.pieces)
+        except PlanError as error:
+            self.refused = self.refused or str(error)
 
     def _schedules(self, ranks: int) -> list[tuple[str, int]]:
         """The first round's schedules and their numbers of stages."""
@@ -170,10 +190,9 @@ class CandidateSpace:
         """Neighbours of a candidate that the first round leaves out: other schedules, ZeRO stages and recompute; and
         half or twice the micro-batches and the inner axis, with all possible numbers of stages per rank."""
         h, fixed, ranks = best.hybrid, self.fixed, best.hybrid.pipeline_ranks
-        recompute = [fixed.recompute] if fixed.recompute else ["none", "selective", "full"]
         counts = [fixed.pipeline_stages] if fixed.pipeline_stages else [c * ranks for c in self._chunks(ranks)]
         for schedule, again, zero, count in itertools.product(
-            [fixed.schedule] if fixed.schedule else [s.name for s in SCHEDULES.values() if s.searched], recompute,
+            [fixed.schedule] if fixed.schedule else [s.name for s in SCHEDULES.values() if s.searched], self.recompute,
             [fixed.zero_stage] if fixed.zero_stage is not None else [1, 2, 3], counts,
         ):
             if h.stages > 1 or schedule == h.schedule:
@@ -182,7 +201,7 @@ class CandidateSpace:
         for micro_batches, shape, again, count in itertools.product(
             _neighbours(h.micro_batches, self.micro_batches(ranks)),
             [shape for count, shape in self.shapes() if count == ranks and _near(shape, best.mesh_shape)],
-            recompute, counts,
+            self.recompute, counts,
         ):
             schedule = fixed.schedule or usual(count // ranks)
             for hybrid in self._valid(micro_batches, count, ranks, schedule, h.zero_stage, again):

@@ -11,6 +11,7 @@ import numpy as np
 
 from autoparallel import clock
 from autoparallel.capture import OpGraph
+from autoparallel.errors import InfeasibleError
 from autoparallel.partition.microbatch import Splits, batch_size
 from autoparallel.planning.candidate_bounds import CandidateBounds
 from autoparallel.planning.candidates import Candidate, CandidateSpace, Combination, Fixed
@@ -110,8 +111,13 @@ class JointSearch:
         return self._of_device[key]
 
     def estimate(self, candidate: Candidate, best_s: float = math.inf) -> Candidate:
-        """The candidate with its estimate; above `WORTH` times ``best_s`` with a lower bound only (`first` is None)."""
+        """The candidate with its estimate; above `WORTH` times ``best_s`` with a lower bound only (`first` is None).
+        Infinite where nothing fits, or the batch cannot be split into its micro-batches."""
         h = candidate.hybrid
+        try:
+            self.split(h.micro_batches)
+        except InfeasibleError:
+            return replace(candidate, estimate_s=math.inf)
         limit = candidate.room * (self.mean_limit if h.pipeline_ranks > 1 else self.limit)
         prices = self._prices_of(h.micro_batches, h.pipeline_ranks, candidate.mesh_shape)
         counts, held = self.reduced_model.counts(prices.space), self.reduced_model.held(prices.space, h)

@@ -14,7 +14,7 @@ from typing import Protocol
 from autoparallel import clock
 from autoparallel.capture import OpGraph
 from autoparallel.errors import AutoparallelError, InfeasibleError, SearchError
-from autoparallel.planning.candidates import Candidate, Combination, Fixed
+from autoparallel.planning.candidates import Candidate, CandidateSpace, Combination, Fixed
 from autoparallel.planning.joint_candidates import JointSearch, Kept, Survey
 from autoparallel.plans import Hybrid, Plan
 from autoparallel.plans.record import Trial
@@ -106,14 +106,13 @@ def search_jointly(
         trials.recompute_less(recompute_less, started + FEWER_RECOMPUTED * time_limit_s)
     trials.search_on(started + time_limit_s)
     if trials.best is None:
-        raise trials.nearest or _nothing_found(survey, fixed, cluster, limit_bytes, time_limit_s)
+        raise trials.nearest or _nothing_found(survey, search.space, limit_bytes, time_limit_s)
     trials.plan_others(started + time_limit_s)
     planned = len({candidate.key for candidate in trials.plans} & {candidate.key for candidate in survey.candidates})
     return JointResult(trials.best, survey, planned, tuple(trials.told(survey)), tuple(trials.runners_up()))
 
 
-def _nothing_found(survey: Survey, fixed: Fixed, cluster: Cluster, limit_bytes: float, time_limit_s: float
-                   ) -> InfeasibleError:
+def _nothing_found(survey: Survey, space: CandidateSpace, limit_bytes: float, time_limit_s: float) -> InfeasibleError:
     """The error that says why there is no plan: no combination exists, none fits, or time ran out."""
     if survey.left:
         return InfeasibleError(f"no combination was planned within time_limit_s={time_limit_s:g}: give more time")
@@ -125,10 +124,9 @@ def _nothing_found(survey: Survey, fixed: Fixed, cluster: Cluster, limit_bytes: 
             "more devices.")
         error.needed_bytes = survey.least_bytes  # type: ignore[attr-defined]
         return error
-    asked = {name: value for name, value in vars(fixed).items() if value not in (None, ())}
-    return InfeasibleError(f"no combination of pipeline, mesh and micro-batches on {cluster.num_devices} devices "
-                           f"allows {', '.join(f'{name}={value!r}' for name, value in asked.items())}: "
-                           "fix fewer options")
+    why = f" ({space.refused})" if space.refused else ""
+    return InfeasibleError(f"no combination of pipeline, mesh and micro-batches on {space.cluster.num_devices} devices "
+                           f"allows {space.fixed}{why}: fix fewer options")
 
 
 def _needed_bytes(error: AutoparallelError) -> float:

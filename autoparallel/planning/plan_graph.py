@@ -146,10 +146,10 @@ def _plan_jointly(split: Splits, cluster: Cluster, mesh_shape: Sequence[int] | N
     except (InfeasibleError, SearchError):
         if best is None:
             raise
-        return _noting(usual, _as_found(best, usual.limit_bytes, None))
+        return _noting(usual, as_found(best, usual.limit_bytes, None))
     if best is None or found.prediction.step_s <= best.prediction.step_s:
         return _noting(usual, found)
-    return _noting(usual, _as_found(best, usual.limit_bytes, found))
+    return _noting(usual, as_found(best, usual.limit_bytes, found))
 
 
 def _below(progress: Progress | None, known_s: float) -> Progress | None:
@@ -173,14 +173,16 @@ def _plain(split: Splits, cluster: Cluster, options: Options) -> list[Plan]:
     return []
 
 
-def _as_found(plan: Plan, limit_bytes: float, slower: Plan | None) -> Plan:
+def as_found(plan: Plan, limit_bytes: float, slower: Plan | None) -> Plan:
     """A plan as the answer of a joint search that found a ``slower`` one, or none: with the memory limit, and with the
-    search's bound on the step of any plan."""
+    search's bound on the step of any plan. That is no more than this plan's step, whose mesh the search may not have
+    among its combinations."""
     prediction = replace(plan.prediction, limit_bytes=limit_bytes)
     if slower is None:
         return replace(plan, prediction=prediction)
     searched = slower.evidence
-    evidence = replace(plan.evidence, step_bound_s=searched.step_bound_s, combinations=searched.combinations,
+    bound_s = None if searched.step_bound_s is None else min(searched.step_bound_s, prediction.step_s)
+    evidence = replace(plan.evidence, step_bound_s=bound_s, combinations=searched.combinations,
                        seconds={**searched.seconds, **plan.evidence.seconds})
     others = (slower, *(slower.study.others if isinstance(slower.study, JointStudy) else ()))
     recorder = None if plan.recorder is None else partial(_after, plan, plan.recorder, slower, others)
@@ -257,4 +259,4 @@ def _least(error: Exception) -> str:
     return f": they need at least {needed / 2**30:.3g} GiB a device" if needed else ""
 
 
-__all__ = ["plan_graph"]
+__all__ = ["as_found", "plan_graph"]

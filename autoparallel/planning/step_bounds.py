@@ -7,11 +7,13 @@ device alone, hidden communication takes what it slows compute by. Its optimum, 
 from __future__ import annotations
 
 import itertools
+import math
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import numpy as np
 
+from autoparallel.errors import InfeasibleError
 from autoparallel.planning.candidate_bounds import CandidateBounds
 from autoparallel.planning.candidates import Candidate
 from autoparallel.planning.reduced_model import ReducedModel
@@ -95,7 +97,11 @@ class StepBounds:
         return self._divisors[key]
 
     def _bound(self, kind: Kind, best_s: float) -> None:
-        problem, prices = self._problem(kind, cached=False)
+        try:
+            problem, prices = self._problem(kind, cached=False)
+        except InfeasibleError:    # the model computes across samples, as batch norm does
+            self._work_s[kind] = math.inf
+            return
         self._work_s[kind] = _least_s(problem)
         if prices.cluster.profile is None:
             self._more_s[kind] = self._work_s[kind]
@@ -105,6 +111,8 @@ class StepBounds:
     def step_s(self, candidate: Candidate) -> float:
         """Seconds that no plan of the combination is below, though it may recompute as few blocks as memory allows."""
         work_s = self._known_work_s(candidate)
+        if work_s == math.inf:
+            return work_s
         return self._step_s(candidate, work_s, self.even.forced_again_s(candidate, work_s))
 
     def estimate_s(self, candidate: Candidate) -> float:
