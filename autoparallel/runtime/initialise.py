@@ -137,8 +137,8 @@ def _own(gradients: Sequence[torch.Tensor | None]) -> list[torch.Tensor | None]:
 def _count_of_own() -> int:
     """The `_use_count` of a gradient that only autograd has: 1, or 2 in releases before torch 2.12."""
     counts = list[int]()
-    with torch.enable_grad():
-        x = torch.ones(1, requires_grad=True)
+    with torch.inference_mode(False), torch.enable_grad():
+        x = torch.ones(1, device="cpu", requires_grad=True)
         _Counted.apply(counts, x).mul(2).sum().backward()
     return counts[0]
 
