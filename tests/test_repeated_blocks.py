@@ -143,7 +143,7 @@ class Model(nn.Module):
         super().__init__()
         self.blocks = nn.ModuleList(kind(number) for number in range(6))
         self.extra = nn.ParameterList(nn.Parameter(torch.ones(4)) for _ in self.blocks)
-        ELSEWHERE.update(zip(self.blocks, self.extra, strict=True))
+        ELSEWHERE.update(zip(self.blocks, [p.detach().clone() for p in self.extra], strict=True))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         x = x + self.extra[0]
