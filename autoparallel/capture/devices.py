@@ -8,7 +8,7 @@ without data.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from contextvars import ContextVar
 from typing import Any
 
@@ -50,21 +50,19 @@ def moved(model: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any], devi
 
     mode, made = FakeTensorMode(allow_non_fake_inputs=True), dict[int, Tensor]()
 
-    def without_data(value: Tensor) -> Tensor:
+    def fake(value: Tensor) -> Tensor:
         if is_lazy(value):
             return value
         if id(value) not in made:
-            with mode:
-                there = torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, device=device)
-            made[id(value)] = _like(value, there)
+            made[id(value)] = without_data(value, device, mode)
         return made[id(value)]
 
     owned = [(module, name, value) for module in model.modules()
              for table in (module._parameters, module._buffers) for name, value in table.items() if value is not None]
-    arguments = pytree.tree_map_only(Tensor, without_data, (tuple(args), dict(kwargs)))
+    arguments = pytree.tree_map_only(Tensor, fake, (tuple(args), dict(kwargs)))
     try:
         for module, name, value in owned:
-            put(module, name, without_data(value))
+            put(module, name, fake(value))
         yield arguments
     finally:
         for module, name, value in owned:
@@ -82,10 +80,14 @@ def put(module: nn.Module, name: str, value: Any) -> None:
             flat[number] = value
 
 
-def _like(value: Tensor, there: Tensor) -> Tensor:
-    """``there`` as a parameter, if ``value`` is one, and trained as it is."""
-    return nn.Parameter(there, value.requires_grad) if isinstance(value, nn.Parameter) else there.requires_grad_(
-        value.requires_grad)
+def without_data(value: Tensor, device: torch.device | str, mode: AbstractContextManager[Any] | None = None) -> Tensor:
+    """A tensor of the shape, strides, dtype and ``requires_grad`` of ``value``, made within ``mode``; a parameter if
+    ``value`` is one."""
+    with mode or nullcontext():
+        made = torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, device=device)
+    if isinstance(value, nn.Parameter):
+        return nn.Parameter(made, value.requires_grad)
+    return made.requires_grad_(value.requires_grad)
 
 
-__all__ = ["moved", "program_device", "put", "traced_on"]
+__all__ = ["moved", "program_device", "put", "traced_on", "without_data"]

@@ -135,7 +135,7 @@ def _own(gradients: Sequence[torch.Tensor | None]) -> list[torch.Tensor | None]:
 
 @cache
 def _count_of_own() -> int:
-    """The `_use_count` of a gradient that only autograd has: 1, or 2 in releases before torch 2.12."""
+    """The `_use_count` of a gradient that only autograd has: 1 in torch 2.13, 2 in torch 2.11."""
     counts = list[int]()
     with torch.inference_mode(False), torch.enable_grad():
         x = torch.ones(1, device="cpu", requires_grad=True)

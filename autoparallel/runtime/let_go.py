@@ -21,7 +21,7 @@ import torch
 from torch import nn
 
 from autoparallel.capture.dependencies import MIRRORS
-from autoparallel.capture.devices import put
+from autoparallel.capture.devices import put, without_data
 
 #: Objects that parts of a model refer to, from which on it is taken to refer to itself.
 MOST = 100_000
@@ -33,14 +33,15 @@ _LEAVES = (nn.Module, torch.Tensor, torch.dtype, torch.device, type, ModuleType,
 class Root:
     """The root of an original model, and whether the user still has it.
 
-    ``module`` is the model itself where another object cannot stand in for it (`_stands_alone`) and where the model
-    refers to itself (a bound method as an attribute, a module that knows its parent): what it refers to would be gone.
+    ``module`` is the model itself where another object cannot stand in for it (`_is_more_than_attributes`) and where it
+    refers to itself (a bound method as an attribute, a module that has its parent): what it refers to would be gone.
     Then nothing is let go. ``dropped``: names of the parameters whose values were dropped.
     """
 
     def __init__(self, model: nn.Module) -> None:
         self._users: Callable[[], nn.Module | None] = ref(model)
-        self._module = model if _stands_alone(model) or _knows_itself(model) else _with_attributes_of(model)
+        must_stay = _is_more_than_attributes(model) or _refers_to_itself(model)
+        self._module = model if must_stay else _with_attributes_of(model)
         self.dropped = frozenset[str]()
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Root:
@@ -78,12 +79,12 @@ class Root:
 
     def drop_values(self) -> None:
         """Replace the parameters by ones without data."""
-        made, names = dict[int, nn.Parameter](), set[str]()
-        for path, module in self._module.named_modules():
-            for name in [name for name, p in module._parameters.items() if p is not None and not p.is_meta]:
-                _drop(module, name, made)
-                names.add(f"{path}.{name}".strip("."))
-        self.dropped |= names
+        owned = [(path, module, name, parameter) for path, module in self._module.named_modules()
+                 for name, parameter in module._parameters.items() if parameter is not None and not parameter.is_meta]
+        empty = {id(parameter): without_data(parameter, "meta") for *_, parameter in owned}
+        for path, module, name, parameter in owned:
+            put(module, name, empty[id(parameter)])
+            self.dropped |= {f"{path}.{name}".strip(".")}
 
 
 def _has_more(objects: Sequence[Any], alone: Sequence[Any], counts: Mapping[int, int], owners: int = 0) -> bool:
@@ -106,26 +107,14 @@ def _cells(kind: type) -> list[Any]:
     return found
 
 
-def _drop(module: nn.Module, name: str, made: dict[int, nn.Parameter]) -> None:
-    parameter = module._parameters[name]
-    assert parameter is not None
-    if id(parameter) not in made:
-        made[id(parameter)] = nn.Parameter(_without_data(parameter), parameter.requires_grad)
-    put(module, name, made[id(parameter)])
-
-
-def _without_data(parameter: nn.Parameter) -> torch.Tensor:
-    return torch.empty_strided(parameter.shape, parameter.stride(), dtype=parameter.dtype, device="meta")
-
-
 def _with_attributes_of(model: nn.Module) -> nn.Module:
     made = object.__new__(type(model))
     object.__setattr__(made, "__dict__", vars(model))
     return made
 
 
-def _stands_alone(model: nn.Module) -> bool:
-    """Whether more than its attributes makes the model: slots, a builtin container as a base, what its end does."""
+def _is_more_than_attributes(model: nn.Module) -> bool:
+    """Whether more than its attributes makes the model: slots, a builtin container as a base, a ``__del__``."""
     kind = type(model)
     return hasattr(kind, "__del__") or any(
         vars(base).get("__slots__") or not base.__flags__ & _OF_PYTHON for base in kind.__mro__[:-1])
@@ -135,7 +124,7 @@ def _stands_alone(model: nn.Module) -> bool:
 _OF_PYTHON = 1 << 9
 
 
-def _knows_itself(model: nn.Module) -> bool:
+def _refers_to_itself(model: nn.Module) -> bool:
     """Whether a part of the model, or what a part has (containers, functions, objects, weak references), refers to the
     model. True too where there is too much to look at."""
     wanted, looked_at = {id(model), *map(id, getweakrefs(model))}, 0
