@@ -73,6 +73,7 @@ def plan(
     pieces: int | None = None,
     offload: str | Mapping[str, str] | None = None,
     offload_fraction: float | None = None,
+    step_in_backward: bool | None = None,
     host_memory_limit_bytes: float | None = None,
     disk_limit_bytes: float | None = None,
     progress: Progress | None = None,
@@ -110,6 +111,7 @@ def plan(
                  "stage_replicas": stage_replicas, "schedule": schedule, "recompute": recompute,
                  "zero_stage": zero_stage, "reduce_dtype": reduce_dtype, "bucket_bytes": bucket_bytes,
                  "copies": copies, "pieces": pieces, "offload": offload, "offload_fraction": offload_fraction,
+                 "step_in_backward": step_in_backward,
                  "disk_limit_bytes": disk_limit_bytes, "host_memory_limit_bytes": host_memory_limit_bytes}
         if taken := sorted(name for name, value in given.items() if value is not None and value is not False):
             raise PlanError(f"{', '.join(taken)} belong to a training step: leave them out, or leave out phase, "
@@ -170,6 +172,7 @@ def compile(
     pieces: int | None = None,
     offload: str | Mapping[str, str] | None = None,
     offload_fraction: float | None = None,
+    step_in_backward: bool | None = None,
     host_memory_limit_bytes: float | None = None,
     disk_limit_bytes: float | None = None,
     progress: Progress | None = None,

@@ -69,6 +69,8 @@ def plan(
                                                   "host/host/disk; by names 'embed*=disk,*=host'; auto: by "
                                                   "price")] = None,
     offload_fraction: Annotated[float | None, typer.Option(help="the share of them that moves, as 0.5")] = None,
+    step_in_backward: Annotated[bool, typer.Option("--step-in-backward", help="step them while backward goes "
+                                                   "on")] = False,
     host_memory_limit: Annotated[str | None, typer.Option(help="of host memory per device, for example 200GiB")] = None,
     disk_limit: Annotated[str | None, typer.Option(help="of disk per device, for example 1TB")] = None,
     explain: Annotated[list[str] | None, typer.Option(help="an op, parameter or input: what its strategies "
@@ -113,7 +115,7 @@ def plan(
             stage_replicas=_sizes(stage_replicas, "the stages' ranks", ",", "1,3"),
             zero_stage=zero_stage, recompute=recompute, reduce_dtype=reduce_dtype,
             bucket_bytes=bucket_bytes, copies=copies, pieces=pieces, offload=_tiers(offload),
-            offload_fraction=offload_fraction,
+            offload_fraction=offload_fraction, step_in_backward=step_in_backward or None,
             host_memory_limit_bytes=bytes_of(host_memory_limit), disk_limit_bytes=bytes_of(disk_limit),
             progress=progress,
         )

@@ -37,8 +37,8 @@ _NO_MOVE = Move(math.inf)
 #: The least share of the devices that a plan by hand uses, where more cannot share the batch evenly.
 LEAST_SHARE = 0.5
 #: Options that plans by hand take too.
-_OF_ALL = ("optimizer", "memory_limit_bytes", "memory_confidence", "offload", "offload_fraction", "reduce_dtype",
-           "bucket_bytes", "host_memory_limit_bytes", "disk_limit_bytes")
+_OF_ALL = ("optimizer", "memory_limit_bytes", "memory_confidence", "offload", "offload_fraction",
+           "step_in_backward", "reduce_dtype", "bucket_bytes", "host_memory_limit_bytes", "disk_limit_bytes")
 
 
 @dataclass(frozen=True)
@@ -200,6 +200,7 @@ def _makers(plan: Plan, cluster: Cluster, model: nn.Module, example: tuple[Any, 
         kept["offload"] = plan.hybrid.offload.place
         if plan.hybrid.offload.fraction != 1:
             kept["offload_fraction"] = plan.hybrid.offload.fraction
+        kept["step_in_backward"] = plan.hybrid.offload.in_backward or None
     if plan.hybrid.on_host and "pins" not in options:
         kept["pins"] = dict.fromkeys(plan.hybrid.on_host, "host")
     args, kwargs = example

@@ -295,7 +295,8 @@ def test_limits_of_a_plan() -> None:
 def test_an_older_plan_file_has_its_states_on_the_device() -> None:
     data = json.loads(planned().to_json())
     assert data["hybrid"].pop("offload") == {"states": "device", "fraction": 1.0, "tile_bytes": TILE_BYTES,
-                                             "parameters": "device", "gradients": "device", "groups": []}
+                                             "parameters": "device", "gradients": "device", "groups": [],
+                                             "in_backward": False}
     assert Plan.from_json(json.dumps(data)).hybrid.offload == Offload()
     for states, parameters, place in (("device", False, "none"), ("host", False, "host"), ("host", True, "parameters"),
                                       ("disk", False, "disk")):

@@ -135,7 +135,9 @@ class CandidateBounds:
                 if not (away := counts.away[decision.index]).is_away:
                     continue
                 many = counts.multiplicities[decision.index]
-                there_s = many * float(pricer.costs.states.update_s(decision.index, prices).min())
+                states = pricer.costs.states
+                update_s = states.device_s if hybrid.offload.in_backward else states.update_s    # else hidden, at best
+                there_s = many * float(update_s(decision.index, prices).min())
                 here_s = many * counts.sparse.share(decision.index) * float(
                     prices.parameter_s(pricer.space.strategy_sets[decision.index]).min())
                 whole_s += (there_s - (1 - away.fraction) * here_s) / devices

@@ -36,7 +36,15 @@ from autoparallel.planning.by_hand import EXAMPLE, ByHand
 from autoparallel.plans import Hybrid, Plan
 from autoparallel.schedule.schedules import SCHEDULES, names_of, usual
 from autoparallel.schedule.step_config import BUCKET_BYTES, RECOMPUTE, REDUCE_DTYPES
-from autoparallel.schedule.tiers import ON_DEVICE, PLACES, Offload, largest_tile, offload_of
+from autoparallel.schedule.tiers import (
+    EARLY_TILE_BYTES,
+    ON_DEVICE,
+    PLACES,
+    TILE_BYTES,
+    Offload,
+    largest_tile,
+    offload_of,
+)
 from autoparallel.search import SEARCHES, Progress
 from autoparallel.strategies.host_lookups import tables_pinned
 from cost_models import Cluster, memory
@@ -76,6 +84,8 @@ OPTIONS = f"""
         `ParallelModule.optimizer` steps them.
     offload_fraction: the share of each parameter's elements whose states are there; None: all ("auto": of the host, as
         few quarters as memory requires).
+    step_in_backward: states outside of the device are stepped while backward goes on: each backward is followed by one
+        optimizer.step(), and gradients are neither clipped nor added up between the two.
     host_memory_limit_bytes: of host memory for what leaves each device, or for tiles of what is on disk; None: its
         share of the host's.
     disk_limit_bytes: of disk for what leaves each device; None: no limit in a plan, what is free in a run.
@@ -90,9 +100,9 @@ MODEL_AND_CALL = "(model, example inputs, example keyword inputs)"
 #: Options that a ready plan leaves no room for.
 DECIDED_BY_A_PLAN = frozenset({"pins", "baseline", "micro_batches", "pipeline_stages", "stage_replicas", "schedule",
                                "recompute", "zero_stage", "reduce_dtype", "bucket_bytes", "copies", "pieces",
-                               "offload", "offload_fraction"})
+                               "offload", "offload_fraction", "step_in_backward"})
 #: Of these, those that a plan by hand leaves open.
-_BESIDE_BY_HAND = {"reduce_dtype", "bucket_bytes", "offload", "offload_fraction"}
+_BESIDE_BY_HAND = {"reduce_dtype", "bucket_bytes", "offload", "offload_fraction", "step_in_backward"}
 
 
 @dataclass(frozen=True)
@@ -118,6 +128,7 @@ class Options:
     pieces: int | None = None
     offload: str | Mapping[str, str] | None = None
     offload_fraction: float | None = None
+    step_in_backward: bool | None = None
     host_memory_limit_bytes: float | None = None
     disk_limit_bytes: float | None = None
     progress: Progress | None = None
@@ -158,12 +169,14 @@ class Options:
         """The tier of optimizer states; of "auto" the first, the device."""
         if self.offload in (None, "none", "auto"):
             return ON_DEVICE
-        found = offload_of(self.offload, self.offload_fraction or 1.0)
+        most = EARLY_TILE_BYTES if self.step_in_backward else TILE_BYTES
+        found = replace(offload_of(self.offload, self.offload_fraction or 1.0, most),
+                        in_backward=bool(self.step_in_backward))
         if self.host_memory_limit_bytes is None or not found.in_tier("disk"):
             return found
         share = TILES_SHARE if found.in_tier("host") else 1.0
         states = memory.recipe(self.optimizer).num_states
-        return replace(found, tile_bytes=largest_tile(share * self.host_memory_limit_bytes, states))
+        return replace(found, tile_bytes=largest_tile(share * self.host_memory_limit_bytes, states, most))
 
     def without_decided(self) -> Options:
         """The options for calls of another form than a plan's: without those that the plan decides."""
@@ -307,6 +320,9 @@ def options_of(given: Mapping[str, Any]) -> Options:
     if given.get("offload_fraction") is not None and given.get("offload") not in ("host", "disk"):
         raise PlanError(f"offload_fraction={given['offload_fraction']} is of offload='host' or 'disk', and offload is "
                         f"{shown(given.get('offload'))}: give one of these, or leave offload_fraction out")
+    if given.get("step_in_backward") and given.get("offload") in (None, "none"):
+        raise PlanError("step_in_backward=True is of states outside of the device: put them there, as offload='host', "
+                        "or leave it out")
     if given.get("zero_stage") is None and _moves_parameters(given.get("offload")):
         given["zero_stage"] = 3    # which alone fetches for each use
     return Options(**given)
@@ -379,6 +395,7 @@ _WANTED: Mapping[str, tuple[Any, ...] | _Wanted] = {
     "pieces": _COUNT,
     "offload": (*PLACES, "auto"),
     "offload_fraction": _Wanted("a share above 0, at most 1", lambda value: _is_number(value) and 0 < value <= 1),
+    "step_in_backward": _Wanted("True or False", lambda value: isinstance(value, bool)),
     "host_memory_limit_bytes": _Wanted("bytes per device as a number, 0 or more", _is_amount),
     "disk_limit_bytes": _Wanted("bytes per device as a number, 0 or more", _is_amount),
     "progress": _Wanted("a function", callable),

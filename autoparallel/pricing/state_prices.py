@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping
+from typing import NamedTuple
+
 import numpy as np
 
 from autoparallel.pricing.counts import ExecutionCounts
@@ -9,6 +12,18 @@ from autoparallel.pricing.host_parameters import HostParameters
 from autoparallel.pricing.unit_costs import Prices
 from autoparallel.schedule.tiers import buffer_bytes
 from cost_models import memory, offload
+
+
+class BesideBackward(NamedTuple):
+    """Steps on the host while backward goes on, if both are divided evenly over all devices: the seconds of backward
+    beside a parameter's, in proportion to it, and the share of the last tile, whose gradients come at the end."""
+
+    seconds: Mapping[int, float]
+    last: float
+
+    def exposed_s(self, index: int, step_s: np.ndarray) -> np.ndarray:
+        """Of the ``step_s`` of a parameter those that backward does not hide."""
+        return np.maximum(step_s - self.seconds.get(index, 0.0), self.last * step_s)
 
 
 class StatePrices:
@@ -39,17 +54,52 @@ class StatePrices:
     def update_s(self, index: int, prices: Prices) -> np.ndarray:
         """Seconds of the optimizer's update, at the ``prices`` of the parameter's devices: of what stays on them, then
         of what is stepped on the host. Of a table with sparse gradients, of the rows that were looked up."""
+        return self.device_s(index, prices) + self.host_s(index, prices)
+
+    def device_s(self, index: int, prices: Prices) -> np.ndarray:
+        """As `update_s`, of what is stepped on the devices."""
+        s, rows, whole_s = self.space.strategy_sets[index], self._rows(index), prices.parameter_s(
+            self.space.strategy_sets[index])
+        elements = self.prices.elements(s)
+        if self._steps_there(index, whole_s):
+            return rows * whole_s * (1 - self._moved(index) / np.maximum(elements, 1))
+        by_row = self._by_row(index) * self.prices.cluster.host.shared_memory
+        return rows * (whole_s + by_row * (whole_s > 0) * elements)
+
+    def host_s(self, index: int, prices: Prices) -> np.ndarray:
+        """As `update_s`, of what is stepped on the host."""
         s, away = self.space.strategy_sets[index], self.counts.away[index]
-        rows, whole_s = self._rows(index), prices.parameter_s(s)
-        by_row = offload.SPARSE_ELEMENT_S if rows < 1 else 0.0
-        if not away.is_away or not whole_s.any():
-            by_row *= self.prices.cluster.host.shared_memory
-            return rows * (whole_s + by_row * (whole_s > 0) * self.prices.elements(s))
-        moved, elements = self._moved(index), self.prices.elements(s)
+        if not self._steps_there(index, prices.parameter_s(s)):
+            return np.zeros(len(s.strategies))
+        moved = self._moved(index)
         found = offload.host_step(moved, self.prices.kept(s.output_metas[0]), self.prices.optimizer,
                                   self.prices.cluster, away.states == "disk", away.moves_gradients,
                                   away.moves_parameters, away.in_tier("disk"))
-        return rows * (whole_s * (1 - moved / np.maximum(elements, 1)) + found.total_s + by_row * moved)
+        return self._rows(index) * (np.asarray(found.total_s) + self._by_row(index) * moved)
+
+    def _steps_there(self, index: int, whole_s: np.ndarray) -> bool:
+        return self.counts.away[index].is_away and bool(whole_s.any())
+
+    def _by_row(self, index: int) -> float:
+        return offload.SPARSE_ELEMENT_S if self._rows(index) < 1 else 0.0
+
+    def beside_backward(self, backward_s: Callable[[int], float]) -> BesideBackward:
+        """What backward hides of the host's steps, where it goes on meanwhile. ``backward_s``: seconds of an op's
+        backward. Nothing where host and device are the same cores."""
+        if not self.counts.hybrid.offload.in_backward or self.prices.cluster.host.shared_memory:
+            return BesideBackward({}, 1.0)
+        steps, num_bytes = dict[int, float](), 0.0
+        for one in self.space.decisions:
+            if one.kind == "parameter" and self._moved(one.index).any():
+                many = self.counts.multiplicities[one.index]
+                steps[one.index] = many * float(self.host_s(one.index, self.prices).min())
+                itemsize = self.space.strategy_sets[one.index].output_metas[0].dtype.itemsize
+                num_bytes += many * float(self._moved(one.index).min()) * itemsize
+        beside_s = sum(backward_s(one.index) for one in self.space.decisions if one.kind == "op")
+        there_s = sum(steps.values())
+        last = min(1.0, self.counts.hybrid.offload.tile_bytes / num_bytes) if num_bytes else 1.0
+        return BesideBackward({index: beside_s * step_s / there_s / self.counts.multiplicities[index]
+                               for index, step_s in steps.items()} if there_s else {}, last)
 
     def _moved(self, index: int) -> np.ndarray:
         """Elements whose states are in the tier."""

@@ -113,9 +113,10 @@ class StepCosts:
             return cost._replace(backward=times[1] * self.shared_read_s(index, prices))
         if kind == "parameter":
             some = self.counts.multiplicities[index]
+            update = some * self.tiers.update_s(index, prices, self.of)
             if self.lookups.is_table(index):
-                return cost._replace(update=some * self.states.update_s(index, prices))
-            return cost._replace(summed=some * self.shared_s(index), update=some * self.states.update_s(index, prices),
+                return cost._replace(update=update)
+            return cost._replace(summed=some * self.shared_s(index), update=update,
                                  moved=self.tiers.gradients_s(index, self.of) if self.gradients.go else nothing)
         return cost
 

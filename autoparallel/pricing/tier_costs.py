@@ -12,7 +12,7 @@ from autoparallel.pricing.host_gradients import HostGradients
 from autoparallel.pricing.host_lookups import HostLookupPrices
 from autoparallel.pricing.host_parameters import Fetching, HostParameters
 from autoparallel.pricing.memo import Memo
-from autoparallel.pricing.state_prices import StatePrices
+from autoparallel.pricing.state_prices import BesideBackward, StatePrices
 from autoparallel.pricing.unit_costs import Prices
 from autoparallel.strategies.space import TensorUse
 
@@ -43,12 +43,21 @@ class TierCosts:
         self.states = StatePrices(prices, counts, self.parameters)
         self.lookups = HostLookupPrices(prices, counts)
         self.away, self.memo = counts.away, memo
+        self.steps_in_backward = counts.hybrid.offload.in_backward
 
     def gradients_s(self, index: int, compute: ComputeOf) -> np.ndarray:
         """Seconds per step of moving a parameter's gradient to the host that backward does not hide."""
         share = self.memo.once("exposed gradients",
                                lambda: self.gradients.exposed_share(lambda op: _least_s(compute(op))[1]))
         return share * self.gradients.moving_s(index)
+
+    def update_s(self, index: int, prices: Prices, compute: ComputeOf) -> np.ndarray:
+        """Seconds per step of a parameter's update, at the ``prices`` of its devices, that backward does not hide."""
+        if not self.steps_in_backward:
+            return self.states.update_s(index, prices)
+        beside: BesideBackward = self.memo.once("beside backward", lambda: self.states.beside_backward(
+            lambda op: _least_s(compute(op))[1]))
+        return self.states.device_s(index, prices) + beside.exposed_s(index, self.states.host_s(index, prices))
 
     def fetch_s(self, use: TensorUse, compute: ComputeOf) -> tuple[np.ndarray, np.ndarray]:
         """Seconds per step of fetching a parameter from the host that compute does not hide (in forward, in

@@ -85,7 +85,8 @@ class Calls:
                     else self._state_of(decision.path, space.graph)
                     for decision, layout in zip(program.placeholders, program.placeholder_layouts, strict=True)
                 ],
-                together=state.host_gradients is None,    # which move to the host as they come
+                # else each moves to the host, or is stepped there, as it comes
+                together=state.host_gradients is None and not state.offload.in_backward,
             )
             with rng.use_seed(rng.mix(state.seed, state.calls)), autocast.without_autocast():
                 outputs, updates, _ = compiled.forward(*local)
@@ -152,6 +153,8 @@ class Calls:
             host_copies.settle()
 
     def _watch_gradients(self) -> None:
+        for optimizer in self._state.optimizers if self._state.offload.in_backward else ():
+            optimizer.check_stepped("the module was called")
         if self._state.offload.is_away and not self._state.keeps_away:    # of a copy
             keep_states_away(self.module, self._state)
         if (gradients := self._state.host_gradients) is not None:

@@ -218,6 +218,8 @@ class ParallelModule(nn.Module):
         """
         check_arguments(max_norm, norm_type)
         state, compiled = self._state, tracing.first_form(self._state)
+        for optimizer in state.optimizers:
+            optimizer.check_stepped("clip_grad_norm_")
         state.together.agree("clip_grad_norm_")
         state.together.check()
         with state.together.call():

@@ -6,7 +6,7 @@ import statistics
 import time
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from os import PathLike
 from pathlib import Path
@@ -178,7 +178,10 @@ def undone(parallel: Any) -> Iterator[None]:
     for p in parameters:
         p.grad = None
     try:
-        yield
+        with ExitStack() as idle:
+            for optimizer in parallel._state.optimizers:
+                idle.enter_context(optimizer.idle())
+            yield
     finally:
         for p, gradient in zip(parameters, gradients, strict=True):
             p.grad = gradient

@@ -94,6 +94,8 @@ class Hybrid:
             _check_fetches(self)
         if self.on_host:
             _check_lookups(self)
+        if self.offload.in_backward:
+            _check_steps_in_backward(self)
         if self.replicas:
             _check_replicas(self)
         elif self.stages % self.pipeline_ranks:
@@ -236,6 +238,18 @@ def _check_fetches(hybrid: Hybrid) -> None:
             (hybrid.copies > 1, f"copies={hybrid.copies}: leave copies out")):
         if wrong:
             raise PlanError(f"offload={hybrid.offload.place!r} fetches each parameter for each use, and does not go "
+                            f"with {given}")
+
+
+def _check_steps_in_backward(hybrid: Hybrid) -> None:
+    away = hybrid.offload
+    for wrong, given in (
+            (not away.is_away, "offload='none': put states on the host or disk, as offload='host'"),
+            (away.fraction != 1, f"offload_fraction={away.fraction:g}: leave offload_fraction out"),
+            (hybrid.micro_batches > 1, f"micro_batches={hybrid.micro_batches}, whose gradients add up: leave it out"),
+            (hybrid.stages > 1, f"{hybrid.stages} pipeline stages: leave the pipeline out")):
+        if wrong:
+            raise PlanError("step_in_backward steps states on the host while one backward goes on, and does not go "
                             f"with {given}")
 
 

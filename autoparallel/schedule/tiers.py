@@ -25,6 +25,8 @@ PLACES = tuple(_TIERS_OF)
 FITTED = ("none", "host", "parameters", "disk", "host/host/disk", "disk/disk/disk")
 #: Bytes of a state (as of the parameters) that are stepped at once, at most.
 TILE_BYTES = 2**26
+#: The same while backward goes on, which ends before the last tile is stepped.
+EARLY_TILE_BYTES = 2**23
 #: Tiles in host memory at once: one is read, one stepped, one written.
 BUFFERS = 3
 #: Buckets of gradients on their way to the host at once, at most.
@@ -42,7 +44,8 @@ class Offload:
     the parameters. Parameters outside of the device are copied to it for each use. Which tiers go together, `PLACES`
     says. ``tile_bytes``: of the parameters that are stepped at once, a multiple of `BLOCK_BYTES`. ``groups``: patterns
     of parameters' names, each with one of `PLACES`: the first that matches a parameter says its tiers (`of`), and the
-    fields above those of parameters that none matches. Raises PlanError for values that cannot be.
+    fields above those of parameters that none matches. ``in_backward``: states outside of the device are stepped while
+    backward goes on, each tile once its gradients are there. Raises PlanError for values that cannot be.
     """
 
     states: str = "device"
@@ -51,6 +54,7 @@ class Offload:
     parameters: str = "device"
     gradients: str = ""
     groups: tuple[tuple[str, str], ...] = ()
+    in_backward: bool = False
 
     def __post_init__(self) -> None:
         if isinstance(self.fraction, bool) or not isinstance(self.fraction, (int, float)) or not 0 < self.fraction <= 1:
@@ -152,7 +156,7 @@ class Offload:
             of = f"of {listed(some_of(names))}: " if self.groups else ""
             said.append(of + between.join(f"{some}{listed(there)} {words}" for tier, words in (
                 ("host", host), ("disk", disk)) if (there := one.in_tier(tier))))
-        return "; ".join(said)
+        return "; ".join(said) + (", stepped during backward" if self.in_backward else "")
 
     def moved(self, elements: Any, item_bytes: float) -> Any:
         """The first elements of a shard whose states are in the tier, in whole units of `UNIT_BYTES`; arrays allowed.
@@ -235,8 +239,8 @@ def buffer_bytes(moved_bytes: float, tile_bytes: float) -> float:
     return float(BUFFERS * min(padded(moved_bytes, BLOCK_BYTES), tile_bytes))
 
 
-def largest_tile(host_bytes: float, num_states: int) -> int:
-    """The largest tile, of at most `TILE_BYTES`, with which those of so many states on disk fit into host memory; at
+def largest_tile(host_bytes: float, num_states: int, most: int) -> int:
+    """The largest tile, of at most ``most`` bytes, with which those of so many states on disk fit into host memory; at
     least a block."""
-    fits = min(host_bytes / (BUFFERS * max(1, num_states)), TILE_BYTES)
+    fits = min(host_bytes / (BUFFERS * max(1, num_states)), most)
     return max(1, int(fits) // BLOCK_BYTES) * BLOCK_BYTES

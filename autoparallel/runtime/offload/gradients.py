@@ -148,8 +148,6 @@ class HostGradients:
         which it will be added; read it after `wait`."""
         while self._moving and self._moving_bytes + gradient.nbytes > self.in_flight_bytes:
             self._wait_for_one()
-        if self._pool is None:
-            self._pool = ThreadPoolExecutor(1, "autoparallel-gradients")
         if gradient.device.type == "cpu":
             made = _made(gradient.shape, gradient.dtype, files) if into is None else into
             work: Callable[[], Any] = partial(made.copy_ if into is None else made.add_, gradient)
@@ -158,9 +156,15 @@ class HostGradients:
             new = into is None and files is not None
             made = _made(gradient.shape, gradient.dtype, files) if new else copies.values[0] if into is None else into
             work = partial(_landed, copies, made, into is not None)
-        self._moving.append((self._pool.submit(_call, work), gradient.nbytes))
+        self._moving.append((self.then(work), gradient.nbytes))
         self._moving_bytes += gradient.nbytes
         return made
+
+    def then(self, work: Callable[[], None]) -> Future[None]:
+        """Call ``work``, by the thread of the copies, when those that have begun are made."""
+        if self._pool is None:
+            self._pool = ThreadPoolExecutor(1, "autoparallel-gradients")
+        return self._pool.submit(_call, work)
 
     def wait(self) -> None:
         """Wait for all copies. Raises their errors."""
@@ -202,6 +206,11 @@ def _on_host(gradient: Any, shard: Tensor) -> Any:
     return gradient
 
 
+def is_on_host(gradient: Tensor) -> bool:
+    """Whether the shard of a parameter's gradient is in host memory, or on its way there."""
+    return hasattr(gradient, _MARK)
+
+
 def leaves_by_itself(away: Offload) -> bool:
     """Whether a gradient in these tiers is moved there, not made there by the program that fetches its parameter or
     looks it up."""
@@ -225,4 +234,4 @@ def _landed(copies: Copies, into: Tensor, adds: bool) -> None:
         into.copy_(there)
 
 
-__all__ = ["HostGradients", "leaves_by_itself"]
+__all__ = ["HostGradients", "is_on_host", "leaves_by_itself"]

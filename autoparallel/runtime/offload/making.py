@@ -47,12 +47,15 @@ def optimizer(parallel: nn.Module, state: State, kind: type[torch.optim.Optimize
                          "or load_state_dict before the optimizer is made")
     away = state.offload if tile_bytes is None else replace(state.offload, tile_bytes=tile_bytes)
     tiers = {id(p): tiers_of(away, name, p) for name, p in parallel.named_parameters()}
+    if state.offload.in_backward and state.host_gradients is not None:    # whose hooks run first
+        state.host_gradients.watch(parallel.named_parameters(remove_duplicate=False))
     state.together.agree("optimizer")
     count = step_threads(threads)
     found = made_equally(
         "an optimizer",
         lambda: OffloadedOptimizer(kind, chosen, options, lambda p: tiers.get(id(p), away.each[0]), state.limits,
-                                   prefetch, state.host_gradients, state.files, count, state.optimizers),
+                                   prefetch, state.host_gradients, state.files, count, state.optimizers,
+                                   state.offload.in_backward),
         lambda made: f"{kind.__qualname__} {away}")
     state.optimizers.add(found)
     return found

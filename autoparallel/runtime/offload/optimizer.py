@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+import weakref
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from itertools import chain
@@ -18,13 +19,15 @@ from autoparallel.errors import InputError, shown
 from autoparallel.kernels import host_copies
 from autoparallel.runtime.agree import made_equally
 from autoparallel.runtime.offload.gradients import HostGradients
+from autoparallel.runtime.offload.in_backward import BackwardSteps
 from autoparallel.runtime.offload.mapped import MappedFiles
 from autoparallel.runtime.offload.stores import Disk, Memory, Store
 from autoparallel.runtime.offload.threads import with_threads
+from autoparallel.runtime.offload.tile_steps import TileSteps
 from autoparallel.runtime.offload.tiles import Region, Tile, regions_of, tiles_of
 from autoparallel.runtime.offload.work import Work, as_sharded, copied, gradient_of, local_of, told
 from autoparallel.runtime.shard_steps import ELEMENTWISE, steps_shards
-from autoparallel.schedule.tiers import BLOCK_BYTES, BUFFERS, Offload, buffer_bytes, listed, padded
+from autoparallel.schedule.tiers import BLOCK_BYTES, Offload, buffer_bytes, listed, padded
 
 #: Optimizers with a fused kernel for the host.
 FUSED = (torch.optim.SGD, torch.optim.Adam, torch.optim.AdamW, torch.optim.Adagrad)
@@ -87,7 +90,7 @@ class OffloadedOptimizer(torch.optim.Optimizer):
     ``offload``: the tiers of a parameter, and its tiles. ``prefetch``: the next tile is fetched, and the one before
     written, while a tile is stepped. ``gradients``: what moves them to the host, if they go;
     ``files``: of parameters and gradients on disk; ``threads``: of a step (None: torch's); ``made``: the module's other
-    optimizers, which share the limits. Parameter groups,
+    optimizers, which share the limits; ``in_backward``: tiles are stepped while backward goes on. Parameter groups,
     schedulers, ``state_dict`` and ``load_state_dict`` are those of ``kind``; numbers are too, to the bit, where it
     steps on the CPU with the same kernel (``fused=True`` is taken if ``kind`` has it and the options name none).
     Raises InputError.
@@ -96,11 +99,11 @@ class OffloadedOptimizer(torch.optim.Optimizer):
     def __init__(self, kind: Any, params: Any, options: Mapping[str, Any], offload: Callable[[Tensor], Offload],
                  limits: Limits, prefetch: bool = True, gradients: HostGradients | None = None,
                  files: MappedFiles | None = None, threads: int | None = None,
-                 made: Iterable[OffloadedOptimizer] = ()) -> None:
+                 made: Iterable[OffloadedOptimizer] = (), in_backward: bool = False) -> None:
         _check(kind, options)
         self._sealed, self._broken, self._others = False, "", 0
         super().__init__(params, {})
-        self._take_options(kind, options)
+        self.defaults = _take_options(kind, options, self.param_groups)
         self._away, self._prefetch, self._gradients, self._files = offload, prefetch, gradients, files
         self.kind: Any = kind
         self.threads, self._limits, self._made_before = threads, limits, made
@@ -108,18 +111,11 @@ class OffloadedOptimizer(torch.optim.Optimizer):
         self._names = list[tuple[tuple[str, ...], tuple[str, ...]]]()  # by group, as `names_of` has them
         self._scalars: dict[int, dict[str, Any]] = {}  # by parameter that has states
         self._parts = list[_Part]()
+        self._new: dict[int, dict[str, Any]] = {}  # scalars of parameters that this step has stepped
+        self._steps_early = in_backward
+        self._in_backward: BackwardSteps | None = None
         self._lay_out(0)
         self._sealed = True
-
-    def _take_options(self, kind: Any, options: Mapping[str, Any]) -> None:
-        """Give the groups the options of ``kind``, and its defaults, as its constructor checks them."""
-        chosen = fused_by_default(kind, self.param_groups, options)
-        groups = [{**group, "params": [torch.empty(0, dtype=p.dtype) for p in group["params"]]}
-                  for group in self.param_groups]
-        template = kind(groups, **options, **chosen)
-        for group, full in zip(self.param_groups, template.param_groups, strict=True):
-            group.update({key: value for key, value in full.items() if key != "params"})
-        self.defaults = template.defaults
 
     def _lay_out(self, first_group: int) -> None:
         """Lay out the states of the groups from the first on, in parts of their own."""
@@ -133,6 +129,23 @@ class OffloadedOptimizer(torch.optim.Optimizer):
         self._tiers += tiers
         self._group_of += [number for number, group in enumerate(groups, first_group) for _ in group["params"]]
         self._names += names
+        if self._steps_early:
+            self._step_early(len(self._parameters) - len(parameters))
+
+    def _step_early(self, first: int) -> None:
+        """Step tiles during backward from now on; parameters from the ``first`` on are not watched yet."""
+        own = weakref.ref(self)
+
+        def begin(number: int, stream: Any) -> TileSteps[list[Work]]:
+            optimizer = own()
+            assert optimizer is not None
+            parameters = optimizer._parameters
+            return optimizer._steps_of(number, stream, lambda n: gradient_of(parameters[n]), ahead=True)
+
+        tiles = {number: part.tiles for number, part in enumerate(self._parts) if part.on_host}
+        self._in_backward = BackwardSteps(self._parameters, self.param_groups, tiles, self._gradients, begin)
+        for number in range(first, len(self._parameters)):
+            self._parameters[number].register_post_accumulate_grad_hook(partial(_arrived, own, number))
 
     def _divided(self, parameters: Sequence[Tensor], tiers: Sequence[Offload], names: Sequence[str]) -> list[_Part]:
         """The shards of more parameters in parts: what stays on the device, what is on the host, and on disk."""
@@ -199,28 +212,36 @@ class OffloadedOptimizer(torch.optim.Optimizer):
         _refuse_sparse(self._parameters)
         gradients = [gradient_of(p) for p in self._parameters]
         self._others = max(self._others, _others_on_host(self._tiers, self._parameters, gradients))
-        made: dict[int, dict[str, Any]] = {}
+        stream = _stream_of(self._parameters)
         try:
-            with with_threads(self.threads or torch.get_num_threads()):
-                for part in self._parts:
-                    for tile, work in self._fetched(part, gradients):
-                        self._step_tile(part, tile, work, made)
+            done = self._in_backward.end() if self._in_backward is not None else ()
+            for number, part in enumerate(self._parts):
+                left = [tile for tile in part.tiles if (number, tile.number) not in done]
+                steps = self._steps_of(number, stream, gradients.__getitem__, self._prefetch and len(left) > 1)
+                for tile in left:
+                    steps.give(tile)
+                steps.end()
         except BaseException as error:
             self._broken = f"{type(error).__name__}: {error}"
             raise
+        made, self._new = self._new, {}
         self._made(made)
         return loss
 
-    def _fetched(self, part: _Part, gradients: Sequence[Tensor | None]) -> Iterator[tuple[Tile, list[Work]]]:
-        """Each tile with its states, parameters and gradients; written back when the next is asked for."""
-        stream = host_copies.current(next(filter(lambda device: device.type != "cpu", (
-            local_of(p).device for p in self._parameters)), host_copies.HOST))
+    def _steps_of(self, number: int, stream: Any, gradient: Callable[[int], Tensor | None], ahead: bool
+                  ) -> TileSteps[list[Work]]:
+        """What fetches the states, parameters and gradients of tiles of a part, steps them and writes them back."""
+        part, threads = self._parts[number], self.threads or torch.get_num_threads()
 
         def fetch(tile: Tile) -> list[Work]:
             part.store.read(tile, any(region.parameter in self._scalars for region in tile.regions))
             with host_copies.under(stream), torch.no_grad():
-                return [Work(region, local_of(self._parameters[region.parameter]), gradients[region.parameter],
-                              part.on_host) for region in tile.regions]
+                return [Work(region, local_of(self._parameters[region.parameter]), gradient(region.parameter),
+                             part.on_host) for region in tile.regions]
+
+        def step(tile: Tile, work: Sequence[Work]) -> None:
+            with torch.no_grad(), with_threads(threads):
+                self._step_tile(part, tile, work, self._new)
 
         def put(tile: Tile, work: Sequence[Work]) -> None:
             with host_copies.under(stream), torch.no_grad():
@@ -229,25 +250,7 @@ class OffloadedOptimizer(torch.optim.Optimizer):
                     one.parameter.grad = None    # whose memory optimizers of tiles keep until they are collected
             part.store.write(tile)
 
-        if not self._prefetch or len(part.tiles) == 1:
-            for tile in part.tiles:
-                work = fetch(tile)
-                yield tile, work
-                put(tile, work)
-            return
-        puts: list[Future[None]] = []
-        with ThreadPoolExecutor(1, "autoparallel-fetch") as reader, ThreadPoolExecutor(1, "autoparallel-put") as writer:
-            ahead = reader.submit(fetch, part.tiles[0])
-            for number, tile in enumerate(part.tiles):
-                work = ahead.result()
-                if number + 1 < len(part.tiles):
-                    if number + 1 >= BUFFERS:
-                        puts[number + 1 - BUFFERS].result()  # which has used the same memory
-                    ahead = reader.submit(fetch, part.tiles[number + 1])
-                yield tile, work
-                puts.append(writer.submit(put, tile, work))
-            for written in puts:
-                written.result()
+        return TileSteps(fetch, step, put, ahead)
 
     def _step_tile(self, part: _Part, tile: Tile, work: Sequence[Work], made: dict[int, dict[str, Any]]) -> None:
         """Let an optimizer of ``kind`` step the tile's regions, with their states; what parameters have then, but for
@@ -275,7 +278,7 @@ class OffloadedOptimizer(torch.optim.Optimizer):
         inner.param_groups.clear()
 
     def _made(self, made: Mapping[int, dict[str, Any]]) -> None:
-        for number, scalars in made.items():
+        for number, scalars in sorted(made.items()):    # whichever order backward had
             self._scalars[number] = scalars
             self.state[self._parameters[number]] = _Entries(self, number)
 
@@ -290,6 +293,7 @@ class OffloadedOptimizer(torch.optim.Optimizer):
 
     def _value(self, number: int, name: str) -> Any:
         """A state of a parameter: a number, or a tensor sharded as the parameter."""
+        self.check_stepped("a read of the optimizer's state")
         if name in self._scalars[number]:
             return self._scalars[number][name]
         self._check_whole()
@@ -303,6 +307,7 @@ class OffloadedOptimizer(torch.optim.Optimizer):
     def state_dict(self) -> dict[str, Any]:
         """As torch's. Tensors of states in one tier are views of it: of files mapped into memory, if they are on
         disk."""
+        self.check_stepped("state_dict()")
         self._check_whole()
         found = super().state_dict()
         return {**found, "state": {key: dict(entries) for key, entries in found["state"].items()}}
@@ -310,6 +315,7 @@ class OffloadedOptimizer(torch.optim.Optimizer):
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """As torch's: states are copied into their tier. Raises InputError, with nothing changed, for states of other
         names, shapes or placements than this optimizer's."""
+        self.check_stepped("load_state_dict()")
         keys = [key for group in state_dict["param_groups"] for key in group["params"]]
         if len(keys) != len(self._parameters):
             raise InputError(f"the state dict is of {len(keys)} parameters, and the optimizer has "
@@ -317,33 +323,16 @@ class OffloadedOptimizer(torch.optim.Optimizer):
         states = {number: dict(state_dict["state"][key]) for number, key in enumerate(keys)
                   if state_dict["state"].get(key)}
         for number, entries in states.items():
-            self._check_entries(number, entries)
+            _check_entries(self.kind, number, self._parameters[number], self._names[self._group_of[number]], entries)
         super().load_state_dict({**state_dict, "state": {}})
         self._broken = "load_state_dict did not end"
         for part in self._parts:
             for tile in part.tiles:
                 part.load(tile, states, self._parameters)
         self._broken, self._scalars = "", {}
-        self._made({number: self._scalars_in(number, entries) for number, entries in states.items()})
-
-    def _scalars_in(self, number: int, entries: Mapping[str, Any]) -> dict[str, Any]:
-        scalars = {name: copied(value) for name, value in entries.items() if name not in self._elements_of(number)}
-        if "step" in scalars and self.param_groups[self._group_of[number]].get("fused"):
-            scalars["step"] = torch.as_tensor(scalars["step"], dtype=torch.float32, device="cpu")
-        return scalars
-
-    def _check_entries(self, number: int, entries: Mapping[str, Any]) -> None:
-        scalars, elements = self._names[self._group_of[number]]
-        if set(entries) != {*scalars, *elements}:
-            raise InputError(f"the state of parameter {number} has {sorted(entries)}, and {self.kind.__name__} with "
-                             f"these options keeps {sorted((*scalars, *elements))}: load what it has saved")
-        for name in elements:
-            value, parameter = entries[name], self._parameters[number]
-            if value.shape != parameter.shape or getattr(value, "placements", None) != getattr(
-                    parameter, "placements", None) or local_of(value).shape != local_of(parameter).shape:
-                raise InputError(f"{name} of parameter {number} is {told(value)}, and the parameter "
-                                 f"{told(parameter)}: load states of the same plan, or a checkpoint by parallel.load, "
-                                 "which fits any")
+        self._made({number: _scalars_in(entries, self._elements_of(number),
+                                        bool(self.param_groups[self._group_of[number]].get("fused")))
+                    for number, entries in states.items()})
 
     # --- the rest ---------------------------------------------------------------------------------------------------
 
@@ -365,6 +354,8 @@ class OffloadedOptimizer(torch.optim.Optimizer):
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """As torch's; all ranks call this. Raises InputError on all, with nothing changed, where the states of the
         group do not fit into the limits or onto the disk."""
+        if self._sealed:
+            self.check_stepped("add_param_group()")
         super().add_param_group(param_group)
         if not self._sealed:
             return
@@ -374,10 +365,44 @@ class OffloadedOptimizer(torch.optim.Optimizer):
             self.param_groups.pop()
             raise
 
+    def check_stepped(self, what: str) -> None:
+        """Raises InputError if a backward has stepped parameters that ``what`` reads, and `step` has not ended it."""
+        if self._in_backward is not None:
+            self._in_backward.check_ended(what)
+
+    @contextmanager
+    def idle(self) -> Iterator[None]:
+        """Within, backward steps nothing."""
+        self.check_stepped("another step was run")
+        steps, self._in_backward = self._in_backward, None
+        try:
+            yield
+        finally:
+            self._in_backward = steps
+
     def _check_whole(self) -> None:
         if self._broken:
             raise InputError(f"the optimizer's states are not whole ({self._broken}): load the last checkpoint with a "
                              "new optimizer, parallel.load(folder, parallel.optimizer(...))")
+
+
+def _take_options(kind: Any, options: Mapping[str, Any], groups: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    """Give the groups the options of ``kind``, and its defaults, as its constructor checks them; returns the
+    defaults."""
+    chosen = fused_by_default(kind, groups, options)
+    empty = [{**group, "params": [torch.empty(0, dtype=p.dtype) for p in group["params"]]} for group in groups]
+    template = kind(empty, **options, **chosen)
+    for group, full in zip(groups, template.param_groups, strict=True):
+        group.update({key: value for key, value in full.items() if key != "params"})
+    defaults: dict[str, Any] = template.defaults
+    return defaults
+
+
+def _arrived(owner: weakref.ref[OffloadedOptimizer], number: int, _: Tensor) -> None:
+    """The hook of a parameter whose gradient is there."""
+    optimizer = owner()
+    if optimizer is not None and optimizer._in_backward is not None:
+        optimizer._in_backward.arrived(number)
 
 
 def _store(tier: str, disk_path: Path | None, names: Sequence[str], tile_bytes: int, num_bytes: int) -> Store:
@@ -400,6 +425,36 @@ def _with_others(made: Iterable[OffloadedOptimizer], parameters: Sequence[Tensor
     same parameters is about to be replaced.)"""
     own = set(map(id, parameters))
     return [other for other in made if not other._broken and own.isdisjoint(map(id, other._parameters))]
+
+
+def _scalars_in(entries: Mapping[str, Any], elements: Collection[str], fused: bool) -> dict[str, Any]:
+    """Copies of a parameter's states but for ``elements``, as kernels take them."""
+    scalars = {name: copied(value) for name, value in entries.items() if name not in elements}
+    if "step" in scalars and fused:
+        scalars["step"] = torch.as_tensor(scalars["step"], dtype=torch.float32, device="cpu")
+    return scalars
+
+
+def _check_entries(kind: Any, number: int, parameter: Tensor, names: tuple[Sequence[str], Sequence[str]],
+                   entries: Mapping[str, Any]) -> None:
+    """Raises InputError for states that are not those of a parameter, of these names (numbers, tensors)."""
+    scalars, elements = names
+    if set(entries) != {*scalars, *elements}:
+        raise InputError(f"the state of parameter {number} has {sorted(entries)}, and {kind.__name__} with "
+                         f"these options keeps {sorted((*scalars, *elements))}: load what it has saved")
+    for name in elements:
+        value = entries[name]
+        if value.shape != parameter.shape or getattr(value, "placements", None) != getattr(
+                parameter, "placements", None) or local_of(value).shape != local_of(parameter).shape:
+            raise InputError(f"{name} of parameter {number} is {told(value)}, and the parameter "
+                             f"{told(parameter)}: load states of the same plan, or a checkpoint by parallel.load, "
+                             "which fits any")
+
+
+def _stream_of(parameters: Iterable[Tensor]) -> Any:
+    """The current stream of the device of these parameters; None on a CPU."""
+    devices = (local_of(p).device for p in parameters)
+    return host_copies.current(next((device for device in devices if device.type != "cpu"), host_copies.HOST))
 
 
 def _refuse_sparse(parameters: Iterable[Tensor]) -> None:

@@ -35,7 +35,7 @@ class Store(Protocol):
         """The memory of the states of a region of the tile that was read."""
 
     def write(self, tile: Tile) -> None:
-        """Keep the states of a tile; its memory may be used by the tile `BUFFERS` after it."""
+        """Keep the states of a tile; its memory may be used by the tile that is read `BUFFERS` later."""
 
     def whole(self, region: Region, dtype: torch.dtype) -> States:
         """The states of a region of any size; writes to them reach the store only by `load_state_dict`."""
@@ -89,16 +89,19 @@ class Disk:
         self._buffers = [mmap.mmap(-1, max(1, len(names)) * max(BLOCK_BYTES, self._stride)) for _ in range(BUFFERS)]
         self._pool = ThreadPoolExecutor(2 * max(1, len(names)), "autoparallel-disk")  # reads and writes at once
         self._maps: list[mmap.mmap] | None = None
+        self._slots, self._taken = dict[int, int](), 0    # by number of a tile in memory, its buffer; of all so far
 
     def read(self, tile: Tile, filled: bool) -> None:
+        self._buffer(tile)
         if filled:
             list(self._pool.map(lambda number: self._read(tile, number), range(len(self.names))))
 
     def write(self, tile: Tile) -> None:
         list(self._pool.map(lambda number: self._write(tile, number), range(len(self.names))))
+        self._slots.pop(tile.number, None)
 
     def views(self, tile: Tile, region: Region, dtype: torch.dtype) -> States:
-        buffer = self._buffers[tile.number % BUFFERS]
+        buffer = self._buffer(tile)
         return {name: _tensor(buffer, dtype, number * self._stride + region.offset - tile.begin, region.size)
                 for number, name in enumerate(self.names)}
 
@@ -138,7 +141,14 @@ class Disk:
 
     def _memory(self, tile: Tile, number: int) -> memoryview:
         begin = number * self._stride
-        return memoryview(self._buffers[tile.number % BUFFERS])[begin : begin + tile.end - tile.begin]
+        return memoryview(self._buffer(tile))[begin : begin + tile.end - tile.begin]
+
+    def _buffer(self, tile: Tile) -> mmap.mmap:
+        """The memory of a tile: from when it is read, or first filled, until it is written."""
+        if tile.number not in self._slots:
+            self._slots[tile.number] = self._taken % BUFFERS
+            self._taken += 1
+        return self._buffers[self._slots[tile.number]]
 
 
 def _sum(memory: memoryview) -> int:
