@@ -427,7 +427,7 @@ def test_an_empty_batch_is_one_micro_batch() -> None:
 
 
 def test_a_plan_outside_of_the_combinations_is_not_below_the_bound() -> None:
-    """A plain step on a mesh of 3 x 3 devices, which the joint search does not try, may be faster than all it tries."""
+    """A plain step on a mesh of 5 x 5 devices, which the joint search does not try, may be faster than all it tries."""
     plan = autoparallel.plan(torch.nn.Linear(8, 8), Cluster.load("h100-sxm", num_devices=2), mesh_shape=(2,),
                              example_inputs=(torch.zeros(8, 8),), joint=True, time_limit_s=1)
     step_s = plan.prediction.step_s
@@ -465,3 +465,16 @@ def test_joint_plans_compute_one_process_s_step(ranks: Any, limit_share: float) 
     mesh = (made.hybrid.pipeline_ranks, *made.mesh_shape) if made.hybrid.stages > 1 else made.mesh_shape
     mesh = mesh[:-1] if made.hybrid.stages > 1 and made.mesh_shape == (1,) else mesh
     assert_one_process(ranks, "llama", mesh, {"plan": made})
+
+
+def test_inner_axes_are_parts_of_hosts() -> None:
+    """Also of hosts of six devices, and of few devices in all."""
+    eights = Cluster.load("h100-sxm", num_devices=48)
+    sixes = dataclasses.replace(eights, host=dataclasses.replace(eights.host, devices=6))
+
+    def shapes(cluster: Cluster, count: int) -> set[tuple[int, ...]]:
+        space = CandidateSpace(dataclasses.replace(cluster, num_devices=count), Fixed(), 1, 8)
+        return {shape for ranks, shape in space.shapes() if ranks == 1}
+
+    assert shapes(eights, 9) == {(3, 3), (9,)} and (2, 6) in shapes(eights, 12)
+    assert (8, 6) in shapes(sixes, 48) and (8, 6) not in shapes(eights, 48)

@@ -17,6 +17,8 @@ from cost_models import Cluster
 
 #: Limits: pipeline ranks, inner mesh axis, micro-batches, rounds of micro-batches over a pipeline, stages per rank.
 MOST_PIPELINE, MOST_INNER, MOST_TURNS, MOST_ROUNDS, MOST_CHUNKS = 64, 64, 64, 8, 4
+#: Ranks of a stage of which every divisor is tried as the inner axis.
+MOST_OF_ANY = 16
 
 
 @dataclass(frozen=True)
@@ -117,7 +119,8 @@ class CandidateSpace:
 
     def shapes(self) -> Iterator[tuple[int, tuple[int, ...]]]:
         """All (pipeline ranks, mesh of a stage): pipelines of all lengths (of no more ranks than blocks, unless stages
-        are fixed), stages of one or two axes, the inner axis of at most `MOST_INNER` ranks."""
+        are fixed), stages of one or two axes, the inner axis of at most `MOST_INNER` ranks: with more than
+        `MOST_OF_ANY` ranks of a stage a power of two, or a part of a host."""
         count, fixed = self.cluster.num_devices, self.fixed
         if fixed.mesh_shape is not None:
             whole = fixed.pipeline_stages in (None, 1)
@@ -131,7 +134,8 @@ class CandidateSpace:
             for inner in divisors(rest):
                 if inner == rest > 1:  # the same mesh as with inner == 1
                     continue
-                if inner <= MOST_INNER and (rest <= 8 or inner in (1, 2, 4, 8, 16, 32, 64)):
+                usual_size = inner & (inner - 1) == 0 or self.cluster.devices_on_host % inner == 0
+                if inner <= MOST_INNER and (rest <= MOST_OF_ANY or usual_size):
                     yield ranks, (rest,) if inner == 1 else (rest // inner, inner)
 
     def _pipeline_allowed(self, ranks: int) -> bool:
