@@ -77,7 +77,7 @@ class Value:
 def log() -> Any:
     """The log of a machine with an accelerator, whose current stream is "main"; new tensors are called "made"."""
     told: list[str] = []
-    streams = {True: Stream("up", told), False: Stream("down", told)}
+    streams = {True: Stream("up", told), False: Stream("down", told), None: Stream("events", told)}
     with patch.object(host_copies, "_stream", lambda far, to_device: streams[to_device]), \
             patch.object(host_copies, "under", lambda stream: nullcontext()), \
             patch.object(host_copies, "_empty", lambda x, device: Value("made", device, told, device == HOST)), \
@@ -97,6 +97,17 @@ def test_a_copy_to_the_host_waits_for_its_source_and_is_waited_for(log: list[str
     del log[:]
     back.ready()
     assert log == ["main waits for event of up", "made kept for main"]
+
+
+def test_copies_of_steps_during_backward_wait_for_an_event_alone(log: list[str]) -> None:
+    """Not for what the host has launched since: the rest of backward."""
+    read = host_copies.now(GPU)
+    assert host_copies.now(HOST) is None and host_copies.after(None, HOST) is None
+    log.append("main goes on")
+    stream = host_copies.after(read, GPU)
+    with patch.object(torch.accelerator, "current_stream", lambda device: stream):
+        begin([Value("parameter", GPU, log)], HOST)  # type: ignore[list-item]
+    assert log[:4] == ["main records", "main goes on", "events waits for event of main", "down waits for events"]
 
 
 def test_only_pinned_memory_is_copied_asynchronously(log: list[str]) -> None:

@@ -78,6 +78,21 @@ def current(device: torch.device) -> Any:
     return None if device.type == "cpu" else torch.accelerator.current_stream(device)
 
 
+def now(device: torch.device) -> Any:
+    """An event: the current stream of a device has got here; None on a CPU."""
+    return None if device.type == "cpu" else torch.accelerator.current_stream(device).record_event()
+
+
+def after(event: Any, device: torch.device) -> Any:
+    """The stream of a device that waits for events only: copies `under` it wait for this one and those before, and not
+    for what the host has launched since; None on a CPU."""
+    if event is None:
+        return None
+    stream = _stream(device, None)
+    stream.wait_event(event)
+    return stream
+
+
 @contextmanager
 def under(stream: Any) -> Iterator[None]:
     """With ``stream`` (of `current`) as this thread's current one. (A `torch.Stream` as a context keeps what was before
@@ -125,8 +140,10 @@ def _empty(x: torch.Tensor, device: torch.device) -> torch.Tensor:
 
 
 @cache
-def _stream(far: torch.device, to_device: bool) -> Any:
+def _stream(far: torch.device, to_device: bool | None) -> Any:
+    """The stream of copies in one direction; None: of waits."""
     return torch.Stream(far)
 
 
-__all__ = ["HOST", "Copies", "Values", "begin", "current", "host_memory", "settle", "table_memory", "under"]
+__all__ = ["HOST", "Copies", "Values", "after", "begin", "current", "host_memory", "now", "settle", "table_memory",
+           "under"]

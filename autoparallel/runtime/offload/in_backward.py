@@ -80,14 +80,16 @@ class BackwardSteps:
         gradient, like = parameter.grad, getattr(parameter, "placements", None)
         if getattr(gradient, "placements", None) != like:
             return    # `step` redistributes it
-        stream = host_copies.current(local_of(parameter).device)
+        read = host_copies.now(local_of(parameter).device)    # nothing reads the parameter after this in backward
         if self._moves is not None and is_on_host(gradient):
-            now.notes.append(self._moves.then(partial(self._there, now, number, gradient, stream)))
+            now.notes.append(self._moves.then(partial(self._there, now, number, gradient, read)))
         else:
-            self._there(now, number, gradient, stream)
+            self._there(now, number, gradient, read)
 
-    def _there(self, now: _Backward, number: int, gradient: Tensor, stream: Any) -> None:
-        """The gradient is in the memory where it will be read: step the tiles that wait for no other."""
+    def _there(self, now: _Backward, number: int, gradient: Tensor, read: Any) -> None:
+        """The gradient is in the memory where it will be read: step the tiles that wait for no other. ``read``: the
+        event after which the parameter may be written to."""
+        stream = host_copies.after(read, local_of(self._parameters[number]).device)
         now.gradients[number] = gradient, _versions(gradient)
         for place in self._places[number]:
             now.left[place].discard(number)
