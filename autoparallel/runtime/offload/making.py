@@ -14,7 +14,8 @@ from autoparallel.runtime import tracing
 from autoparallel.runtime.agree import made_equally
 from autoparallel.runtime.arguments import check_flag
 from autoparallel.runtime.initialise import tiers_of
-from autoparallel.runtime.offload.optimizer import FUSED_ON_DEVICE, OffloadedOptimizer, fused_by_default
+from autoparallel.runtime.offload.optimizer import OffloadedOptimizer
+from autoparallel.runtime.offload.states import FUSED_ON_DEVICE, fused_by_default
 from autoparallel.runtime.offload.threads import step_threads
 from autoparallel.runtime.state import State
 

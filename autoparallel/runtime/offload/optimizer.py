@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import weakref
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -15,24 +15,26 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from autoparallel.errors import InputError, shown
+from autoparallel.errors import InputError
 from autoparallel.kernels import host_copies
 from autoparallel.runtime.agree import made_equally
 from autoparallel.runtime.offload.gradients import HostGradients
 from autoparallel.runtime.offload.in_backward import BackwardSteps
 from autoparallel.runtime.offload.mapped import MappedFiles
+from autoparallel.runtime.offload.states import (
+    beside,
+    check_entries,
+    check_kind,
+    names_of,
+    scalars_in,
+    take_options,
+)
 from autoparallel.runtime.offload.stores import Disk, Memory, Store
 from autoparallel.runtime.offload.threads import with_threads
 from autoparallel.runtime.offload.tile_steps import TileSteps
 from autoparallel.runtime.offload.tiles import Region, Tile, regions_of, tiles_of
-from autoparallel.runtime.offload.work import Work, as_sharded, copied, gradient_of, local_of, told
-from autoparallel.runtime.shard_steps import ELEMENTWISE, steps_shards
+from autoparallel.runtime.offload.work import Work, as_sharded, gradient_of, local_of
 from autoparallel.schedule.tiers import BLOCK_BYTES, Offload, buffer_bytes, listed, padded
-
-#: Optimizers with a fused kernel for the host.
-FUSED = (torch.optim.SGD, torch.optim.Adam, torch.optim.AdamW, torch.optim.Adagrad)
-#: Optimizers whose fused kernels DTensor supports too, which `shard_steps` falls back to.
-FUSED_ON_DEVICE = (torch.optim.Adam, torch.optim.AdamW)
 
 
 @dataclass(frozen=True)
@@ -100,10 +102,10 @@ class OffloadedOptimizer(torch.optim.Optimizer):
                  limits: Limits, prefetch: bool = True, gradients: HostGradients | None = None,
                  files: MappedFiles | None = None, threads: int | None = None,
                  made: Iterable[OffloadedOptimizer] = (), in_backward: bool = False) -> None:
-        _check(kind, options)
+        check_kind(kind, options)
         self._sealed, self._broken, self._others = False, "", 0
         super().__init__(params, {})
-        self.defaults = _take_options(kind, options, self.param_groups)
+        self.defaults = take_options(kind, options, self.param_groups)
         self._away, self._prefetch, self._gradients, self._files = offload, prefetch, gradients, files
         self.kind: Any = kind
         self.threads, self._limits, self._made_before = threads, limits, made
@@ -264,7 +266,7 @@ class OffloadedOptimizer(torch.optim.Optimizer):
             if (known := self._scalars.get(one.region.parameter)) is not None:
                 own = {name: states[name] for name in self._elements_of(one.region.parameter)}
                 fused = self.param_groups[self._group_of[one.region.parameter]].get("fused")
-                inner.state[one.parameter] = {**_beside(one.parameter, known, bool(fused)), **own}
+                inner.state[one.parameter] = {**beside(one.parameter, known, bool(fused)), **own}
         inner.step()
         for one, states in zip(work, views, strict=True):
             if one.parameter.grad is None:
@@ -323,14 +325,14 @@ class OffloadedOptimizer(torch.optim.Optimizer):
         states = {number: dict(state_dict["state"][key]) for number, key in enumerate(keys)
                   if state_dict["state"].get(key)}
         for number, entries in states.items():
-            _check_entries(self.kind, number, self._parameters[number], self._names[self._group_of[number]], entries)
+            check_entries(self.kind, number, self._parameters[number], self._names[self._group_of[number]], entries)
         super().load_state_dict({**state_dict, "state": {}})
         self._broken = "load_state_dict did not end"
         for part in self._parts:
             for tile in part.tiles:
                 part.load(tile, states, self._parameters)
         self._broken, self._scalars = "", {}
-        self._made({number: _scalars_in(entries, self._elements_of(number),
+        self._made({number: scalars_in(entries, self._elements_of(number),
                                         bool(self.param_groups[self._group_of[number]].get("fused")))
                     for number, entries in states.items()})
 
@@ -386,18 +388,6 @@ class OffloadedOptimizer(torch.optim.Optimizer):
                              "new optimizer, parallel.load(folder, parallel.optimizer(...))")
 
 
-def _take_options(kind: Any, options: Mapping[str, Any], groups: Sequence[dict[str, Any]]) -> dict[str, Any]:
-    """Give the groups the options of ``kind``, and its defaults, as its constructor checks them; returns the
-    defaults."""
-    chosen = fused_by_default(kind, groups, options)
-    empty = [{**group, "params": [torch.empty(0, dtype=p.dtype) for p in group["params"]]} for group in groups]
-    template = kind(empty, **options, **chosen)
-    for group, full in zip(groups, template.param_groups, strict=True):
-        group.update({key: value for key, value in full.items() if key != "params"})
-    defaults: dict[str, Any] = template.defaults
-    return defaults
-
-
 def _arrived(owner: weakref.ref[OffloadedOptimizer], number: int, _: Tensor) -> None:
     """The hook of a parameter whose gradient is there."""
     optimizer = owner()
@@ -427,30 +417,6 @@ def _with_others(made: Iterable[OffloadedOptimizer], parameters: Sequence[Tensor
     return [other for other in made if not other._broken and own.isdisjoint(map(id, other._parameters))]
 
 
-def _scalars_in(entries: Mapping[str, Any], elements: Collection[str], fused: bool) -> dict[str, Any]:
-    """Copies of a parameter's states but for ``elements``, as kernels take them."""
-    scalars = {name: copied(value) for name, value in entries.items() if name not in elements}
-    if "step" in scalars and fused:
-        scalars["step"] = torch.as_tensor(scalars["step"], dtype=torch.float32, device="cpu")
-    return scalars
-
-
-def _check_entries(kind: Any, number: int, parameter: Tensor, names: tuple[Sequence[str], Sequence[str]],
-                   entries: Mapping[str, Any]) -> None:
-    """Raises InputError for states that are not those of a parameter, of these names (numbers, tensors)."""
-    scalars, elements = names
-    if set(entries) != {*scalars, *elements}:
-        raise InputError(f"the state of parameter {number} has {sorted(entries)}, and {kind.__name__} with "
-                         f"these options keeps {sorted((*scalars, *elements))}: load what it has saved")
-    for name in elements:
-        value = entries[name]
-        if value.shape != parameter.shape or getattr(value, "placements", None) != getattr(
-                parameter, "placements", None) or local_of(value).shape != local_of(parameter).shape:
-            raise InputError(f"{name} of parameter {number} is {told(value)}, and the parameter "
-                             f"{told(parameter)}: load states of the same plan, or a checkpoint by parallel.load, "
-                             "which fits any")
-
-
 def _stream_of(parameters: Iterable[Tensor]) -> Any:
     """The current stream of the device of these parameters; None on a CPU."""
     devices = (local_of(p).device for p in parameters)
@@ -474,49 +440,4 @@ def _others_on_host(tiers: Sequence[Offload], parameters: Sequence[Tensor], grad
     return found
 
 
-def _beside(parameter: Tensor, scalars: Mapping[str, Any], fused: bool) -> dict[str, Any]:
-    """Copies of a parameter's scalar states (the step count). A fused kernel requires them on the parameter's device,
-    which is the GPU or the CPU for the two parts of a parameter whose states are partly offloaded."""
-    return {name: value.to(parameter.device, copy=True) if fused and isinstance(value, Tensor) else copied(value)
-            for name, value in scalars.items()}
-
-
-def fused_by_default(kind: Any, groups: Sequence[Mapping[str, Any]], options: Mapping[str, Any]) -> dict[str, Any]:
-    """``fused=True`` for a class of optimizers that has such a kernel for the parameters of these groups, unless the
-    options or a group name a kernel: one pass over each state (torch's own default on GPUs takes several). Not for SGD
-    with momentum: torch's kernel begins with memory as it finds it, which stays where the first step overflows, and
-    takes no parameter whose first gradient comes later than others'."""
-    named = {"fused", "foreach", "capturable", "differentiable"} & {*options, *chain.from_iterable(groups)}
-    devices = {"cpu"} if issubclass(kind, torch.optim.Adagrad) else {"cpu", "cuda"}
-    runs = all(p.is_floating_point() and p.device.type in devices for group in groups for p in group["params"])
-    momentum = issubclass(kind, torch.optim.SGD) and any(known.get("momentum") for known in (options, *groups))
-    return {"fused": True} if runs and not named and not momentum and issubclass(kind, FUSED) else {}
-
-
-def names_of(kind: Any, group: Mapping[str, Any], dtype: torch.dtype) -> tuple[tuple[str, ...], tuple[str, ...]]:
-    """Names of the states that ``kind`` keeps: numbers of a parameter, and tensors of its shape. Found by two steps of
-    a parameter of two elements."""
-    parameter = torch.zeros(2, dtype=dtype)
-    hyper = {key: copied(value) for key, value in group.items() if key not in ("params", "param_names")}
-    optimizer = kind([{**hyper, "params": [parameter]}])
-    for _ in range(2):
-        parameter.grad = torch.zeros_like(parameter)
-        optimizer.step()
-    state = {key: value for key, value in optimizer.state[parameter].items() if value is not None}
-    elements = tuple(key for key, value in state.items() if isinstance(value, Tensor) and value.dim())
-    return tuple(key for key in state if key not in elements), elements
-
-
-def _check(kind: Any, options: Mapping[str, Any]) -> None:
-    write = f"take one of {', '.join(one.__name__ for one in ELEMENTWISE)} of torch.optim, or offload='none'"
-    if not isinstance(kind, type) or not issubclass(kind, torch.optim.Optimizer):
-        raise InputError(f"the optimizer is {shown(kind)}: give a class of torch.optim, as torch.optim.AdamW")
-    if not steps_shards(kind):
-        raise InputError(f"{kind.__name__} is not element-wise, or steps in its own way, and its states cannot be "
-                         f"stepped in tiles on the host: {write}")
-    for name in ("capturable", "differentiable"):
-        if options.get(name):
-            raise InputError(f"{name}=True is of optimizers on the device: leave it out, or take offload='none'")
-
-
-__all__ = ["Limits", "OffloadedOptimizer", "names_of"]
+__all__ = ["Limits", "OffloadedOptimizer"]
