@@ -180,7 +180,7 @@ def test_what_is_not_loaded_is_refused_or_told(mesh_of_one: Any, tmp_path: Path,
     parallel.save(tmp_path, optimizer, step=0)
     with pytest.raises(InputError, match=r"weights that this model does not have, layers.1.bias, layers.1"):
         compiled(mesh_of_one, 1).load(tmp_path)
-    with pytest.raises(InputError, match=r"SGD has .'dampening', 'momentum', 'nesterov'.: load it into one of the same"):
+    with pytest.raises(InputError, match=r"SGD has .'dampening', 'momentum', 'nesterov'.: load it into"):
         parallel.load(tmp_path, torch.optim.SGD(parallel.parameters(), lr=0.1))
     parallel.load(tmp_path, torch.optim.AdamW([parallel.layers[0].weight]))
     assert "has states of optimizer for layers.0.bias, layers.1.bias, layers.1.weight, which it does not" in caplog.text
