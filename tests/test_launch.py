@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 import subprocess
 import sys
 from collections.abc import Mapping
@@ -213,6 +214,21 @@ def test_launch_reports_failures_and_restarts(tmp_path: Path) -> None:
                           env=clean_environment())
     assert once.returncode == 1 and "local_rank: 1" in once.stdout
     assert output_of([*cli, "--max-restarts", "1", "--", sys.executable, str(script)]).count("started 1") == 2
+
+
+@pytest.mark.ranks
+def test_a_signal_to_the_launch_ends_all_ranks(tmp_path: Path) -> None:
+    script = tmp_path / "train.py"
+    script.write_text("import os, time\nos.write(1, f\"{os.getpid()}\\n\".encode())\ntime.sleep(100)\n")
+    command = [sys.executable, "-m", "autoparallel", "launch", "--ranks", "2", "--", sys.executable, str(script)]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=clean_environment()
+                          ) as launch:
+        assert launch.stdout is not None
+        ranks = [int(launch.stdout.readline()) for _ in range(2)]
+        launch.terminate()
+        _, said = launch.communicate(timeout=100)
+    assert launch.returncode == 128 + signal.SIGTERM and "SIGTERM has ended the job" in said and "Traceback" not in said
+    assert not any(Path(f"/proc/{rank}").exists() for rank in ranks)
 
 
 @pytest.mark.ranks

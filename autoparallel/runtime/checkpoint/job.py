@@ -164,7 +164,7 @@ class Job:
         """As `ParallelModule.load` says."""
         _check_others(others)
         self.finish()
-        found = decide_once(lambda: newest(Path(path), step))
+        found = decide_once(lambda: newest(_no_file(Path(path)), step))
         if found is None:
             return None
         things = {**({"optimizer": optimizer} if optimizer is not None else {}), **others}
@@ -297,9 +297,14 @@ def _check_others(others: Mapping[str, Any]) -> None:
                              "a scheduler or a loader, under names other than model, optimizer and run")
 
 
+def _no_file(folder: Path) -> Path:
+    if folder.is_file():
+        raise InputError(f"{folder} is a file: give the folder of parallel.save, which makes it if it is not there")
+    return folder
+
+
 def _cleared(folder: Path) -> None:
-    if folder.parent.is_file():
-        raise InputError(f"{folder.parent} is a file: give a folder, which is made if it is not there")
+    _no_file(folder.parent)
     if folder.exists():
         shutil.rmtree(folder)
     folder.mkdir(parents=True)
@@ -335,8 +340,6 @@ def _remove(checkpoint: Path) -> None:
 def newest(path: Path, step: int | None) -> Checkpoint | None:
     """The checkpoint of this step, the newest, or the one that the folder is; also within a checkpoint of transformers'
     Trainer or accelerate. None if there is none."""
-    if path.is_file():
-        raise InputError(f"{path} is a file: give the folder of parallel.save")
     if (path / "about.json").exists():
         return Checkpoint.at(path)
     inside = next((one for one in (path / IN_OTHERS / "model-0", path / IN_OTHERS) if one.is_dir()), path)
