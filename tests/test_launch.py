@@ -75,6 +75,7 @@ def test_a_job_has_one_port_and_others_have_others() -> None:
       "AUTOPARALLEL_LAUNCHER=openmpi"]),
     ({**TORCHRUN, **OPENMPI, "WORLD_SIZE": "4"}, None, ["torchrun says rank 3 of 4", "Open MPI says rank 3 of 8"]),
     ({"RANK": "1"}, None, ["RANK is set and WORLD_SIZE is not"]),
+    ({"WORLD_SIZE": "2"}, None, ["WORLD_SIZE is 2 and no rank (RANK) is set"]),
     ({"RANK": "x", "WORLD_SIZE": "2"}, None, ["RANK is 'x': a whole number is required"]),
     ({"RANK": "2", "WORLD_SIZE": "2", **HOST}, None, ["rank 2 of 2"]),
     (OPENMPI, None, ["does not say where rank 0 is", "mpirun -x MASTER_ADDR=host"]),
