@@ -123,7 +123,7 @@ def _chosen(environment: Mapping[str, str], name: str | None) -> Family | None:
         return found[0]
     if not found and (_number(environment, ("WORLD_SIZE",)) or 1) > 1:
         raise LaunchError(f"WORLD_SIZE is {environment['WORLD_SIZE']} and no rank (RANK) is set: each process would "
-                          "train alone. Start them by a launcher, as torchrun or autoparallel launch, set RANK in each, "
+                          "train alone. Start them by a launcher, as torchrun or autoparallel launch, set RANK, "
                           "or unset WORLD_SIZE")
     said = {family: _place(environment, family) for family in found}
     if len(said) > 1 and said.get(_BY_NAME["slurm"]) == (0, 1):
