@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import signal
 import subprocess
 import sys
@@ -75,7 +76,6 @@ def test_a_job_has_one_port_and_others_have_others() -> None:
       "AUTOPARALLEL_LAUNCHER=openmpi"]),
     ({**TORCHRUN, **OPENMPI, "WORLD_SIZE": "4"}, None, ["torchrun says rank 3 of 4", "Open MPI says rank 3 of 8"]),
     ({"RANK": "1"}, None, ["RANK is set and WORLD_SIZE is not"]),
-    ({"WORLD_SIZE": "2"}, None, ["WORLD_SIZE is 2 and no rank (RANK) is set"]),
     ({"RANK": "x", "WORLD_SIZE": "2"}, None, ["RANK is 'x': a whole number is required"]),
     ({"RANK": "2", "WORLD_SIZE": "2", **HOST}, None, ["rank 2 of 2"]),
     (OPENMPI, None, ["does not say where rank 0 is", "mpirun -x MASTER_ADDR=host"]),
@@ -88,6 +88,14 @@ def test_environments_that_describe_no_rank_are_refused(environment: Mapping[str
     with pytest.raises(LaunchError) as raised:
         identity_of(environment, launcher)
     assert all(text in str(raised.value) for text in said)
+
+
+def test_a_number_of_ranks_without_a_rank_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in set(os.environ) - set(clean_environment()):
+        monkeypatch.delenv(name)
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    with pytest.raises(LaunchError, match=r"WORLD_SIZE is '2' and no rank \(RANK\) is set: each process would train"):
+        autoparallel.init()
 
 
 def test_one_of_several_launchers_can_be_picked() -> None:

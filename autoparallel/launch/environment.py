@@ -121,10 +121,6 @@ def _chosen(environment: Mapping[str, str], name: str | None) -> Family | None:
     found = [family for family in FAMILIES if _first(environment, family.rank) is not None]
     if "TORCHELASTIC_RUN_ID" in environment and found and found[0].name == "torchrun":
         return found[0]
-    if not found and (_number(environment, ("WORLD_SIZE",)) or 1) > 1:
-        raise LaunchError(f"WORLD_SIZE is {environment['WORLD_SIZE']} and no rank (RANK) is set: each process would "
-                          "train alone. Start them by a launcher, as torchrun or autoparallel launch, set RANK, "
-                          "or unset WORLD_SIZE")
     said = {family: _place(environment, family) for family in found}
     if len(said) > 1 and said.get(_BY_NAME["slurm"]) == (0, 1):
         del said[_BY_NAME["slurm"]]
