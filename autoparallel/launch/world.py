@@ -142,7 +142,7 @@ def _size(identity: Identity | None) -> int:
     if not dist.is_initialized():
         if identity is None and os.environ.get("WORLD_SIZE", "1") != "1":
             raise LaunchError(f"WORLD_SIZE is {shown(os.environ['WORLD_SIZE'])} and no rank (RANK) is set: each "
-                              "process would train alone. Start them by a launcher (torchrun, autoparallel launch), set "
+                              "process would train alone. Start them by a launcher, as torchrun, set "
                               "RANK, or unset WORLD_SIZE")
         return identity.size if identity else 1
     rank, size = dist.get_rank(), dist.get_world_size()
