@@ -164,6 +164,18 @@ def test_parameters_without_a_state_have_none_afterwards(mesh_of_one: Any, tmp_p
         assert train(again, 2, fresh) == train(parallel, 2, optimizer)
 
 
+def test_a_schedule_may_be_left_out(mesh_of_one: Any, tmp_path: Path) -> None:
+    parallel = compiled(mesh_of_one)
+    optimizer = torch.optim.AdamW(parallel.parameters(), lr=0.1)
+    torch.optim.lr_scheduler.StepLR(optimizer, 5)       # adds an option, initial_lr, to the groups
+    train(parallel, 1, optimizer)
+    parallel.save(tmp_path, optimizer, step=1)
+    again = compiled(mesh_of_one)
+    fresh = torch.optim.AdamW(again.parameters(), lr=0.1)
+    again.load(tmp_path, fresh)
+    assert train(again, 2, fresh) == train(parallel, 2, optimizer)
+
+
 def test_extra_state_that_grows_is_loaded(mesh_of_one: Any, tmp_path: Path) -> None:
     parallel = compiled(mesh_of_one)
     parallel.seen.update(a=1, b=2)

@@ -53,7 +53,7 @@ def wanted(parallel: nn.Module, optimizer: torch.optim.Optimizer, saved: Mapping
         _check_kind(name, set(packed) - {"params"}, optimizer, set(known[_GROUPS].get(name, ())))
         for prefix in (_STATE, _GROUPS):
             for key in (f"{prefix}{name}.{part}" for part in known[prefix].get(name, ())):
-                asked[key] = here[key] if _fits(here.get(key), saved[key]) else _made(parameter, saved[key])
+                asked[key] = here.get(key) if _fits(here.get(key), saved[key]) else _made(parameter, saved[key])
     return asked
 
 
