@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import signal
 import subprocess
 import sys
 from collections.abc import Mapping
@@ -86,6 +88,14 @@ def test_environments_that_describe_no_rank_are_refused(environment: Mapping[str
     with pytest.raises(LaunchError) as raised:
         identity_of(environment, launcher)
     assert all(text in str(raised.value) for text in said)
+
+
+def test_a_number_of_ranks_without_a_rank_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in set(os.environ) - set(clean_environment()):
+        monkeypatch.delenv(name)
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    with pytest.raises(LaunchError, match=r"WORLD_SIZE is '2' and no rank \(RANK\) is set: each process would train"):
+        autoparallel.init()
 
 
 def test_one_of_several_launchers_can_be_picked() -> None:
@@ -213,6 +223,21 @@ def test_launch_reports_failures_and_restarts(tmp_path: Path) -> None:
                           env=clean_environment())
     assert once.returncode == 1 and "local_rank: 1" in once.stdout
     assert output_of([*cli, "--max-restarts", "1", "--", sys.executable, str(script)]).count("started 1") == 2
+
+
+@pytest.mark.ranks
+def test_a_signal_to_the_launch_ends_all_ranks(tmp_path: Path) -> None:
+    script = tmp_path / "train.py"
+    script.write_text("import os, time\nos.write(1, f\"{os.getpid()}\\n\".encode())\ntime.sleep(100)\n")
+    command = [sys.executable, "-m", "autoparallel", "launch", "--ranks", "2", "--", sys.executable, str(script)]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=clean_environment()
+                          ) as launch:
+        assert launch.stdout is not None
+        ranks = [int(launch.stdout.readline()) for _ in range(2)]
+        launch.terminate()
+        _, said = launch.communicate(timeout=100)
+    assert launch.returncode == 128 + signal.SIGTERM and "SIGTERM has ended the job" in said and "Traceback" not in said
+    assert not any(Path(f"/proc/{rank}").exists() for rank in ranks)
 
 
 @pytest.mark.ranks

@@ -195,8 +195,9 @@ def apart() -> dist.ProcessGroup | None:
     try:
         return dist.new_group(backend="gloo", timeout=getattr(getattr(backend, "options", None), "_timeout", None))
     except RuntimeError as error:
-        raise MeshError("gloo, by which ranks compare their calls, cannot connect them: set GLOO_SOCKET_IFNAME on each "
-                        f"host to its network interface\n  {str(error).splitlines()[0]}") from error
+        raise MeshError("gloo, by which ranks compare their calls, cannot connect them: a rank has ended, or has not "
+                        "come so far (look at the first error of all ranks), or hosts need GLOO_SOCKET_IFNAME, set on "
+                        f"each to its network interface\n  {str(error).splitlines()[0]}") from error
 
 
 #: Default process group -> the group of this rank alone.

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import os
 import shutil
+import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
@@ -107,12 +108,18 @@ def _count(plan: Path | None, ranks: int | None, nodes: int) -> int:
 
 
 def _torchrun(arguments: list[str]) -> list[Failed]:
-    """torchrun with these arguments; the ranks of this host that failed, for which the agent has printed why."""
+    """torchrun with these arguments; the ranks of this host that failed, for which the agent has printed why. Exits as
+    a signal does that ends this process (a platform's preemption, Ctrl-C), for which the agent ends the ranks first."""
+    from torch.distributed.elastic.multiprocessing.api import SignalException
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
     from torch.distributed.run import parse_args, run
 
     try:
         run(parse_args(arguments))
+    except SignalException as error:
+        said = f"autoparallel launch: {error.sigval.name} has ended the job, and all ranks of this host"
+        print(said, file=sys.stderr, flush=True)
+        raise SystemExit(128 + error.sigval) from None
     except ChildFailedError as error:
         print(error)
         return [Failed(one.local_rank, one.exitcode) for one in error.failures.values()]

@@ -137,8 +137,13 @@ def _plan_of(plan: Plan | str | Path | None, size: int) -> Plan | None:
 
 
 def _size(identity: Identity | None) -> int:
-    """The number of ranks. Raises LaunchError if a process group that is there already says otherwise."""
+    """The number of ranks. Raises LaunchError if a process group that is there already says otherwise, and for a number
+    of ranks without this one's."""
     if not dist.is_initialized():
+        if identity is None and os.environ.get("WORLD_SIZE", "1") != "1":
+            raise LaunchError(f"WORLD_SIZE is {shown(os.environ['WORLD_SIZE'])} and no rank (RANK) is set: each "
+                              "process would train alone. Start them by a launcher, as torchrun, set "
+                              "RANK, or unset WORLD_SIZE")
         return identity.size if identity else 1
     rank, size = dist.get_rank(), dist.get_world_size()
     if identity and (identity.rank, identity.size) != (rank, size):

@@ -14,7 +14,7 @@ from autoparallel.errors import InputError, shown
 from autoparallel.kernels.rng import mix
 from autoparallel.runtime.agree import decide_once
 from autoparallel.runtime.batch_form import Form, Placing
-from autoparallel.runtime.inputs import all_have
+from autoparallel.runtime.inputs import all_have, hash_of
 from autoparallel.runtime.prefetch import CopyStream, copy_stream, placed
 from autoparallel.runtime.reading import Batch, Parts, Reader, Starting, as_read, drawing, seed_all
 from autoparallel.runtime.resume import check_state
@@ -26,6 +26,40 @@ _DECIDED_HERE = {
     "generator": "the order is drawn from seed and the epoch, so that all ranks draw one: give seed",
     "in_order": "ranks must get the batches in one order",
 }
+
+
+@dataclass
+class Draws:
+    """What a sampler has drawn in an epoch: a hash of the order, and the states of the sampler's own generator before
+    and after it. ``resumed``, ``expected``: the generator's state and the hash of the epoch to go on with."""
+
+    order: int | None = None
+    before: torch.Tensor | None = None
+    after: torch.Tensor | None = None
+    resumed: torch.Tensor | None = None
+    expected: int | None = None
+
+    def take(self, order: list[int], before: torch.Tensor | None, after: torch.Tensor | None, begun: bool) -> None:
+        """Note an order that was drawn. Raises InputError if the epoch was ``begun`` in another one."""
+        self.order, self.before, self.after = hash_of(order), before, after
+        expected, self.expected, self.resumed = self.expected, None, None
+        if begun and expected not in (None, self.order):
+            raise InputError("the sampler gives another order than in the epoch that is to go on: samples would come "
+                             "twice and others not at all. Draw it from torch's, numpy's or Python's global "
+                             "generators, which are seeded by the epoch, or from a torch.Generator, its attribute "
+                             "generator, which is saved")
+
+    def next_epoch(self) -> None:
+        self.order, self.expected, self.before = None, None, self.after
+        self.resumed = self.after if self.resumed is not None else None  # else the generator has it
+
+    def state(self) -> dict[str, Any]:
+        return {name: value for name, value in (("order", self.order), ("before", self.before), ("after", self.after))
+                if value is not None}
+
+    def load(self, state: Mapping[str, Any]) -> None:
+        self.order, self.before, self.after = state.get("order"), state.get("before"), state.get("after")
+        self.expected, self.resumed = self.order, self.before
 
 
 @dataclass
@@ -47,6 +81,7 @@ class Order:
     sampler: Any = None
     epoch: int = field(default=0, init=False)
     start: int = field(default=0, init=False)
+    draws: Draws = field(default_factory=lambda: Draws(), init=False)
 
     def __len__(self) -> int:
         full, rest = divmod(self.num_samples, self.batch_size)
@@ -58,22 +93,30 @@ class Order:
     def _drawn(self) -> list[int]:
         """The samples' numbers in order. With a sampler all ranks call this."""
         if self.sampler is not None:
-            return decide_once(self._sampled)
+            found, before, after = decide_once(self._sampled)
+            self.draws.take(found, before, after, begun=0 < self.start < self.num_samples)
+            return found
         if not self.shuffle:
             return list(range(self.num_samples))
         generator = torch.Generator().manual_seed(self.seed + self.epoch)
         return torch.randperm(self.num_samples, generator=generator).tolist()
 
-    def _sampled(self) -> list[int]:
-        """The sampler's order of this epoch; what it draws from torch's, numpy's or Python's generators is seeded."""
+    def _sampled(self) -> tuple[list[int], torch.Tensor | None, torch.Tensor | None]:
+        """The sampler's order of this epoch, and the states of its generator before and after, if it has one; what it
+        draws from torch's, numpy's or Python's generators is seeded."""
         if callable(set_epoch := getattr(self.sampler, "set_epoch", None)):
             set_epoch(self.epoch)
+        own = getattr(self.sampler, "generator", None)
+        own = own if isinstance(own, torch.Generator) else None
+        if own is not None and self.draws.resumed is not None:
+            own.set_state(self.draws.resumed)
+        before = None if own is None else own.get_state()
         with drawing():
             seed_all(mix(self.seed, self.epoch))
             found = [int(number) for number in self.sampler]
         if len(found) != self.num_samples:
             raise InputError(f"the sampler gives {len(found)} samples and says it has {self.num_samples}")
-        return found
+        return found, before, None if own is None else own.get_state()
 
     def _batches(self, order: list[int], epoch: int, start: int) -> Iterator[Batch]:
         for first in range(start, self.num_samples, self.batch_size):
@@ -111,12 +154,14 @@ class ShardedLoader:
             raise InputError(f"epoch is {shown(epoch)}: give its number, 0 or more")
         if epoch != self.order.epoch:
             self.order.epoch, self.order.start, self._position = epoch, 0, 0
+            self.order.draws.next_epoch()
 
     def state_dict(self) -> dict[str, Any]:
         """Epoch, samples read in it (over all ranks), and the parameters of the order; equal on all ranks."""
         order = self.order
         return {"version": _VERSION, "epoch": order.epoch, "samples": self._position, "seed": order.seed,
-                "shuffle": order.shuffle, "num_samples": order.num_samples}
+                "shuffle": order.shuffle, "num_samples": order.num_samples,
+                **order.draws.state()}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Continue at the state's position. Raises InputError for an invalid state, or another dataset's or order's."""
@@ -130,6 +175,7 @@ class ShardedLoader:
             raise InputError(f"the loader's state has {state['samples']} samples of {order.num_samples} read")
         order.epoch, order.seed = state["epoch"], state["seed"]
         order.start = self._position = state["samples"]
+        order.draws.load(state)
 
     def __len__(self) -> int:
         return len(self.order)

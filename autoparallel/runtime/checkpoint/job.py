@@ -7,10 +7,12 @@ checkpoints (DCP). A folder holds one folder per checkpoint, ``step-<number>``, 
 from __future__ import annotations
 
 import json
+import logging
 import os
+import pickle
 import re
 import shutil
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import Future
 from contextlib import contextmanager
 from copy import deepcopy
@@ -23,23 +25,19 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import nn
 from torch.distributed.checkpoint.api import CheckpointException
-from torch.distributed.checkpoint.state_dict import (
-    StateDictOptions,
-    get_model_state_dict,
-    get_optimizer_state_dict,
-    set_model_state_dict,
-    set_optimizer_state_dict,
-)
+from torch.distributed.checkpoint.state_dict import get_model_state_dict, set_model_state_dict
+from torch.distributed.tensor import DTensor
 
 from autoparallel.errors import InputError, shown
 from autoparallel.plans import Plan
 from autoparallel.runtime import initialise
 from autoparallel.runtime.agree import decide_once, made_equally
-from autoparallel.runtime.failing import made_with_all
-from autoparallel.runtime.sparse_gradients import start_states
+from autoparallel.runtime.checkpoint import optimizers
+from autoparallel.runtime.checkpoint.others import STRUCTURE, TENSORS, of_this_rank, packed, to_read, unpacked
+from autoparallel.runtime.failing import made_with_all, reached
 from autoparallel.runtime.state import State
 
-_FLAT = StateDictOptions(flatten_optimizer_state_dict=True)
+_LOG = logging.getLogger("autoparallel")
 _VERSION = 1
 #: Of the folder within checkpoints of other libraries' loops (transformers' Trainer, accelerate).
 IN_OTHERS = "autoparallel"
@@ -86,9 +84,10 @@ def checkpoints(folder: str | os.PathLike[str]) -> list[Checkpoint]:
 class Saving:
     """A save that may still be writing; rank 0 makes it visible when all ranks have written."""
 
-    def __init__(self, written: Future[Any], publish: Callable[[], Checkpoint]) -> None:
-        self._written, self._publish = written, publish
+    def __init__(self, target: Path, written: Future[Any], publish: Callable[[], Checkpoint]) -> None:
+        self._target, self._written, self._publish = target, written, publish
         self._published: Future[Checkpoint] = Future()
+        self.is_told = False    # whether the script has asked for the result, and has got its error
         if dist.get_rank() == 0:
             written.add_done_callback(self._when_written)
 
@@ -102,8 +101,13 @@ class Saving:
 
     def wait(self) -> Checkpoint:
         """The checkpoint, once it is visible; an error of any rank is raised on all. All ranks call this."""
-        made_equally("a checkpoint", self._written.result, lambda _: "")
+        self.is_told = True
+        made_equally("a checkpoint", self._result, lambda _: "")
         return decide_once(self._published.result)
+
+    def _result(self) -> None:
+        with _as_input_error(self._target):
+            self._written.result()
 
 
 class Job:
@@ -128,7 +132,7 @@ class Job:
             raise InputError(f"step is {shown(step)}: give a number, 0 or more")
         _check_others(others)
         self.finish()
-        home = Path(folder)
+        home = Path(folder).absolute()      # the script may change its directory while a thread writes
         made_equally("a checkpoint", lambda: None, lambda _: f"step {number} of {sorted(others)} in {home.name}")
         target, written = home / f"step-{number}", home / f".step-{number}.partial"
         decide_once(lambda: _cleared(written))
@@ -138,15 +142,12 @@ class Job:
                            tuple(sorted(contents)), torch.__version__)
         done: Future[Any] = Future()
         if wait:
-            with self._state.together.call():
-                try:
-                    dcp.save(contents, checkpoint_id=written, process_group=self._own_group())
-                except CheckpointException as error:  # on all ranks, where one failed
-                    raise InputError(f"the checkpoint {target} could not be written: {reason(error)}") from error
+            with self._state.together.call(), _as_input_error(target):
+                dcp.save(contents, checkpoint_id=written, process_group=self._own_group())
             done.set_result(None)
         else:
             done = cast(Future[Any], dcp.async_save(contents, checkpoint_id=written, process_group=self._own_group()))
-        self._saving = Saving(done, lambda: _published(written, about, self._plan, keep))
+        self._saving = Saving(target, done, lambda: _published(written, about, self._plan, keep))
         saving = self._saving
         if wait:
             self.finish()
@@ -155,7 +156,7 @@ class Job:
     def finish(self) -> None:
         """Wait for a save that is still writing. All ranks call this."""
         saving, self._saving = self._saving, None
-        if saving is not None:
+        if saving is not None and not saving.is_told:
             saving.wait()
 
     def load(self, path: str | os.PathLike[str], optimizer: torch.optim.Optimizer | None, others: Mapping[str, Any],
@@ -163,41 +164,81 @@ class Job:
         """As `ParallelModule.load` says."""
         _check_others(others)
         self.finish()
-        found = decide_once(lambda: newest(Path(path), step))
+        found = decide_once(lambda: newest(_no_file(Path(path)), step))
         if found is None:
             return None
-        wanted = {"model", "run", *(["optimizer"] if optimizer is not None else []), *others}
-        if lacking := sorted(wanted - set(found.parts)):
+        things = {**({"optimizer": optimizer} if optimizer is not None else {}), **others}
+        if lacking := sorted({"model", "run", *things} - set(found.parts)):
             raise InputError(f"{found.path} has no {', '.join(lacking)}; it has {', '.join(found.parts)}: load what "
                              "was saved, under the same names")
         if any(p.is_meta for p in self._parallel.parameters()):
             _materialise(self._parallel, self._state)
         with self._state.together.call():
-            contents = self._contents(optimizer, others)
+            contents, structures = self._asked(found, things)
+        self._read(contents, found)
+        for name, value in contents["model"].items():
+            if _is_extra(name) and isinstance(value, bytes):
+                contents["model"][name] = pickle.loads(value)
+        if contents["model"]:
+            set_model_state_dict(self._parallel, contents["model"])
+        else:
+            self._parallel.load_state_dict({})  # as the other ranks do
+        self._parallel.load_run_state(contents["run"])  # type: ignore[operator]
+        for name, thing in things.items():
+            if name in structures:
+                thing.load_state_dict(unpacked(structures[name], contents[name][TENSORS]))
+            elif not isinstance(thing, torch.optim.Optimizer):
+                thing.load_state_dict(contents[name])
+            elif not self._is_empty(thing):
+                optimizers.take(self._parallel, thing, contents[name], self._state.nothing)
+        return found
+
+    def _asked(self, found: Checkpoint, things: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
+        """What is to be read of a checkpoint into what is there, and the structures of things' states by name. Raises
+        InputError on all ranks for weights that no rank has a place for."""
+        saved = dcp.FileSystemReader(found.path).read_metadata().state_dict_metadata
+        asked: dict[str, Any] = {"model": self._weights(), "run": self._parallel.run_state()}  # type: ignore[operator]
+        plain = {name: thing for name, thing in things.items() if not isinstance(thing, torch.optim.Optimizer)}
+        structures: dict[str, Any] = {name: {STRUCTURE: b""} for name in plain if f"{name}.{STRUCTURE}" in saved}
+        if structures:
+            self._read(structures, found)
+        for name, thing in plain.items():
+            state = thing.state_dict()
+            if name in structures:
+                structures[name] = of_this_rank(state, pickle.loads(structures[name][STRUCTURE]))
+                state = {TENSORS: to_read(state, structures[name], _under(saved, f"{name}.{TENSORS}."))}
+            asked[name] = state
+        for name in (name for name in things if name not in plain):
+            theirs = _under(saved, f"{name}.")
+            asked[name] = {} if self._is_empty(things[name]) else optimizers.wanted(
+                self._parallel, things[name], theirs, self._state.nothing)
+            optimizers.tell_of_rest(name, _left(asked[name], theirs))
+        if left := sorted(filter(lambda name: not _is_extra(name), _left(asked["model"], _under(saved, "model.")))):
+            raise InputError(f"{found.path} has weights that this model does not have, {', '.join(left[:5])} "
+                             f"({len(left)}): load it into the model that was saved")
+        return asked, structures
+
+    def _read(self, contents: dict[str, Any], found: Checkpoint) -> None:
         with self._state.together.call():
             try:
                 dcp.load(contents, checkpoint_id=found.path, process_group=self._own_group())
             except CheckpointException as error:  # on all ranks, where one failed
                 raise InputError(f"{found.path} cannot be read into this model and optimizer: {reason(error)}"
                                  ) from error
-        if contents["model"]:
-            set_model_state_dict(self._parallel, contents["model"])
-        else:
-            self._parallel.load_state_dict({})  # as the other ranks do
-        if optimizer is not None and not self._is_empty(optimizer):
-            with _without_empty_groups(optimizer):
-                set_optimizer_state_dict(self._parallel, optimizer, contents["optimizer"], options=_FLAT)
-        self._parallel.load_run_state(contents["run"])  # type: ignore[operator]
-        for name, thing in others.items():
-            thing.load_state_dict(contents[name])
-        return found
+
+    def _weights(self) -> dict[str, Any]:
+        """The state dict, with modules' extra state in bytes: DCP would ask for the entries that it has now."""
+        found = get_model_state_dict(self._parallel) if self._parallel.state_dict() else {}  # (torch refuses none)
+        return {name: pickle.dumps(value) if _is_extra(name) and not isinstance(value, DTensor) else value
+                for name, value in found.items()}
 
     def _contents(self, optimizer: torch.optim.Optimizer | None, others: Mapping[str, Any]) -> dict[str, Any]:
-        model = get_model_state_dict(self._parallel) if self._parallel.state_dict() else {}  # (torch refuses none)
-        contents = {"model": model, "run": self._parallel.run_state(),  # type: ignore[operator]
-                    **{name: thing.state_dict() for name, thing in others.items()}}
-        if optimizer is not None:
-            contents["optimizer"] = {} if self._is_empty(optimizer) else _dense_states(self._parallel, optimizer)
+        contents = {"model": self._weights(), "run": self._parallel.run_state()}  # type: ignore[operator]
+        for name, thing in {**({"optimizer": optimizer} if optimizer is not None else {}), **others}.items():
+            if isinstance(thing, torch.optim.Optimizer):
+                contents[name] = optimizers.states_by_name(self._parallel, thing, self._state.nothing)
+            else:
+                contents[name] = packed(name, thing.state_dict())
         return contents
 
     def _is_empty(self, optimizer: torch.optim.Optimizer) -> bool:
@@ -214,16 +255,13 @@ class Job:
 
 
 @contextmanager
-def _without_empty_groups(optimizer: torch.optim.Optimizer) -> Iterator[None]:
-    """Hide the groups without parameters, which torch's functions cannot fill: transformers makes one of biases, of
-    which a model with adapters may train none."""
-    groups = optimizer.param_groups
-    optimizer.param_groups = [group for group in groups if group["params"]]
+def _as_input_error(target: Path) -> Iterator[None]:
+    """Raise an InputError in place of DCP's error, which is no Exception, and is raised on all ranks where one failed.
+    """
     try:
         yield
-    finally:
-        filled = iter(optimizer.param_groups)
-        optimizer.param_groups = [next(filled) if group["params"] else group for group in groups]
+    except CheckpointException as error:
+        raise InputError(f"the checkpoint {target} could not be written: {reason(error)}") from error
 
 
 def reason(error: BaseException) -> str:
@@ -234,12 +272,21 @@ def reason(error: BaseException) -> str:
     return f"{type(error).__name__}: {error}"
 
 
-def _dense_states(parallel: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
-    """An optimizer's state by name; of sparse momentum, which torch does not write, all rows."""
-    start_states(optimizer)
-    found = get_optimizer_state_dict(parallel, optimizer, options=_FLAT)
-    return {name: value.to_dense() if isinstance(value, torch.Tensor) and value.is_sparse else value
-            for name, value in found.items()}
+def _under(entries: Mapping[str, Any], prefix: str) -> dict[str, Any]:
+    return {key.removeprefix(prefix): value for key, value in entries.items() if key.startswith(prefix)}
+
+
+def _is_extra(name: str) -> bool:
+    return name.rpartition(".")[2] == nn.modules.module._EXTRA_STATE_KEY_SUFFIX
+
+
+def _left(asked: Iterable[str], saved: Iterable[str]) -> set[str]:
+    """Keys of a checkpoint that no rank asks for. All ranks call this."""
+    left = set(saved) - set(asked)
+    found: list[Any] = [None] * dist.get_world_size()
+    with reached():
+        dist.all_gather_object(found, left)
+    return left.intersection(*found)
 
 
 def _check_others(others: Mapping[str, Any]) -> None:
@@ -250,14 +297,22 @@ def _check_others(others: Mapping[str, Any]) -> None:
                              "a scheduler or a loader, under names other than model, optimizer and run")
 
 
+def _no_file(folder: Path) -> Path:
+    if folder.is_file():
+        raise InputError(f"{folder} is a file: give the folder of parallel.save, which makes it if it is not there")
+    return folder
+
+
 def _cleared(folder: Path) -> None:
+    _no_file(folder.parent)
     if folder.exists():
         shutil.rmtree(folder)
     folder.mkdir(parents=True)
 
 
 def _published(written: Path, about: Checkpoint, plan: Plan, keep: int | None) -> Checkpoint:
-    """Make a written checkpoint visible under its name, in one step; then remove the oldest beyond ``keep``."""
+    """Make a written checkpoint visible under its name, in one step; then remove the oldest beyond ``keep``, but not
+    this one. Warns of later ones: a run that goes on from an earlier step leaves them, and `newest` finds them."""
     plan.save(written / "plan.json")
     (written / "about.json").write_text(about.text())
     for left in about.path.parent.glob(f"{_REMOVED}*"):
@@ -265,8 +320,13 @@ def _published(written: Path, about: Checkpoint, plan: Plan, keep: int | None) -
     if about.path.exists():
         _remove(about.path)
     written.replace(about.path)
-    for old in checkpoints(about.path.parent)[: -keep if keep else 0]:
+    found = [one for one in checkpoints(about.path.parent) if one.step != about.step]
+    for old in found[: len(found) + 1 - keep if keep else 0]:
         _remove(old.path)
+    if later := [one.step for one in found if one.step > about.step]:
+        _LOG.warning("%s has checkpoints of later steps, %s, than the one just saved, %d: parallel.load takes the "
+                     "newest unless it is given step=. Remove those of a run that you have given up", about.path.parent,
+                     later, about.step)
     return about
 
 
