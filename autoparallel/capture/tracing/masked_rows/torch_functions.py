@@ -10,10 +10,12 @@ from typing import Any
 import torch
 
 from autoparallel.capture.tracing.frames import writes_to_part
+from autoparallel.capture.tracing.masked_rows.constant_masks import always
 from autoparallel.capture.tracing.masked_rows.control_flow import REGIONS, refused
 from autoparallel.capture.tracing.masked_rows.indexing import harmless, is_nested, joined, nested, picked
 from autoparallel.capture.tracing.masked_rows.places import SCATTERS, are_places, read_at, written_at
 from autoparallel.capture.tracing.masked_rows.types import Mask, Place, Rows, Tensorlike
+from autoparallel.errors import CaptureError
 
 Tensor = torch.Tensor
 aten = torch.ops.aten
@@ -68,6 +70,19 @@ def made(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
 
 
 def call(function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """The result of a function of rows and places; where it is not to be had of rows whose number the data say, that
+    of a mask that is always the same is."""
+    try:
+        return _call(function, args, kwargs)
+    except CaptureError:
+        known = always((args, kwargs))
+        if known is None:
+            raise
+        with REGIONS.ours():
+            return function(*known[0], **known[1])
+
+
+def _call(function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     name = getattr(function, "__name__", "")
     name = name.strip("_")
     if name == "index_add" and isinstance(args[2], Place):
