@@ -1,4 +1,4 @@
-"""Rows of masks that are the same in every call (all but the diagonal): of a known number, so any op may follow."""
+"""Values that are the same in every call: rows of constant masks are of a known number, and numbers may be read."""
 
 from __future__ import annotations
 
@@ -62,7 +62,20 @@ def beside_another(m: Any, x: Tensor) -> Tensor:
     return (m.layer(x)[torch.arange(ROWS) % 2 == 0, torch.arange(ROWS // 2)] ** 2).sum()
 
 
-@pytest.mark.parametrize("function", [simclr, pairs, columns, beside_another])
+def dims_in_a_list(m: Any, x: Tensor) -> Tensor:
+    """As MONAI's losses name the dims of an image."""
+    x = m.layer(x)[..., None]
+    dims = torch.arange(1, len(x.shape)).tolist()
+    rates = [rate.item() for rate in torch.linspace(0, 0.3, 3)]
+    return (x.sum(dim=dims) * rates[1] + int(torch.ones(3).sum())).square().sum()
+
+
+def settled_branch(m: Any, x: Tensor) -> Tensor:
+    steps = torch.linspace(0, 1, 5)
+    return m.layer(x).sum() * (2 if bool((steps[1:] > steps[:-1]).all()) else 3)
+
+
+@pytest.mark.parametrize("function", [simclr, pairs, columns, beside_another, dims_in_a_list, settled_branch])
 def test_masks_of_no_input_are_constants(function: Any) -> None:
     torch.manual_seed(0)
     model = Model(function)

@@ -2,6 +2,7 @@
 
     mask = torch.eye(n, dtype=torch.bool)            known: it is the same at every call
     similar[~mask].view(n, n - 1)                    so the places of the mask are constants, and so many rows there are
+    dims = torch.arange(2, x.dim()).tolist()         a list of numbers
 
 The graph so far is run on real tensors, as far as it is made of nothing; what anything else has been written to is
 unknown from there on.
@@ -10,9 +11,11 @@ unknown from there on.
 from __future__ import annotations
 
 import operator
+from collections.abc import Callable
 from typing import Any
 
 import torch
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.fx import Graph, Node
 from torch.fx.experimental.proxy_tensor import get_proxy_mode, get_proxy_slot
 from torch.fx.node import map_arg
@@ -27,18 +30,44 @@ class _UnknownError(Exception):
     """A value that depends on the call."""
 
 
+#: What gives Python numbers of a tensor's values.
+NUMBERS: frozenset[Any] = frozenset({Tensor.tolist, Tensor.item, Tensor.__bool__, Tensor.__int__, Tensor.__float__,
+                                     Tensor.__index__})
+
+
 def known_places(mask: Tensor) -> list[list[int]] | None:
     """Where a mask is true in every call, a list of places per dim; None where that depends on the call."""
+    return _known(mask, lambda found: found.nonzero().t().tolist())
+
+
+def known_numbers(function: Callable[[Tensor], Any], tensor: Any) -> Any:
+    """The result of one of `NUMBERS` that is the same in every call; None where it depends on the call."""
+    return _known(tensor, function) if isinstance(tensor, FakeTensor) and tensor.constant is None else None
+
+
+def _known(tensor: Tensor, read: Callable[[Tensor], Any]) -> Any:
+    """What ``read`` gives of the tensor's values, if they are known."""
     tracer: Any = getattr(get_proxy_mode(), "tracer", None)
-    slot = get_proxy_slot(mask, tracer, None) if tracer is not None else None
-    if slot is None or mask.numel() > MOST_ELEMENTS:
+    slot = get_proxy_slot(tensor, tracer, None) if tracer is not None else None
+    if slot is None or tensor.numel() > MOST_ELEMENTS or not _of_nothing(slot.proxy.node):
         return None
     with _disable_current_modes(), torch._C.DisableTorchFunction(), torch.no_grad():
         found = _Values(tracer.graph, tracer.root).of(slot.proxy.node)
-        if not isinstance(found, Tensor) or (found.shape, found.dtype) != (mask.shape, torch.bool):
-            return None
-        places: list[list[int]] = found.nonzero().t().tolist()
-        return places
+        same = isinstance(found, Tensor) and (found.shape, found.dtype) == (tensor.shape, tensor.dtype)
+        return read(found) if same else None
+
+
+def _of_nothing(node: Node) -> bool:
+    """Whether a value is made of no input, as far as its operands tell; most are not, which is soon found."""
+    seen, waiting = {node}, [node]
+    while waiting:
+        top = waiting.pop()
+        if top.op == "placeholder":
+            return False
+        new = [n for n in top.all_input_nodes if n not in seen]
+        seen.update(new)
+        waiting += new
+    return True
 
 
 class _Values:
@@ -105,4 +134,4 @@ def _storage(tensor: Tensor) -> int:
     return tensor.untyped_storage().data_ptr() or id(tensor)
 
 
-__all__ = ["known_places"]
+__all__ = ["NUMBERS", "known_numbers", "known_places"]

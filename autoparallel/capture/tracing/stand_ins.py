@@ -30,6 +30,7 @@ from autoparallel.capture.dependencies import recorder
 from autoparallel.capture.graph import is_floating
 from autoparallel.capture.passes.vmap_and_grad import gradient_as_op, gradient_of_function, pullback, pushforward
 from autoparallel.capture.tracing.frames import caller, is_called_by, users_caller
+from autoparallel.capture.tracing.known_values import NUMBERS, known_numbers
 from autoparallel.capture.tracing.masked_rows.control_flow import REGIONS
 from autoparallel.capture.tracing.masked_rows.dispatch import asked, noted, tensors_of
 from autoparallel.capture.tracing.masked_rows.places import table_by_lengths
@@ -284,6 +285,8 @@ class TracedCalls(TorchFunctionMode):
         rows = asked(function, args, kwargs or {})
         if rows is not NotImplemented:
             return rows
+        if function in NUMBERS and (numbers := known_numbers(function, args[0])) is not None:
+            return numbers
         if function in READS:
             answer = self._branches.answer(args[0])
             if answer is not None:
