@@ -45,6 +45,8 @@ LOSSES = frozenset({"kl_div", "mse_loss", "l1_loss", "smooth_l1_loss", "huber_lo
                     "binary_cross_entropy_with_logits"})
 
 
+#: The largest or the smallest of some rows, and the number that does not matter beside them. (Of no rows: an error.)
+EXTREMES = {"max": -math.inf, "amax": -math.inf, "min": math.inf, "amin": math.inf}
 #: Functions that make tensors of given sizes.
 MADE = frozenset({"ones", "zeros", "full", "new_ones", "new_zeros", "new_full"})
 
@@ -124,6 +126,8 @@ def _call(function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str,
     if name in LOSSES and kwargs.get("reduction", "mean") != "none":
         reduction = kwargs.pop("reduction", "mean")
         return _reduced(call(function, args, {**kwargs, "reduction": "none"}), reduction)
+    if name in EXTREMES and len(args) == 1 and not kwargs and first.mask.least and first.dtype.is_floating_point:
+        return function(first.chosen(EXTREMES[name]))
     if name in ("sum", "mean") and len(args) == 1 and not kwargs:
         return _reduced(first, name)
     if name in ("sum", "mean") and _along_rows(first, *args[1:], **kwargs):

@@ -32,6 +32,9 @@ class Tensorlike:
                            kwargs: Mapping[str, Any] | None = None) -> Any:
         return _call(function, tuple(args), dict(kwargs or {}))
 
+    def __setitem__(self, index: Any, value: Any) -> None:
+        raise refused("a part of rows whose number the data say, written to")
+
     def __getattr__(self, name: str) -> Any:
         method = getattr(Tensor, name)
         if callable(method):
