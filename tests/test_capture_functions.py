@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
 import pytest
@@ -37,8 +38,22 @@ def hidden_by_data(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
 @pytest.mark.parametrize("function", [hidden_by_no_grad, hidden_by_detach, hidden_by_data], ids=lambda f: f.__name__)
 def test_writes_that_gradients_do_not_see_are_refused(function: Any) -> None:
     """Autograd goes on as if nothing had been written: no functional program has such gradients."""
-    with pytest.raises(CaptureError, match=r"gradients flow through without|assigns to a tensor's data"):
+    with pytest.raises(CaptureError, match=r"gradients flow through without|assigns to the data of a tensor"):
         capture(Weighed(function), (torch.randn(4, 6),))
+
+
+@pytest.mark.parametrize("trained, advice", [(True, "linear(x, weight * mask)"), (False, "theirs.lerp_(ours, 1 - m)")])
+def test_writes_to_the_data_of_parameters_are_refused_with_what_to_write(trained: bool, advice: str) -> None:
+    """Masked convolutions; the momentum encoder of contrastive learning."""
+    class Masked(torch.nn.Linear):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            self.weight.data *= self.weight.data.tril()
+            return super().forward(x)
+
+    model = Masked(4, 4)
+    model.weight.requires_grad_(trained)
+    with pytest.raises(CaptureError, match=r"(?s)data of a parameter.*self\.weight\.data \*=.*" + re.escape(advice)):
+        capture(model, (torch.randn(2, 4),))
 
 
 def vmapped(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:

@@ -270,6 +270,26 @@ def asked_twice(m: Any, x: Tensor, scores: Tensor) -> Tensor:
     return F.cross_entropy(m.head(x)[~pad], labels[~pad]) + left + x[pad.long().bool()].sum()
 
 
+@function
+def places_in_one_tensor(m: Any, x: Tensor, scores: Tensor) -> Tensor:
+    """Places of two dims by `nonzero()`, whose number is asked for."""
+    out, (weights, ids) = torch.zeros_like(x), routed(scores)
+    for number, expert in enumerate(m.experts):
+        places = (ids == number).nonzero()
+        if places.numel() == 0:
+            continue
+        rows, kth = places.unbind(1)
+        out.index_add_(0, places[:, 0], expert(x[rows]) * weights[rows, kth, None])
+    return out
+
+
+@function
+def largest_of_some(m: Any, x: Tensor, scores: Tensor) -> Tensor:
+    """Of picked rows and others there is a largest, as of edges and loops."""
+    rows = torch.cat([m.head(x)[scores[:, 0] > 0], m.head(x[:2])])
+    return (rows / rows.max()).square().sum() + rows.min() * scores.sum()
+
+
 def draws() -> list[tuple[Tensor, Tensor]]:
     """All experts are hit; some are not; one is."""
     g = torch.Generator().manual_seed(1)
@@ -371,6 +391,12 @@ def largest(m: Any, x: Tensor, scores: Tensor) -> Tensor:
     return (rows / rows.max()).sum()
 
 
+def written_in_part(m: Any, x: Tensor, scores: Tensor) -> Tensor:
+    rows = x[scores[:, 0] > 0]
+    rows[rows[:, 0] > 0] -= 1
+    return rows.sum()
+
+
 def kept_in_a_list(m: Any, x: Tensor, scores: Tensor) -> Tensor:
     """The function that is called in the branch has an effect beside its result."""
     losses = []
@@ -426,7 +452,7 @@ def columns(m: Any, x: Tensor, scores: Tensor) -> Tensor:
 
 
 @pytest.mark.parametrize("refused", [counted, added_up, numbered, collected, written_whole, left_over, across, met,
-                                     contracted, mask_written, largest, kept_in_a_list,
+                                     contracted, mask_written, largest, written_in_part, kept_in_a_list,
                                      of_another_rank, of_what_was_written, of_a_written_test, columns])
 def test_more_than_dynamic_rows_is_refused(refused: Any) -> None:
     with pytest.raises(CaptureError, match=rf"(?s)(the data|by the values|written to since).*test_ragged.py:\d+ in "

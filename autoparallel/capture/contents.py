@@ -46,7 +46,9 @@ _FUNCTIONS = (FunctionType, staticmethod, classmethod, CachedFunction)
 #: Classes of Python's own whose attributes are their content.
 _WITH_FIELDS = (SimpleNamespace, Namespace, UserDict, UserList, ChainMap, threading.local, type(os.environ),
                 weakref.WeakValueDictionary, weakref.WeakKeyDictionary, weakref.WeakSet)
-_NOT_USERS = frozenset({*sys.stdlib_module_names, "torch", "numpy", "autoparallel", "builtins"})
+#: Python's, torch's and ours; libraries of formulas and pictures, whose thousands of functions would be followed.
+_NOT_USERS = frozenset({*sys.stdlib_module_names, "torch", "numpy", "autoparallel", "builtins", "sympy", "mpmath",
+                        "matplotlib"})
 
 
 class Missing:
@@ -178,7 +180,7 @@ def is_mutable(value: Any) -> bool:
 
 
 def is_users(namespace: Mapping[str, Any]) -> bool:
-    """Whether a function with these globals is neither torch's, nor Python's, nor ours."""
+    """Whether a function with these globals is neither torch's, nor Python's, nor ours, nor of formulas or pictures."""
     return str(namespace.get("__name__", "")).partition(".")[0] not in _NOT_USERS
 
 

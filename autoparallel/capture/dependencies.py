@@ -261,7 +261,9 @@ class Recorder:
     def memory(self, what: str) -> CaptureError:
         return CaptureError(f"forward of {type(self.model).__name__} {what}, which its next call would read: a "
                             "program has no such memory\n  Keep a tensor in a buffer (register_buffer, and in forward "
-                            "self.x.copy_(...)), or pass it and return it; count outside of forward.")
+                            "self.x.copy_(...)), or pass it and return it; count outside of forward. If it is what a "
+                            "first call keeps for later ones (a table of positions), call the model itself once, "
+                            "before it is compiled.")
 
     def dependencies(self, equivalent: Iterable[Sequence[str]] = ()) -> Dependencies:
         """All that was read. ``equivalent``: paths of blocks of which only some were traced: what is read in one is

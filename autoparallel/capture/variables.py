@@ -184,16 +184,19 @@ class _Names:
                 function = getattr(function, "__wrapped__", None)
         if not self.names.keys().isdisjoint(("environ", "getenv")):
             self.variables[id(vars(os)), "environ"] = ENVIRONMENT
+        names: dict[int, dict[str, None]] = {}  # of the variables of a namespace
+        for variable in self.variables.values():
+            names.setdefault(id(variable.holder), {})[variable.name] = None
         for kind in self.kinds:
-            self._hidden_by_subclasses([self.owners[owner] for owner in kind.__mro__ if owner in self.owners])
+            self._hidden_by_subclasses([self.owners[owner] for owner in kind.__mro__ if owner in self.owners], names)
 
-    def _hidden_by_subclasses(self, namespaces: Sequence[Mapping[str, Any]]) -> None:
+    def _hidden_by_subclasses(self, namespaces: Sequence[Mapping[str, Any]], names: dict[int, dict[str, None]]) -> None:
         """Attributes of a class that one of the classes before it, in order of search, may be given."""
-        hidden = [(variable.name, place) for place, namespace in enumerate(namespaces)
-                  for variable in list(self.variables.values()) if variable.holder is namespace]
+        hidden = [(name, place) for place, namespace in enumerate(namespaces) for name in names.get(id(namespace), ())]
         for name, place in hidden:
             for before in namespaces[:place]:
                 self.variables.setdefault((id(before), name), Variable(name, before))
+                names.setdefault(id(before), {})[name] = None
 
     def _function(self, function: Any) -> None:
         if not isinstance(function, FunctionType) or id(function) in self.seen or not is_users(function.__globals__):

@@ -30,6 +30,7 @@ from autoparallel.capture.dependencies import recorder
 from autoparallel.capture.graph import is_floating
 from autoparallel.capture.passes.vmap_and_grad import gradient_as_op, gradient_of_function, pullback, pushforward
 from autoparallel.capture.tracing.frames import caller, is_called_by, users_caller
+from autoparallel.capture.tracing.known_values import NUMBERS, known_numbers
 from autoparallel.capture.tracing.masked_rows.control_flow import REGIONS
 from autoparallel.capture.tracing.masked_rows.dispatch import asked, noted, tensors_of
 from autoparallel.capture.tracing.masked_rows.places import table_by_lengths
@@ -222,6 +223,22 @@ def _counts(x: torch.Tensor, weights: torch.Tensor | None = None, minlength: int
     return weights.new_zeros(minlength).scatter_add(0, x.long(), weights)
 
 
+def _data_written(tensor: torch.Tensor) -> CaptureError:
+    """What to write instead: for averages of another network's parameters, for masks of weights, for buffers."""
+    if not isinstance(tensor, nn.Parameter):
+        what, instead = "a tensor", "Write buffer.copy_(value) under torch.no_grad() instead of buffer.data = value."
+    elif tensor.requires_grad:
+        what = "a parameter"
+        instead = ("Compute with what it would be, torch.nn.functional.linear(x, weight * mask), or write to the "
+                   "parallel module's after the step, under torch.no_grad().")
+    else:
+        what = "a parameter that is not trained"
+        instead = ("Write to the parallel module's after the step: `with torch.no_grad(): theirs.lerp_(ours, 1 - m)` "
+                   "for parameters of two networks (a momentum encoder).")
+    return CaptureError(f"the model assigns to the data of {what}, which a trace does not see{users_caller()}\n"
+                        f"  {instead}")
+
+
 #: Hooks on values that a trace makes: nobody would call them in the program.
 _HOOKS = frozenset({torch.Tensor.register_hook, torch.Tensor.retain_grad,
                     torch.Tensor.register_post_accumulate_grad_hook})
@@ -257,8 +274,7 @@ class TracedCalls(TorchFunctionMode):
         if function == torch.Tensor.data.__get__:  # type: ignore[attr-defined]
             return args[0].detach()
         if function == torch.Tensor.data.__set__:  # type: ignore[attr-defined]
-            raise CaptureError("the model assigns to a tensor's data, which a trace does not see\n"
-                               "  Write buffer.copy_(value) under torch.no_grad() instead of buffer.data = value.")
+            raise _data_written(args[0])
         if function in _HOOKS:
             raise CaptureError(f"forward calls {function.__name__} on a value, and a program has no such hook"
                                f"{users_caller()}\n  Write what the hook does to the gradient as a "
@@ -284,6 +300,8 @@ class TracedCalls(TorchFunctionMode):
         rows = asked(function, args, kwargs or {})
         if rows is not NotImplemented:
             return rows
+        if function in NUMBERS and (numbers := known_numbers(function, args[0])) is not None:
+            return numbers
         if function in READS:
             answer = self._branches.answer(args[0])
             if answer is not None:

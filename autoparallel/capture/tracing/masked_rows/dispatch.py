@@ -20,6 +20,7 @@ from typing import Any
 
 import torch
 
+from autoparallel.capture.tracing.masked_rows.constant_masks import always_at
 from autoparallel.capture.tracing.masked_rows.control_flow import REGIONS, refused
 from autoparallel.capture.tracing.masked_rows.indexing import (
     forget,
@@ -33,6 +34,7 @@ from autoparallel.capture.tracing.masked_rows.indexing import (
 )
 from autoparallel.capture.tracing.masked_rows.places import read_at, reads_at
 from autoparallel.capture.tracing.masked_rows.types import Mask, Place, Rows, Tensorlike
+from autoparallel.errors import CaptureError
 
 Tensor = torch.Tensor
 #: Comparisons of the number of rows with another number.
@@ -79,7 +81,12 @@ def asked(function: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
     if function in (torch.masked_select, Tensor.masked_select) and is_mask(args[1]) and args[0].shape == args[1].shape:
         return picked(args[0], args[1])
     if function is Tensor.__getitem__ and picks(args[1]):
-        return picked(*args)
+        try:
+            return picked(*args)
+        except CaptureError:
+            if (index := always_at(args[1])) is None:
+                raise
+            return args[0][index]
     if function is Tensor.__getitem__ and reads_at(args[1]):
         return read_at(*args)
     if function is Tensor.__setitem__ and (picks(args[1]) or any(isinstance(a, Rows) for a in args[1:])) and put(*args):

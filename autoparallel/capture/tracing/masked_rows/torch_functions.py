@@ -10,10 +10,12 @@ from typing import Any
 import torch
 
 from autoparallel.capture.tracing.frames import writes_to_part
+from autoparallel.capture.tracing.masked_rows.constant_masks import always
 from autoparallel.capture.tracing.masked_rows.control_flow import REGIONS, refused
 from autoparallel.capture.tracing.masked_rows.indexing import harmless, is_nested, joined, nested, picked
 from autoparallel.capture.tracing.masked_rows.places import SCATTERS, are_places, read_at, written_at
 from autoparallel.capture.tracing.masked_rows.types import Mask, Place, Rows, Tensorlike
+from autoparallel.errors import CaptureError
 
 Tensor = torch.Tensor
 aten = torch.ops.aten
@@ -43,6 +45,8 @@ LOSSES = frozenset({"kl_div", "mse_loss", "l1_loss", "smooth_l1_loss", "huber_lo
                     "binary_cross_entropy_with_logits"})
 
 
+#: The largest or the smallest of some rows, and the number that does not matter beside them. (Of no rows: an error.)
+EXTREMES = {"max": -math.inf, "amax": -math.inf, "min": math.inf, "amin": math.inf}
 #: Functions that make tensors of given sizes.
 MADE = frozenset({"ones", "zeros", "full", "new_ones", "new_zeros", "new_full"})
 
@@ -68,6 +72,19 @@ def made(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
 
 
 def call(function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """The result of a function of rows and places; where it is not to be had of rows whose number the data say, that
+    of a mask that is always the same is."""
+    try:
+        return _call(function, args, kwargs)
+    except CaptureError:
+        known = always((args, kwargs))
+        if known is None:
+            raise
+        with REGIONS.ours():
+            return function(*known[0], **known[1])
+
+
+def _call(function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     name = getattr(function, "__name__", "")
     name = name.strip("_")
     if name == "index_add" and isinstance(args[2], Place):
@@ -109,6 +126,8 @@ def call(function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, 
     if name in LOSSES and kwargs.get("reduction", "mean") != "none":
         reduction = kwargs.pop("reduction", "mean")
         return _reduced(call(function, args, {**kwargs, "reduction": "none"}), reduction)
+    if name in EXTREMES and len(args) == 1 and not kwargs and first.mask.least and first.dtype.is_floating_point:
+        return function(first.chosen(EXTREMES[name]))
     if name in ("sum", "mean") and len(args) == 1 and not kwargs:
         return _reduced(first, name)
     if name in ("sum", "mean") and _along_rows(first, *args[1:], **kwargs):

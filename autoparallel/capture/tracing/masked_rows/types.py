@@ -32,6 +32,9 @@ class Tensorlike:
                            kwargs: Mapping[str, Any] | None = None) -> Any:
         return _call(function, tuple(args), dict(kwargs or {}))
 
+    def __setitem__(self, index: Any, value: Any) -> None:
+        raise refused("a part of rows whose number the data say, written to")
+
     def __getattr__(self, name: str) -> Any:
         method = getattr(Tensor, name)
         if callable(method):
@@ -120,6 +123,24 @@ class Places:
     def __getattr__(self, name: str) -> Any:
         raise refused(f"{name} of places whose number the data say")
 
+    @property
+    def shape(self) -> Shape:
+        return Shape((-1, self.mask.cells.dim()), self.mask)
+
+    def size(self, dim: int | None = None) -> Any:
+        return self.shape if dim is None else self.shape[dim]
+
+    def numel(self) -> Tensor:
+        return self.mask.count() if self.mask.cells.dim() == 1 else self.mask.count() * self.mask.cells.dim()
+
+    def __len__(self) -> int:
+        return _length(sys._getframe(1))
+
+    def unbind(self, dim: int = 0) -> tuple[Place, ...]:
+        if dim not in (1, -1):
+            raise refused("places whose number the data say, one by one")
+        return tuple(Place(self.mask, d) for d in range(self.mask.cells.dim()))
+
     def flatten(self, *_: int) -> Place:
         if self.mask.cells.dim() != 1:
             raise refused("places of several dims in another shape")
@@ -188,7 +209,7 @@ class Rows(Tensorlike):
 
 def _length(frame: FrameType) -> int:
     """In the head of a branch, what lets the program go on."""
-    found = length_in_branch(frame, lambda x: x.mask.count() if isinstance(x, Place | Rows) else len(x))
+    found = length_in_branch(frame, lambda x: x.mask.count() if isinstance(x, Place | Places | Rows) else len(x))
     if found is None:
         raise refused("the number of rows that the data say")
     return found
