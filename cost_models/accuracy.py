@@ -33,6 +33,11 @@ UNKNOWN = (0.25, 0.6)
 #: Factors on both errors where the software ran on another generation of devices only (half of the errors are no larger
 #: there, by the runs at hand), and on plans of kinds or sizes that none of its runs had (a guess).
 ELSEWHERE, UNSEEN = (1.0, 1.5), (1.5, 1.5)
+#: Errors of a step in which the device only waits for the host: hosts differ by factors of two (GPT-2 on one sequence
+#: took those of three machines 23 to 41 ms; docs/measurements/gpu.md).
+HOST_BOUND = (0.3, 0.6)
+#: The share of a step's launches that are not hidden, from which its errors are told so.
+MUCH_WAITING = 0.1
 
 
 @dataclass(frozen=True)
@@ -46,16 +51,23 @@ class ErrorBar:
 
 
 def error_bar(profile: Profile | None, bars: Mapping[str, Any] | None = None, kinds: Sequence[str] = (),
-              devices: int = 1, training: bool = True) -> ErrorBar:
+              devices: int = 1, training: bool = True, waiting: float = 0.0) -> ErrorBar:
     """The error bar of step times of plans with these `KINDS` of parallelism on so many devices, under a profile;
-    without one, and of inference, the wide one of what nobody compared. ``bars``: by software and device, in place of
-    the file's.
+    without one, and of inference, the wide one of what nobody compared. ``waiting``: the share of the step in which the
+    device waits for the host. ``bars``: by software and device, in place of the file's.
 
     >>> error_bar(Profile.of("a100-sxm", "megatron-2021")).p90 < error_bar(None).p90
     True
     >>> error_bar(Profile.of("a100-sxm", "megatron-2021"), training=False).basis
     'no published run of inference to compare with'
     """
+    if waiting > MUCH_WAITING:
+        known = error_bar(profile, bars, kinds, devices, training)
+        p50, p90 = (own + waiting * (most - own) if own < most else own
+                    for own, most in zip((known.p50, known.p90), HOST_BOUND, strict=True))
+        return ErrorBar(p50, p90, f"{known.basis}; {waiting:.0%} of the step waits for the host, whose speed is not "
+                                  "known (cuda_graphs=True or larger batches)")
+
     def bar(entry: dict[str, Any], factors: tuple[float, float], basis: str) -> ErrorBar:
         unseen = [kind for kind in kinds if kind not in entry["kinds"]]
         far = devices > FAR * entry["most_devices"]

@@ -59,6 +59,9 @@ class Profile:
       host_experts            for a layer with experts, in those; host_expert: for each of a rank's experts beside
       host_graphed            what CUDA graphs over parts of a layer leave of host_experts
       host_call_s             for a collective
+      host_op_s               for a kernel of a graph whose ops run one by one, with what this project's programs do
+                              beside (measured on virtual machines of one H200, `docs/measurements/gpu.md`; hosts
+                              differ by factors of two)
       tied                    sharpness with which the longer of the host's and the device's time counts on several
                               tensor ranks, which wait for one another's hosts (6 on one: the shorter is all but hidden)
       by_block                1 if sharded parameters are gathered, and their gradients scattered, block by block
@@ -115,6 +118,7 @@ class Profile:
     host_expert: float
     host_graphed: float
     host_call_s: float
+    host_op_s: float
     tied: float
     by_block: float
     stores_sections: float
@@ -184,14 +188,14 @@ class Profile:
 
     @property
     def kernel_s(self) -> float:
-        """Seconds of the host for one kernel of a graph forward: a layer's over its kernels, 42 in a Llama as
-        transformers writes it. Where chains are fused GPT-2 has 10, on whose layers these times were fitted."""
-        return self.host_s / (10 if self.fused else 42)
+        """Seconds of the host for one kernel of a graph forward. Where chains are fused a layer's over its kernels, of
+        which GPT-2 has 10, on whose layers these times were fitted."""
+        return self.host_s / 10 if self.fused else self.host_op_s
 
     @property
     def kernel_backward_s(self) -> float:
-        """And backward, where they have 14 and 60."""
-        return self.host_s * self.host_backward / (14 if self.fused else 60)
+        """And backward, where they have 14."""
+        return self.host_s * self.host_backward / 14 if self.fused else self.host_op_s
 
     def step_of(self, devices: int) -> float:
         """Fixed seconds of a step on so many devices. ``step_s`` is fitted on jobs whose ranks wait for one another at

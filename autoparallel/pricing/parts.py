@@ -42,6 +42,11 @@ class Ahead:
         taken = larger(self.device + self.collectives - hidden, self.host, profile.tied if self.collectives else 6.0)
         return self.summed + self.collectives - float(taken) if self.summed else hidden
 
+    @property
+    def waited_s(self) -> float:
+        """Seconds in which the device has nothing to do, since the host has not launched it."""
+        return max(0.0, self.host - self.device - self.collectives)
+
     def add(self, other: Ahead) -> None:
         for name in ("summed", "device", "host", "collectives"):
             setattr(self, name, getattr(self, name) + getattr(other, name))
