@@ -20,7 +20,7 @@ from autoparallel.errors import AutoparallelError, InfeasibleError, PlanError, S
 from autoparallel.planning.options import MODEL_AND_CALL
 from autoparallel.plans import Plan
 from autoparallel.plans.reports.text import ReportConsole, as_text
-from autoparallel.plans.reports.units import count_str, seconds_str
+from autoparallel.plans.reports.units import bytes_str, count_str, seconds_str
 from cost_models import Cluster
 
 #: Twice the devices must make a step so much shorter for still more to be tried.
@@ -192,7 +192,7 @@ def _check(model: Any, clusters: Any, told: Any) -> None:
 
 def _why(error: AutoparallelError) -> str:
     needed = getattr(error, "needed_bytes", None)
-    return f"needs {needed / 2**30:.3g} GiB a device" if needed else str(error).split(". ", maxsplit=1)[0]
+    return f"needs {bytes_str(needed)} a device" if needed else str(error).split(". ", maxsplit=1)[0]
 
 
 def _doubling(most: int) -> Iterator[int]:

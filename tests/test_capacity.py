@@ -82,7 +82,7 @@ def test_the_cheapest_is_chosen_where_there_are_prices() -> None:
 
 def test_jobs_that_do_not_fit_are_reported() -> None:
     found = sized(step_s=10.0, memory_limit_bytes=1e6)
-    assert found.best is None and all("GiB a device" in one.refused for one in found.sizes)
+    assert found.best is None and all("B a device" in one.refused for one in found.sizes)
 
 
 @pytest.mark.parametrize(("asked", "said"), [

@@ -18,6 +18,7 @@ from autoparallel.planning.candidates import Candidate, CandidateSpace, Combinat
 from autoparallel.planning.joint_candidates import JointSearch, Kept, Survey
 from autoparallel.plans import Hybrid, Plan
 from autoparallel.plans.record import Trial
+from autoparallel.plans.reports.units import bytes_str
 from autoparallel.search import NotRepairedError, Progress
 from cost_models import Cluster
 
@@ -119,7 +120,7 @@ def _nothing_found(survey: Survey, space: CandidateSpace, limit_bytes: float, ti
     if survey.pruned:
         error = InfeasibleError(
             f"none of {survey.pruned} combinations of pipeline, mesh and micro-batches fits in {limit_bytes:,.0f} "
-            f"bytes: each needs more than {survey.least_bytes:,.0f} bytes ({survey.least_bytes / 2**30:.3g} GiB) on a "
+            f"bytes: each needs more than {survey.least_bytes:,.0f} bytes ({bytes_str(survey.least_bytes)}) on a "
             "device (parameters, optimizer state and saved tensors, divided evenly). Raise memory_limit_bytes or use "
             "more devices.")
         error.needed_bytes = survey.least_bytes  # type: ignore[attr-defined]

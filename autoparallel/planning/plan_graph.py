@@ -30,6 +30,7 @@ from autoparallel.planning.usual import UsualPlans, pricing_of, usual_plans
 from autoparallel.plans import Plan
 from autoparallel.plans.record import Record
 from autoparallel.plans.reports.asked import alternative_of
+from autoparallel.plans.reports.units import bytes_str
 from autoparallel.search import Progress
 from autoparallel.strategies.host_lookups import tables_of
 from cost_models import Cluster
@@ -248,7 +249,7 @@ def _what_fits(split: Splits, cluster: Cluster, mesh_shape: Sequence[int] | None
     except (InfeasibleError, SearchError, InputError) as other:
         return f"(This is with {named}; without, by joint=True, no plan was found either{_least(other)}.)"
     how = found.hybrid
-    return (f"(This is with {named}. By joint=True, without, {found.prediction.peak_bytes / 2**30:.3g} GiB a device "
+    return (f"(This is with {named}. By joint=True, without, {bytes_str(found.prediction.peak_bytes)} a device "
             f"are enough: pipeline_stages={how.stages}, micro_batches={how.micro_batches}, "
             f"zero_stage={how.zero_stage}, recompute={how.recompute!r}.)")
 
@@ -256,7 +257,7 @@ def _what_fits(split: Splits, cluster: Cluster, mesh_shape: Sequence[int] | None
 def _least(error: Exception) -> str:
     """The least memory that plans need, where an error says so."""
     needed = getattr(error, "needed_bytes", None)
-    return f": they need at least {needed / 2**30:.3g} GiB a device" if needed else ""
+    return f": they need at least {bytes_str(needed)} a device" if needed else ""
 
 
 __all__ = ["as_found", "plan_graph"]

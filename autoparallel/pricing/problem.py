@@ -115,10 +115,15 @@ class SpacePricer:
         """The problem with all strategies that pins allow."""
         return _Builder(self, self._choices).problem()
 
+    @property
+    def where(self) -> str:
+        """The mesh of a stage, as errors name it."""
+        return f"on a mesh of {' x '.join(map(str, self.space.mesh_shape))}"
+
     def without_memory(self) -> Problem:
         """`full`, with nothing of memory in its edges, and with no limit."""
         builder = _Builder(self, self._choices)
-        return Problem(builder.nodes(), builder.seconds_only(), name="strategy space")
+        return Problem(builder.nodes(), builder.seconds_only(), name=self.where)
 
     def exposing(self, share: Exposed) -> SpacePricer:
         """A copy with another ``exposed``."""
@@ -189,7 +194,7 @@ class _Builder:
         single += self.pricer.windows.edges(self.costs, self.chosen)
         single += self.pricer.gradients.edges(self.chosen)
         single += self._gradients() + self._in_tiers()    # last, where the record looks for them
-        return Problem(self.nodes(), edges.followed_by(single), self.pricer.limit_bytes, "strategy space")
+        return Problem(self.nodes(), edges.followed_by(single), self.pricer.limit_bytes, self.pricer.where)
 
     def _picks(self) -> np.ndarray:
         """A number for each array of choices; equal arrays have equal numbers."""
