@@ -33,11 +33,9 @@ UNKNOWN = (0.25, 0.6)
 #: Factors on both errors where the software ran on another generation of devices only (half of the errors are no larger
 #: there, by the runs at hand), and on plans of kinds or sizes that none of its runs had (a guess).
 ELSEWHERE, UNSEEN = (1.0, 1.5), (1.5, 1.5)
-#: Errors of a step in which the device only waits for the host: hosts differ by factors of two (GPT-2 on one sequence
-#: took those of three machines 23 to 41 ms; docs/measurements/gpu.md).
-HOST_BOUND = (0.3, 0.6)
-#: The share of a step's launches that are not hidden, from which its errors are told so.
-MUCH_WAITING = 0.1
+#: What a host half as fast adds to a step, as a share of it, from which error bars tell it: hosts differ by factors of
+#: two (GPT-2 on one sequence took those of three machines 23 to 41 ms; docs/measurements/gpu.md).
+MUCH_OF_HOST = 0.1
 
 
 @dataclass(frozen=True)
@@ -51,22 +49,21 @@ class ErrorBar:
 
 
 def error_bar(profile: Profile | None, bars: Mapping[str, Any] | None = None, kinds: Sequence[str] = (),
-              devices: int = 1, training: bool = True, waiting: float = 0.0) -> ErrorBar:
+              devices: int = 1, training: bool = True, slower_host: float = 0.0) -> ErrorBar:
     """The error bar of step times of plans with these `KINDS` of parallelism on so many devices, under a profile;
-    without one, and of inference, the wide one of what nobody compared. ``waiting``: the share of the step in which the
-    device waits for the host. ``bars``: by software and device, in place of the file's.
+    without one, and of inference, the wide one of what nobody compared. ``slower_host``: what a host half as fast adds
+    to the step, as a share of it. ``bars``: by software and device, in place of the file's.
 
     >>> error_bar(Profile.of("a100-sxm", "megatron-2021")).p90 < error_bar(None).p90
     True
     >>> error_bar(Profile.of("a100-sxm", "megatron-2021"), training=False).basis
     'no published run of inference to compare with'
     """
-    if waiting > MUCH_WAITING:
-        known = error_bar(profile, bars, kinds, devices, training)
-        p50, p90 = (own + waiting * (most - own) if own < most else own
-                    for own, most in zip((known.p50, known.p90), HOST_BOUND, strict=True))
-        return ErrorBar(p50, p90, f"{known.basis}; {waiting:.0%} of the step waits for the host, whose speed is not "
-                                  "known (cuda_graphs=True or larger batches)")
+    if slower_host > MUCH_OF_HOST:
+        known, more = error_bar(profile, bars, kinds, devices, training), slower_host / (1 + slower_host)
+        return ErrorBar(max(known.p50, more / 2), max(known.p90, more),
+                        f"{known.basis}; a host half as fast at launching adds {slower_host * 100:.0f} % "
+                        "(cuda_graphs=True and larger batches wait less for it)")
 
     def bar(entry: dict[str, Any], factors: tuple[float, float], basis: str) -> ErrorBar:
         unseen = [kind for kind in kinds if kind not in entry["kinds"]]

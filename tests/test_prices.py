@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import replace
 from functools import cache
 from typing import Any
@@ -11,9 +12,11 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch import nn
 from torch.utils.checkpoint import checkpoint
 from torch.utils.flop_counter import FlopCounterMode
 
+import autoparallel
 from autoparallel import Cluster, Plan
 from autoparallel.capture import capture
 from autoparallel.layout import REPLICATE, Layout, shard
@@ -258,3 +261,29 @@ def test_parameters_of_a_block_are_gathered_and_reduced_together_with_a_copy_of_
     for seconds, collective in zip(step.seconds, (collectives.all_gather_s, collectives.reduce_scatter_s), strict=True):
         wanted = float(collective(2 * size, group)) / 2 + copied if together else float(collective(size, group))
         assert seconds == pytest.approx(wanted)
+
+
+def test_steps_that_wait_for_the_host_say_so() -> None:
+    """Few rows a launch: an op takes what the host takes to launch it, and the error bar is that of hosts."""
+    def plan(rows: int) -> Plan:
+        with torch.device("meta"):
+            model = _Blocks(nn.Linear(1024, 1024) for _ in range(16))
+            return autoparallel.plan(model, Cluster.load("h100-sxm", num_devices=1), mesh_shape=(1,),
+                                     example_inputs=(torch.empty(rows, 1024),))
+
+    few, many = plan(8), plan(2**17)
+    host_op_s = Cluster.load("h100-sxm").profile.host_op_s  # type: ignore[union-attr]
+    assert few.prediction.forward_s == pytest.approx(16 * host_op_s, rel=0.15)
+    assert "a host half as fast at launching adds" in few.prediction.basis and few.prediction.p90 > 0.4
+    assert "host" not in many.prediction.basis and many.prediction.p90 < 0.2
+
+
+class _Blocks(nn.Module):
+    def __init__(self, layers: Iterable[nn.Module]) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(layers)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for layer in self.layers:
+            x = layer(x)
+        return x

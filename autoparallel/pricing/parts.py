@@ -43,9 +43,10 @@ class Ahead:
         return self.summed + self.collectives - float(taken) if self.summed else hidden
 
     @property
-    def waited_s(self) -> float:
-        """Seconds in which the device has nothing to do, since the host has not launched it."""
-        return max(0.0, self.host - self.device - self.collectives)
+    def slower_host_s(self) -> float:
+        """What a host half as fast adds."""
+        busy = self.device + self.collectives
+        return max(busy, 2 * self.host) - max(busy, self.host)
 
     def add(self, other: Ahead) -> None:
         for name in ("summed", "device", "host", "collectives"):

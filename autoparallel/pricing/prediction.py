@@ -76,9 +76,10 @@ def predict(pricer: SpacePricer, problem: Problem, strategies: Sequence[Strategy
         hidden = mean.hidden_s(profile, hybrid.micro_batches, found_hidden) + found_hidden.once + ahead
     waited = max(0.0, -hidden)    # ranks that wait for one another's hosts
     trains = pricer.prices.training and any(m.requires_grad for s in pricer.space.strategy_sets for m in s.output_metas)
-    for_host = (mean.ahead_forward.waited_s + mean.ahead_backward.waited_s) / mean.total if mean.total else 0.0
+    slower_s = mean.ahead_forward.slower_host_s + mean.ahead_backward.slower_host_s
+    slower_host = slower_s / mean.total if mean.total else 0.0
     bar = max((error_bar(one.profile, None, list(_kinds(pricer, found)), pricer.prices.cluster.num_devices, trains,
-                         for_host) for one in pricer.prices.kinds), key=lambda found: found.p90)
+                         slower_host) for one in pricer.prices.kinds), key=lambda found: found.p90)
     return Prediction(
         forward_s=mean.forward / ranks,
         recompute_s=mean.again / ranks,
