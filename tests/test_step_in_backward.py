@@ -11,7 +11,8 @@ from torch import Tensor, nn
 
 import autoparallel
 from autoparallel.errors import InputError, PlanError
-from autoparallel.plans import Plan
+from autoparallel.plans import Hybrid, Plan
+from autoparallel.runtime.stage_module import in_blocks
 from autoparallel.schedule.tiers import Offload
 from cost_models import Cluster
 from tests.support.models import CASES
@@ -188,6 +189,15 @@ def wide(rows: int, **options: Any) -> Plan:
 
 def test_old_plans_step_after_backward() -> None:
     assert not Offload("host").in_backward and Offload("host", in_backward=True) != Offload("host")
+
+
+def test_compiled_graphs_are_of_blocks_where_gradients_leave() -> None:
+    """One graph would give all gradients at its end."""
+    graph = torch.fx.Graph()
+    for block in ("layers.0", "layers.1"):
+        graph.call_function(torch.zeros, (2,)).meta["block"] = block
+    program = torch.fx.GraphModule({}, graph)
+    assert not in_blocks(program, Hybrid()) and in_blocks(program, Hybrid(offload=Offload("host")))
 
 
 class Tied(nn.Module):

@@ -63,10 +63,12 @@ def split_step(program: Program, hybrid: Hybrid, backend: str = EAGER) -> SplitP
 WHOLE_UP_TO = 8
 
 
-def in_blocks(program: GraphModule) -> bool:
+def in_blocks(program: GraphModule, hybrid: Hybrid) -> bool:
     """Whether a backend compiles a program block by block. Its parameters' communication then runs as under "eager",
-    overlapped, between the compiled parts."""
-    return len({node.meta.get("block") for node in program.graph.nodes} - {None}) > WHOLE_UP_TO
+    overlapped, between the compiled parts. (One graph would give all gradients at its end, and those that leave the
+    device, or are stepped, during backward are to come earlier.)"""
+    leave = hybrid.offload.moves_gradients or hybrid.offload.in_backward
+    return len({node.meta.get("block") for node in program.graph.nodes} - {None}) > (0 if leave else WHOLE_UP_TO)
 
 
 def compiled_by(backend: str, program: GraphModule, hybrid: Hybrid, overlaps: bool) -> GraphModule:
@@ -75,7 +77,7 @@ def compiled_by(backend: str, program: GraphModule, hybrid: Hybrid, overlaps: bo
     regathers = hybrid.zero_stage == 3
     how = Lowering(backend == INDUCTOR, regathers, hybrid.recompute, _recomputed(hybrid), hybrid.bucket_bytes)
     program = in_pieces(program, hybrid)
-    in_parts = in_blocks(program)
+    in_parts = in_blocks(program, hybrid)
     if not in_parts and not hybrid.gathers_once:
         return compiled(program, how)
     if overlaps:
@@ -133,7 +135,7 @@ class StageModule(nn.Module):
         self.on_host: dict[int, torch.Tensor] = {}
         self.program, self.loss, self.axes = program, loss, axes
         self.each_micro_batch, self.copies = hybrid.zero_stage >= 2, hybrid.copies
-        self.regathers = hybrid.zero_stage == 3 and (backend == EAGER or in_blocks(program.module))
+        self.regathers = hybrid.zero_stage == 3 and (backend == EAGER or in_blocks(program.module, hybrid))
         split = split_step(program, hybrid, backend)
         self.bucket_bytes = hybrid.bucket_bytes
         self.reads = split.reads if hybrid.reads_each else overlap(split.reads, hybrid)

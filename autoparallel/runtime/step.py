@@ -30,7 +30,7 @@ class Forward(nn.Module):
 
     def __init__(self, program: Program, hybrid: Hybrid, backend: str) -> None:
         super().__init__()
-        self.regathers = hybrid.zero_stage == 3 and (backend == EAGER or in_blocks(program.module))
+        self.regathers = hybrid.zero_stage == 3 and (backend == EAGER or in_blocks(program.module, hybrid))
         self.bucket_bytes = hybrid.bucket_bytes
         if backend == EAGER:
             self.module = _kept_less(overlapped(program.module, hybrid, gathered_blocks(hybrid)), hybrid)
