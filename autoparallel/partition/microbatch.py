@@ -197,6 +197,11 @@ class _BatchAxis:
         for index, strategy in enumerate(strategies):
             if self.decision_penalties(index)[self.space.strategy_sets[index].position[strategy]]:
                 found.append(self.space.decisions[index].name)
+        if found and (norms := _batch_norms(self.space.graph)):
+            raise InfeasibleError(
+                "the batch cannot be split into micro-batches, because batch norm in training mode takes the mean over "
+                f"all of its samples: {', '.join(norms[:3])}{' and others' if len(norms) > 3 else ''}. Use "
+                "micro_batches=1, group norm, or these modules in eval mode")
         if found:
             raise InfeasibleError(
                 "the batch cannot be split into micro-batches, because the model computes across its samples: "
@@ -209,6 +214,11 @@ class _BatchAxis:
         decision = self.space.decisions[use.source]
         node = self.space.graph.nodes[decision.node if decision.ref is None else decision.ref.node]
         return f"{node}{', ' + node.source if node.source else ''}"
+
+
+def _batch_norms(graph: OpGraph) -> list[str]:
+    """Paths of modules whose running mean a call writes, as batch norm in training does."""
+    return [path for name in graph.mutations for path, _, leaf in [name.rpartition(".")] if leaf == "running_mean"]
 
 
 def _free_of_parameters(space: StrategySpace) -> frozenset[int]:
