@@ -134,6 +134,7 @@ def test_plans_of_others(ranks: Any) -> None:
         for said in (model, other_batch):
             assert "PlanError: the plan belongs to another program" in said
             assert "the same model, mode, shapes and dtypes are required" in said
+            assert "give compile the example inputs that it was planned for" in said
         assert "PlanError: 'linear' has no strategy 'wat'; it has ['repeat'" in name
         assert "PlanError" in count and "linear" in count
 
