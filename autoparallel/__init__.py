@@ -12,6 +12,7 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from autoparallel import errors, optim
     from autoparallel.advice import Advice, advise
     from autoparallel.api import compile, plan
     from autoparallel.export import Exported, Imported, export_plan, import_plan
@@ -65,13 +66,17 @@ _HOMES = {
     "replan": "autoparallel.replanning",
     "register_rule": "autoparallel.rules.custom",
 }
+#: Modules that are read through the package, as ``autoparallel.optim.Adafactor``.
+_MODULES = frozenset({"errors", "optim"})
 __all__ = ["Advice", "Bounded", "Cluster", "Exported", "Fitting", "GradScaler", "Imported", "JsonLines",
            "ParallelModule", "Plan", "Regions", "Replan", "Sizing", "StepLog", "TensorBoard", "World", "__version__",
-           "advise", "bound", "compile", "export_plan", "fit", "import_plan", "inference_call", "init", "padded_to",
-           "plan", "register_rule", "replan", "serve_parameters", "size", "study"]
+           "advise", "bound", "compile", "errors", "export_plan", "fit", "import_plan", "inference_call", "init",
+           "optim", "padded_to", "plan", "register_rule", "replan", "serve_parameters", "size", "study"]
 
 
 def __getattr__(name: str) -> Any:
     if name in _HOMES:
         return getattr(importlib.import_module(_HOMES[name]), name)
+    if name in _MODULES:
+        return importlib.import_module(f"autoparallel.{name}")
     raise AttributeError(f"module 'autoparallel' has no attribute {name!r}")

@@ -228,11 +228,12 @@ def test_an_original_that_takes_device_memory_is_told(mesh_of_one: Any, warned: 
 
 
 @pytest.mark.parametrize("name", RESETS)
-@pytest.mark.parametrize("batches", [1, 2])
+@pytest.mark.parametrize(("batches", "options"), [(1, {}), (2, {}), (1, {"foreach": True}), (1, {"fused": True})])
 def test_gradients_that_are_not_reset_after_a_step_are_told(pair: tuple[Any, Any], warned: list[str], name: str,
-                                                            batches: int) -> None:
+                                                            batches: int, options: dict[str, bool]) -> None:
+    """Also by optimizers that set all gradients to zero together, which torch counts as no change of them."""
     (model, parallel), (reset, resets) = pair, RESETS[name]
-    optimizer = torch.optim.SGD(parallel.parameters(), lr=0.1)
+    optimizer = torch.optim.SGD(parallel.parameters(), lr=0.1, **options)
     for _ in range(3):
         for _ in range(batches):
             parallel(X).sum().backward()
@@ -240,6 +241,17 @@ def test_gradients_that_are_not_reset_after_a_step_are_told(pair: tuple[Any, Any
         reset(model, parallel, optimizer)
     told = [line for line in warned if line.startswith("gradients are added to those that SGD has stepped with")]
     assert len(told) == (0 if resets else 1), warned
+
+
+@pytest.mark.parametrize("name", ["none", "optimizer", "zeros"])
+def test_gradients_in_host_memory_that_are_not_reset_are_told(mesh_of_one: Any, warned: list[str], name: str) -> None:
+    parallel = autoparallel.compile(Net(), mesh_of_one, example_inputs=(X,), offload="host")
+    (reset, resets), optimizer = RESETS[name], parallel.optimizer(torch.optim.SGD, lr=0.1)
+    for _ in range(3):
+        parallel(X).sum().backward()
+        optimizer.step()
+        reset(None, parallel, optimizer)
+    assert sum("has stepped with already" in line for line in warned) == (0 if resets else 1), warned
 
 
 def test_modes_and_requires_grad_of_the_original_are_shared(pair: tuple[Any, Any]) -> None:

@@ -47,7 +47,7 @@ class MeanOfSquares(nn.Module):
     ({"up.weigth": Shard(0)}, ("'up.weigth' names no parameter, input or module", "did you mean", "'up.weight'")),
     ({"up.weight": Shard(0)}, ("gives 1 placements", "2 axes ['axis0', 'axis1']", "one per axis, or a dict")),
     ({"up.weight": [Shard(0)] * 3}, ("gives 3 placements", "2 axes")),
-    ({"up.weight": {"tp": Shard(0)}}, ("names mesh axes ['tp']", "the mesh has ['axis0', 'axis1']")),
+    ({"up.weight": {"tp": Shard(0)}}, ("names mesh axes ['tp']", "the mesh has 2 axes ['axis0', 'axis1']")),
     ({"up.bias": (Shard(1), Replicate())}, ("up.bias is float32[64]", "no dim 1")),
     ({"up.weight": (Partial(), Replicate())}, ("up.weight (float32[64, 32]) cannot be (Partial(), Replicate())",
                                                    "on one axis it can be Replicate(), Shard(0), Shard(1) (a dim")),
@@ -57,6 +57,16 @@ class MeanOfSquares(nn.Module):
 ])
 def test_pins_that_cannot_hold(pins: dict[str, Any], parts: tuple[str, ...]) -> None:
     says(PinError, *parts, of=lambda: planned(pins=pins))
+
+
+@pytest.mark.parametrize(("mesh_shape", "part"), [
+    ((2, 4), "beside the first, which is the pipeline's, the mesh has 1 axes ['axis0']: write one per axis"),
+    ((2,), "the pipeline has all ranks of the mesh, so that no stage is cut: leave the pin out"),
+])
+def test_a_pin_of_the_pipelines_axis(mesh_shape: tuple[int, ...], part: str) -> None:
+    for pin in ((Shard(0), Replicate()), {"stages": Shard(0)}):
+        says(PinError, "up.weight", part, of=lambda pin=pin: planned(
+            mesh_shape=mesh_shape, pins={"up.weight": pin}, pipeline_stages=2, micro_batches=4))
 
 
 def test_pins_that_contradict_each_other() -> None:
@@ -124,6 +134,7 @@ def test_plans_of_others(ranks: Any) -> None:
         for said in (model, other_batch):
             assert "PlanError: the plan belongs to another program" in said
             assert "the same model, mode, shapes and dtypes are required" in said
+            assert "give compile the example inputs that it was planned for" in said
         assert "PlanError: 'linear' has no strategy 'wat'; it has ['repeat'" in name
         assert "PlanError" in count and "linear" in count
 

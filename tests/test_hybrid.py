@@ -255,8 +255,24 @@ def test_micro_batches_that_do_not_divide_name_those_that_do() -> None:
 
 
 def test_batch_norm_cannot_be_split() -> None:
-    with pytest.raises(InfeasibleError, match=r"batch norm in training mode .*Use micro_batches=1"):
+    with pytest.raises(InfeasibleError, match=r"batch norm in training mode .*Use micro_batches=1") as error:
         split_batch(graph_of("resnet"), 2)
+    assert "linear" not in str(error.value), error.value
+
+
+def test_the_line_that_computes_across_samples_is_named() -> None:
+    class Centred(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.up, self.down = torch.nn.Linear(8, 8), torch.nn.Linear(8, 8)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            y = self.up(x).tanh()
+            y = y - y.mean(0)
+            return self.down(y).square().mean()
+
+    with pytest.raises(InfeasibleError, match=r"across its samples: sub .*y = y - y\.mean\(0\)\. Use"):
+        split_batch(capture(Centred(), (torch.zeros(4, 8),)), 2)
 
 
 def test_more_stages_than_ops() -> None:

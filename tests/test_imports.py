@@ -3,13 +3,24 @@
 from __future__ import annotations
 
 import ast
+import importlib
 import re
 from collections.abc import Iterator
+from unittest.mock import patch
 
 import pytest
 
+import autoparallel
 from autoparallel.schedule.schedules import SCHEDULES
 from tests.support.sources import LEVEL, ROOT, all_imports_of, imports_of, room_of, short
+
+
+@pytest.mark.parametrize("name", ["errors", "optim"])
+def test_modules_are_read_through_the_package(name: str) -> None:
+    """After ``import autoparallel`` alone, as torch.optim is after ``import torch``."""
+    with patch.dict(vars(autoparallel)):
+        vars(autoparallel).pop(name, None)
+        assert getattr(autoparallel, name) is importlib.import_module(f"autoparallel.{name}")
 
 
 def test_every_room_has_a_level() -> None:

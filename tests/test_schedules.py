@@ -16,6 +16,7 @@ from autoparallel.cli import app
 from autoparallel.errors import LaunchError, PlanError
 from autoparallel.kernels import groups
 from autoparallel.planning import by_hand
+from autoparallel.planning.options import Options
 from autoparallel.plans.reports.timeline import timeline_of
 from autoparallel.runtime.pipeline import Pipeline
 from autoparallel.schedule.in_flight import in_flight
@@ -121,6 +122,16 @@ def test_an_entry_of_the_table_is_planned_reported_and_exported(looped: Schedule
     titan, megatron = (autoparallel.export_plan(plan, name) for name in ("torchtitan", "megatron"))
     assert any("LoopedBFS" in text for text in titan.files.values())
     assert any(one.instead == "interleaved 1F1B" for one in megatron.lost)
+
+
+@pytest.mark.parametrize(("options", "ranks", "name"), [
+    (Options(pipeline_stages=4, micro_batches=4), 2, "interleaved"),
+    (Options(pipeline_stages=2, micro_batches=2), 2, "1f1b"),
+    (Options(stage_replicas=(1, 3), micro_batches=3), 4, "1f1b"),
+])
+def test_the_schedule_that_is_taken_where_none_is_asked_for(options: Options, ranks: int, name: str) -> None:
+    """That of several stages on each rank is one that runs them."""
+    assert options.hybrid(ranks).schedule == name
 
 
 def test_pipelines_of_gpus_over_gloo_are_refused(mesh_of_one: DeviceMesh) -> None:

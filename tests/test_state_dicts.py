@@ -274,3 +274,35 @@ def test_parameters_with_weak_references_get_no_values(ranks: Any) -> None:
     for at_init, at_load, still, loaded in ranks(4).run(referred_to):
         assert "InputError: second.bias is on the meta device" in at_init and "weak reference" in at_load
         assert still and loaded
+
+
+class Probed(nn.Module):
+    """A probe whose result is returned beside the loss, which does not depend on it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers, self.probe = nn.ModuleList(nn.Linear(8, 8) for _ in range(4)), nn.Linear(8, 2)
+
+    def forward(self, x: Tensor) -> dict[str, Tensor]:
+        y = x
+        for layer in self.layers:
+            y = layer(y).tanh()
+        return {"loss": (y - x).square().mean(), "probe": self.probe(y)}
+
+
+def of_two_stages() -> tuple[list[str], torch.dtype]:
+    parallel = autoparallel.compile(Probed().double(), mesh_of(2), example_inputs=(X.double(),),
+                                    pipeline_stages=2, micro_batches=4)
+    parallel.step(X.double())
+    for p in parallel.parameters():
+        if dist.get_rank():
+            p.grad = None
+    return list(parallel.state_dict()), parallel.clip_grad_norm_(1.0).dtype
+
+
+def test_a_parameter_that_no_stage_reads_is_kept(ranks: Any) -> None:
+    """On every rank; and a rank without gradients gets the norm in the others' dtype."""
+    found = ranks(2).run(of_two_stages)
+    assert {name for names, _ in found for name in names} == set(Probed().state_dict())
+    assert all({"probe.weight", "probe.bias"} <= set(names) for names, _ in found)
+    assert [dtype for _, dtype in found] == [torch.float64] * 2

@@ -231,3 +231,20 @@ def tied() -> bool:
 @pytest.mark.ranks
 def test_a_tied_weight(ranks: Any) -> None:
     assert all(ranks(2).run(tied))
+
+
+def a_frozen_layer() -> bool:
+    x, model = torch.randn(8, 16), nn.Sequential(nn.Linear(16, 16), nn.Tanh(), nn.Linear(16, 1))
+    model[0].requires_grad_(False)
+    parallel = autoparallel.compile(model, mesh_of(2), example_inputs=(x,), offload="host", step_in_backward=True)
+    optimizer = parallel.optimizer(torch.optim.SGD, lr=0.1)
+    before = [local(p).clone() for p in parallel.parameters()]
+    parallel(x).sum().backward()
+    optimizer.step()
+    kept = [torch.equal(old, local(p)) for old, p in zip(before, parallel.parameters(), strict=True)]
+    return kept == [True, True, False, False]
+
+
+@pytest.mark.ranks
+def test_parameters_that_are_frozen_are_not_stepped(ranks: Any) -> None:
+    assert all(ranks(2).run(a_frozen_layer))

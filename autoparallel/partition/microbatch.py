@@ -33,7 +33,7 @@ from autoparallel.layout import Layout, Placement, RedistributionTable, local_sh
 from autoparallel.ops.arguments import SIZE_ARGUMENT
 from autoparallel.pricing import ExecutionCounts, Prices, SpacePricer
 from autoparallel.search import solve
-from autoparallel.strategies.space import Strategy, StrategySpace, TensorUse
+from autoparallel.strategies.space import Decision, Strategy, StrategySpace, TensorUse
 from cost_models import Cluster
 
 aten = torch.ops.aten
@@ -203,6 +203,8 @@ class _BatchAxis:
                 f"all of its samples: {', '.join(norms[:3])}{' and others' if len(norms) > 3 else ''}. Use "
                 "micro_batches=1, group norm, or these modules in eval mode")
         if found:
+            across = self._first_across()
+            found = found if across is None else [across]
             raise InfeasibleError(
                 "the batch cannot be split into micro-batches, because the model computes across its samples: "
                 + "; ".join(found[:3]) + (f" and {len(found) - 3} more" if len(found) > 3 else "")
@@ -210,8 +212,30 @@ class _BatchAxis:
                    "maximum of one)" if of_loss else
                    ". Use micro_batches=1, or a model that treats samples apart (batch norm in eval mode does)"))
 
+    def _first_across(self) -> str | None:
+        """The first op that cannot have its micro-batch's part of the values that need a gradient and depend on the
+        batch; None if each can for itself. (The search breaks the rules where that is cheapest, which is seldom
+        there.)"""
+        possible: list[set[Strategy]] = []
+        for decision, s in zip(self.space.decisions, self.space.strategy_sets, strict=True):
+            wrong, parts = self.decision_penalties(decision.index), decision.index in self.varying
+            parted = [k for k, meta in enumerate(s.output_metas) if parts and meta.requires_grad]
+            left = [x for x, penalty in zip(s.strategies, wrong, strict=True) if not penalty
+                    and all(s.output_layout(x, k)[0].kind in ("S", "P") for k in parted)]
+            for use in self.space.uses_by.get(decision.index, ()):
+                t = self.space.strategy_sets[use.source]
+                made = {t.output_layout(x, use.output)[0] for x in possible[use.source]}
+                left = [x for x in left if any(self.penalty(use, p, s.input_layout(x, use.position)[0]) < IMPOSSIBLE
+                                               for p in made)]
+            if not left:
+                return self._described(decision) if decision.kind == "op" else None
+            possible.append(set(left))
+        return None
+
     def _describe(self, use: TensorUse) -> str:
-        decision = self.space.decisions[use.source]
+        return self._described(self.space.decisions[use.source])
+
+    def _described(self, decision: Decision) -> str:
         node = self.space.graph.nodes[decision.node if decision.ref is None else decision.ref.node]
         return f"{node}{', ' + node.source if node.source else ''}"
 

@@ -93,7 +93,7 @@ def plan_in(space: StrategySpace, micro: MicroBatches, cluster: Cluster, options
     laps = laps or _Laps()
     prices = Prices(space, cluster, options.optimizer, direct=bool(options.baseline),
                     stages=hybrid.pipeline_ranks, same_limit=options.memory_limit_bytes is not None)
-    allowed = apply_pins(space, options.pins or {})
+    allowed = apply_pins(space, options.pins or {}, hybrid.pipeline_ranks > 1)
     tables = {*HostLookups(space, hybrid.on_host).tables, *SparseTables(space).density}  # are stored as read
     check_read_as_stored(space, tables, allowed)
     if options.zero_stage:

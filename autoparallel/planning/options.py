@@ -153,7 +153,8 @@ class Options:
         combinations."""
         micro_batches = 1 if self.micro_batches is None else self.micro_batches
         zero_stage = (2 if micro_batches == 1 else 1) if self.zero_stage is None else self.zero_stage
-        return Hybrid(micro_batches, self.stages, pipeline_ranks, self.schedule or usual(), zero_stage=zero_stage,
+        return Hybrid(micro_batches, self.stages, pipeline_ranks, self.schedule or usual(self.stages // pipeline_ranks),
+                      zero_stage=zero_stage,
                       recompute="none" if self.recompute in (None, "auto") else self.recompute,
                       replicas=self.replicas, copies=self.copies or 1, pieces=self.pieces or 1, **self.given)
 

@@ -9,6 +9,7 @@
 from __future__ import annotations
 
 import difflib
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from fnmatch import fnmatchcase
 from typing import Any
@@ -23,15 +24,16 @@ from autoparallel.strategies.space import Decision, StrategySpace
 Pin = Sequence[Any] | Mapping[str, Any] | Any
 
 
-def apply_pins(space: StrategySpace, pins: Mapping[str, Pin]) -> dict[int, np.ndarray]:
+def apply_pins(space: StrategySpace, pins: Mapping[str, Pin], in_stages: bool = False) -> dict[int, np.ndarray]:
     """The strategy numbers that the pins allow, by decision (decisions without a pin are left out).
 
-    Raises PinError if a pattern matches nothing, or if no strategy has the placements; the message names possible ones.
+    Raises PinError if a pattern matches nothing, or if no strategy has the placements; the message names possible ones,
+    and says, of a program ``in_stages``, which axis is the pipeline's.
     """
     allowed: dict[int, np.ndarray] = {}
     for pattern, pin in _placements(pins):
         decisions = _matches(space, pattern)
-        wanted = _per_axis(space, pattern, pin)
+        wanted = _per_axis(space, pattern, pin, in_stages)
         for decision in decisions:
             before = allowed.get(decision.index, np.arange(len(space.strategy_sets[decision.index].strategies)))
             left = before[_holds(space, decision.index, wanted)[before]]
@@ -60,22 +62,30 @@ def _placements(pins: Mapping[str, Pin]) -> Iterator[tuple[str, Pin]]:
             yield pattern, pin
 
 
-def _per_axis(space: StrategySpace, pattern: str, pin: Pin) -> list[Placement | None]:
+def _per_axis(space: StrategySpace, pattern: str, pin: Pin, in_stages: bool = False) -> list[Placement | None]:
     names = space.axis_names
     if isinstance(pin, Mapping):
         unknown = [axis for axis in pin if axis not in names]
         if unknown:
-            raise PinError(f"pin {pattern!r} names mesh axes {unknown}; the mesh has {list(names)}")
+            raise PinError(f"pin {pattern!r} names mesh axes {unknown}; {_axes(space, in_stages)}")
         given = [pin.get(axis) for axis in names]
     else:
         given = list(pin) if isinstance(pin, (tuple, list)) else [pin]
         if len(given) != len(names):
-            raise PinError(f"pin {pattern!r} gives {len(given)} placements; the mesh has {len(names)} axes "
-                           f"{list(names)}: write one per axis, or a dict by axis name")
+            raise PinError(f"pin {pattern!r} gives {len(given)} placements; {_axes(space, in_stages)}")
     try:
         return [None if p is None else from_torch((p,))[0] for p in given]
     except (ValueError, AttributeError) as error:
         raise PinError(f"pin {pattern!r}: {error}") from None
+
+
+def _axes(space: StrategySpace, in_stages: bool) -> str:
+    """The axes that a pin may name, and how, in words."""
+    if in_stages and math.prod(space.mesh_shape) == 1:
+        return "the pipeline has all ranks of the mesh, so that no stage is cut: leave the pin out"
+    names, beside = list(space.axis_names), "beside the first, which is the pipeline's, " if in_stages else ""
+    return (f"{beside}the mesh has "
+            f"{len(names)} axes {names}: write one per axis, or a dict by axis name")
 
 
 def _matches(space: StrategySpace, pattern: str) -> list[Decision]:

@@ -224,7 +224,8 @@ class Plan:
         if self.fingerprint != space.graph.fingerprint:
             raise PlanError(f"the plan belongs to another program (fingerprint {self.fingerprint}, this model with "
                             f"these inputs has {space.graph.fingerprint}): the same model, mode, shapes and dtypes are "
-                            "required")
+                            "required. The first program must be the plan's: give compile the example inputs that it "
+                            "was planned for (of inference: autoparallel.inference_call); other calls may follow")
         if unknown := [name for name in self.strategies if name not in space.decision_named]:
             raise PlanError(f"the plan has a strategy for {nearest(unknown[0], space.decision_named)}, which the "
                             "program has not")

@@ -43,10 +43,13 @@ def clip_gradients(parameters: Iterable[tuple[str, nn.Parameter]], shared: Mappi
     infinite = norm_type == float("inf")
     norms = _norms(counted, norm_type, device)
     total = (norms.amax() if norms.numel() else norms.sum()) if infinite else (norms**norm_type).sum()
-    _reduce(total, dist.ReduceOp.MAX if infinite else dist.ReduceOp.SUM, position.whole)
-    total = total if infinite else total ** (1 / norm_type)
+    is_double = any(g.dtype == torch.float64 for _, g in gradients)
+    both = torch.stack([total, torch.full_like(total, is_double)])
+    _reduce(both, dist.ReduceOp.MAX if infinite else dist.ReduceOp.SUM, position.whole)
+    total = both[0] if infinite else both[0] ** (1 / norm_type)
     _scale([_local(g) for _, g in gradients], torch.clamp(max_norm / (total + 1e-6), max=1.0))
-    return total if any(g.dtype == torch.float64 for _, g in gradients) else total.float()
+    is_double = is_double or (not gradients and bool(both[1]))      # a pipeline's rank may have no gradient itself
+    return total if is_double else total.float()
 
 
 def _gradient(parameter: nn.Parameter) -> Tensor:

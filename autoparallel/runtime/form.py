@@ -137,8 +137,10 @@ class Compiled:
 
     @property
     def elsewhere(self) -> set[str]:
-        """Names of parameters that only other stages read."""
-        read = {decision.path for decision in self.space.decisions if decision.kind == "parameter"}
+        """Names of parameters that only other stages read. What none reads (only outputs beside the loss do) is on
+        every rank, as a parameter that the model does not use."""
+        read = {decision.path for part in self.stages.parts for decision in self.space.decisions
+                if decision.kind == "parameter" and decision.index in part.decisions}
         return read - set(self.parameter_layouts) if len(self.stages) > 1 else set()
 
     @cached_property

@@ -123,17 +123,28 @@ def _look_at_reset(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> 
     watched = next((p for p in parameters if is_watched(p) and p.grad is not None), None)
     if watched is None or watched.grad is None:
         return
-    gradient, version = ref(watched.grad), watched.grad._version
+    gradient, version, kept = ref(watched.grad), watched.grad._version, False
+
+    def comes(_: Tensor) -> None:    # before a gradient is added; torch counts no version of zeros of several tensors
+        nonlocal kept
+        before.remove()
+        old = gradient()
+        kept = old is not None and old._version == version and _is_any(old)
 
     def added(parameter: Tensor) -> None:
-        handle.remove()
-        now = parameter.grad
-        if now is not None and now is gradient() and now._version == version + 1 and dist.get_rank() == 0:
+        after.remove()
+        if kept and parameter.grad is not None and parameter.grad is gradient() and dist.get_rank() == 0:
             _LOG.warning("gradients are added to those that %s has stepped with already\n  Reset them after each step: "
                          "optimizer.zero_grad(), or parallel.zero_grad(). (That of the model that was compiled does "
                          "not: the parallel module has parameters of its own.)", type(optimizer).__name__)
 
-    handle = watched.register_post_accumulate_grad_hook(added)
+    before, after = watched.register_hook(comes), watched.register_post_accumulate_grad_hook(added)
+
+
+def _is_any(gradient: Tensor) -> bool:
+    """Whether this rank's shard of a gradient is not zero."""
+    local = gradient._local_tensor if isinstance(gradient, DTensor) else gradient
+    return bool((local._values() if local.is_sparse else local.detach()).any())
 
 
 def _check_tier(optimizer: torch.optim.Optimizer, parameters: Iterable[Any]) -> None:

@@ -147,7 +147,8 @@ class OffloadedOptimizer(torch.optim.Optimizer):
         tiles = {number: part.tiles for number, part in enumerate(self._parts) if part.on_host}
         self._in_backward = BackwardSteps(self._parameters, self.param_groups, tiles, self._gradients, begin)
         for number in range(first, len(self._parameters)):
-            self._parameters[number].register_post_accumulate_grad_hook(partial(_arrived, own, number))
+            if self._parameters[number].requires_grad:    # else, if trained later, it is stepped by step()
+                self._parameters[number].register_post_accumulate_grad_hook(partial(_arrived, own, number))
 
     def _divided(self, parameters: Sequence[Tensor], tiers: Sequence[Offload], names: Sequence[str]) -> list[_Part]:
         """The shards of more parameters in parts: what stays on the device, what is on the host, and on disk."""
