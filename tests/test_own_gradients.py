@@ -16,6 +16,7 @@ from torch.distributed.tensor import DTensor
 
 import autoparallel
 from autoparallel.errors import InputError
+from tests.support.ranks import mesh_of
 
 
 class Sum(nn.Module):
@@ -107,3 +108,35 @@ def test_values_that_were_written_to_are_refused(mesh_of_one: DeviceMesh) -> Non
         parallel.get_parameter("a").mul_(3)
     with pytest.raises(InputError, match=r"a parameter \[4, 4\] was written to between forward and backward"):
         loss.backward()
+
+
+class TwoHeads(nn.Module):
+    """The loss reads one of two heads; the other's result is an output."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.body, self.one, self.other = nn.Linear(8, 8), nn.Linear(8, 8), nn.Linear(8, 8)
+
+    def forward(self, x: Tensor) -> dict[str, Tensor]:
+        y = self.body(x).tanh()
+        return {"loss": self.one(y).square().mean(), "beside": self.other(y)}
+
+
+def without_gradient(shape: tuple[int, ...], options: dict[str, Any]) -> dict[str, bool]:
+    """By parameter, whether it has a gradient after a step."""
+    parallel = autoparallel.compile(TwoHeads(), mesh_of(*shape), example_inputs=(torch.ones(8, 8),), **options)
+    parallel.step(torch.ones(8, 8))
+    return {name: p.grad is not None for name, p in parallel.named_parameters()}
+
+
+@pytest.mark.ranks
+@pytest.mark.parametrize(("shape", "options"), [
+    ((2, 2), {"zero_stage": 1}), ((2, 2), {"zero_stage": 3}), ((4,), {"baseline": "fsdp", "zero_stage": 2}),
+    ((2, 2), {"zero_stage": 1, "micro_batches": 2}), ((4,), {"baseline": "fsdp", "backend": "aot_eager"}),
+])
+def test_what_the_loss_does_not_need_has_no_gradient(ranks: Any, shape: tuple[int, ...], options: dict[str, Any]
+                                                     ) -> None:
+    """None, as in one process, and no zeros, by which weight decay would change it."""
+    expected = {f"{layer}.{what}": layer != "other" for layer in ("body", "one", "other") for what in ("weight", "bias")}
+    assert all(found == expected for found in ranks(4).run(without_gradient, shape, options))

@@ -234,14 +234,15 @@ class _Exchange(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, axis: Axis, received: Sequence[int], sent: Sequence[int]) -> torch.Tensor:
         ctx.reverse = axis, sent, received
+        ctx.set_materialize_grads(False)
         width = x[0].numel() if len(x) else x.new_empty(x.shape[1:]).numel()
         counts = [[n * width for n in numbers] for numbers in (received, sent)]
         made = _begin_all_to_all(x.reshape(-1), axis, *counts)()
         return made.view(sum(received), *x.shape[1:])
 
     @staticmethod
-    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        return exchanged_rows(gradient, *ctx.reverse), None, None, None
+    def backward(ctx: Any, gradient: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
+        return None if gradient is None else exchanged_rows(gradient, *ctx.reverse), None, None, None
 
 
 def exchanged_rows(x: torch.Tensor, axis: Axis, received: Sequence[int], sent: Sequence[int]) -> torch.Tensor:
@@ -390,12 +391,15 @@ class _Redistribute(torch.autograd.Function):
     def forward(ctx: Any, x: torch.Tensor, axis: Axis, source: Placement, target: Placement, source_sizes: Sizes,
                 target_sizes: Sizes, sum_dtype: torch.dtype | None) -> torch.Tensor:
         ctx.step, ctx.sum_dtype = (axis, source, target, source_sizes, target_sizes), sum_dtype
+        ctx.set_materialize_grads(False)  # of a parameter in a bucket with others that alone have a gradient: none
         action = ACTIONS[source.kind, target.kind][0]
         return x.view_as(x) if action == "none" else begin_action(
             action, x, axis, source, source_sizes, target, target_sizes)()
 
     @staticmethod
-    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+    def backward(ctx: Any, gradient: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
+        if gradient is None:
+            return (None,) * 7
         axis, source, target, source_sizes, target_sizes = ctx.step
         summed = gradient.to(ctx.sum_dtype or gradient.dtype)
         back = act(summed, axis, dual(target), dual(source), target_sizes, source_sizes)
