@@ -28,6 +28,7 @@ class Preparation:
                  context: Callable[[], AbstractContextManager[Any]] = nullcontext) -> None:
         self.options, self._context = dict(options or {}), context
         self._pending: dict[int, list[Callable[[], Any]]] = {}
+        self._untraced: dict[int, tuple[nn.Module, ParallelModule]] = {}
 
     def parallelise(self, model: nn.Module, call: Call | None = None) -> ParallelModule:
         """The parallel module of a model, traced if there is an example call (of global tensors). Its calls run within
@@ -50,6 +51,8 @@ class Preparation:
             made.__dict__.update(told)
             for name in told:
                 self.when_traced(made, partial(made.__dict__.pop, name))
+            self._untraced[id(made)] = model, made
+            self.when_traced(made, partial(self._untraced.pop, id(made)))
         return made
 
     def when_traced(self, model: ParallelModule, action: Callable[[], Any]) -> None:
@@ -58,6 +61,11 @@ class Preparation:
             action()
         else:
             self._pending.setdefault(id(model), []).append(action)
+
+    def moves(self, optimizer: torch.optim.Optimizer) -> None:
+        """Let an optimizer, if it has parameters of models that are not traced yet, step their parallel modules'."""
+        for model, made in self._untraced.values():
+            self.when_traced(made, partial(move_optimizer, optimizer, model, made))
 
     def _prepared(self, model: ParallelModule, call: Callable[..., Any]) -> Callable[..., Any]:
         @wraps(call)
