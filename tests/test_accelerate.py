@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from copy import deepcopy
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -239,6 +240,26 @@ def test_a_schedule_of_other_steps_is_refused() -> None:
     loaded.scheduler.step()
     with pytest.raises(AutoparallelError, match="LambdaLR was saved after 1 steps on 4 ranks"):
         moved([begun], 4, 2)
+
+
+def copied() -> tuple[float, float]:
+    """What a copy with weights of zero computes, and the prepared model."""
+    accelerator = accelerator_of({}, (2,))
+    model, x = accelerator.prepare(nn.Linear(4, 4, bias=False)), torch.ones(4, 4)
+    model(x)
+    copy = deepcopy(model)
+    with torch.no_grad():
+        for parameter in copy.parameters():
+            parameter.zero_()
+        found = float(copy(x).abs().sum()), float(model(x).abs().sum())
+    reset_accelerate()
+    return found
+
+
+def test_a_copy_computes_with_its_own_weights(ranks: Any) -> None:
+    """As averages of weights do: it called the forward of the model that was copied."""
+    for of_copy, of_model in ranks(2).run(copied, timeout_s=100):
+        assert of_copy == 0 < of_model
 
 
 def apart(first: str) -> list[float]:

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import AbstractContextManager, nullcontext
-from functools import partial, wraps
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from copy import deepcopy
+from functools import partial, update_wrapper
 from typing import Any
 
 import torch
@@ -45,7 +46,7 @@ class Preparation:
         if "outputs" not in options:
             made._state.outputs = WHOLE_WITHOUT_LOSS
         for name in ("forward", "step"):
-            made.__dict__[name] = self._prepared(made, getattr(made, name))
+            made.__dict__[name] = _Prepared(self, made, name)
         if call is None:  # summaries read parameters before the first call; modes are noted, and put back after it
             told = {"named_parameters": model.named_parameters, "named_modules": partial(_modules_to_be, made, model)}
             made.__dict__.update(told)
@@ -67,17 +68,32 @@ class Preparation:
         for model, made in self._untraced.values():
             self.when_traced(made, partial(move_optimizer, optimizer, model, made))
 
-    def _prepared(self, model: ParallelModule, call: Callable[..., Any]) -> Callable[..., Any]:
-        @wraps(call)
-        def prepared(*args: Any, **kwargs: Any) -> Any:
-            with self._context():
-                if id(model) in self._pending:
-                    model.trace(*model.taken(args, kwargs))
-                    for action in self._pending.pop(id(model)):
-                        action()
-                return call(*args, **kwargs)
+    @contextmanager
+    def traced(self, model: ParallelModule, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Iterator[None]:
+        """The context of a call, before which the model is traced and what waits for that is done."""
+        with self._context():
+            if id(model) in self._pending:
+                model.trace(*model.taken(args, kwargs))
+                for action in self._pending.pop(id(model)):
+                    action()
+            yield
 
-        return prepared
+
+class _Prepared:
+    """A method of a parallel module within the context of its `Preparation`; a copied module has one of its own."""
+
+    def __init__(self, preparation: Preparation, model: ParallelModule, name: str) -> None:
+        update_wrapper(self, getattr(type(model), name).__get__(model))
+        self._of = preparation, model, name
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        preparation, model, name = self._of
+        with preparation.traced(model, args, kwargs):
+            return getattr(type(model), name)(model, *args, **kwargs)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> _Prepared:
+        preparation, model, name = self._of
+        return _Prepared(preparation, deepcopy(model, memo), name)
 
 
 def _modules_to_be(made: ParallelModule, model: nn.Module, memo: set[nn.Module] | None = None, prefix: str = "",
