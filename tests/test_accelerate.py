@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from copy import deepcopy
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -123,24 +124,24 @@ def images(parallel: dict[str, Any], shape: tuple[int, ...], options: dict[str, 
     return losses
 
 
-def metrics(split: bool) -> list[tuple[list[float], list[int]]]:
+def metrics(split: bool, whole_size: bool) -> list[tuple[list[float], list[int]]]:
     """Of an epoch with an incomplete last batch: what a script gathers of losses, as run_clm_no_trainer does, and
-    samples."""
+    samples. ``whole_size``: losses are repeated by the batch size of the loader, that of all ranks."""
     options = {"dataloader_config": accelerate.DataLoaderConfiguration(split_batches=True)} if split else {}
     accelerator = accelerator_of({}, (4,), **options)
     ranks = dist.get_world_size() if dist.is_initialized() and not split else 1
     loader = accelerator.prepare(DataLoader(TensorDataset(torch.arange(22)), batch_size=8 // ranks))
-    each = 8 // (dist.get_world_size() if dist.is_initialized() else 1)
+    each = 8 // (dist.get_world_size() if dist.is_initialized() and not whole_size else 1)
     found = [accelerator.gather_for_metrics((rows.float().mean().repeat(each), rows)) for (rows,) in loader]
     reset_accelerate()
     return [(loss.tolist(), rows.tolist()) for loss, rows in found]
 
 
-@pytest.mark.parametrize("split", [False, True])
-def test_losses_are_gathered_as_often_as_there_are_samples(ranks: Any, split: bool) -> None:
-    expected = metrics(split)
+@pytest.mark.parametrize(("split", "whole_size"), [(False, False), (True, False), (True, True)])
+def test_losses_are_gathered_as_often_as_there_are_samples(ranks: Any, split: bool, whole_size: bool) -> None:
+    expected = metrics(split, whole_size)
     assert [len(losses) for losses, _ in expected] == [8, 8, 6]
-    assert ranks(4).run(metrics, split, timeout_s=100) == 4 * [expected]
+    assert ranks(4).run(metrics, split, whole_size, timeout_s=100) == 4 * [expected]
 
 
 def shuffled() -> Any:
@@ -239,6 +240,55 @@ def test_a_schedule_of_other_steps_is_refused() -> None:
     loaded.scheduler.step()
     with pytest.raises(AutoparallelError, match="LambdaLR was saved after 1 steps on 4 ranks"):
         moved([begun], 4, 2)
+
+
+def copied() -> tuple[float, float]:
+    """What a copy with weights of zero computes, and the prepared model."""
+    accelerator = accelerator_of({}, (2,))
+    model, x = accelerator.prepare(nn.Linear(4, 4, bias=False)), torch.ones(4, 4)
+    model(x)
+    copy = deepcopy(model)
+    with torch.no_grad():
+        for parameter in copy.parameters():
+            parameter.zero_()
+        found = float(copy(x).abs().sum()), float(model(x).abs().sum())
+    reset_accelerate()
+    return found
+
+
+def test_a_copy_computes_with_its_own_weights(ranks: Any) -> None:
+    """As averages of weights do: it called the forward of the model that was copied."""
+    for of_copy, of_model in ranks(2).run(copied, timeout_s=100):
+        assert of_copy == 0 < of_model
+
+
+def apart(first: str) -> list[float]:
+    """Losses where model and optimizer are prepared apart, one or the other first."""
+    accelerator = accelerator_of({}, (2,))
+    torch.manual_seed(0)
+    model = nn.Linear(4, 2)
+    x, y = torch.randn(8, 4), torch.randn(8, 2)
+    made: list[Any] = [accelerator.prepare(model) if first == "model" else model]
+    optimizer = accelerator.prepare(torch.optim.AdamW(made[-1].parameters(), lr=1e-2))
+    if first != "model":
+        made.append(accelerator.prepare(model))
+    losses = []
+    for _ in range(3):
+        loss = nn.functional.mse_loss(made[-1](x), y)
+        accelerator.backward(loss)
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(float(loss.detach()))
+    reset_accelerate()
+    return losses
+
+
+@pytest.mark.parametrize("first", ["model", "optimizer"])
+def test_model_and_optimizer_prepared_apart(ranks: Any, first: str) -> None:
+    """The optimizer was refused at its step, as one of the original's parameters."""
+    expected = apart(first)
+    for losses in ranks(2).run(apart, first, timeout_s=100):
+        assert losses == pytest.approx(expected, rel=1e-4)
 
 
 @pytest.mark.parametrize(("options", "tolerance"), [({}, 1e-5), ({"mixed_precision": "bf16"}, 2e-2)])

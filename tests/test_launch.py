@@ -259,3 +259,25 @@ def test_launches_that_cannot_be_are_refused(words: list[str], said: str) -> Non
 
     result = CliRunner().invoke(app, ["launch", *words])
     assert isinstance(result.exception, AutoparallelError) and said in str(result.exception)
+
+
+LEAVES = """
+import sys
+import torch
+import autoparallel
+world = autoparallel.init()
+if world.rank == 1:
+    sys.exit(0)
+autoparallel.compile(torch.nn.Linear(8, 8), world.mesh, example_inputs=(torch.zeros(8, 8),))
+"""
+
+
+@pytest.mark.ranks
+def test_a_rank_that_ends_before_it_compiles_is_told(tmp_path: Path) -> None:
+    """The others waited for the whole time limit of the process group to make a group with it."""
+    (tmp_path / "leaves.py").write_text(LEAVES)
+    done = subprocess.run([sys.executable, "-m", "autoparallel", "launch", "--ranks", "2", "--", sys.executable,
+                           "leaves.py"], cwd=tmp_path, env=clean_environment(), capture_output=True, text=True,
+                          timeout=100)
+    assert done.returncode == 1
+    assert "PeerError: rank 1 failed: its script has ended, and others wait" in done.stdout + done.stderr

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -12,10 +13,13 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
+from autoparallel.errors import InputError
 from tests.support.ranks import mesh_of
 from tests.support.tiers import slow
 
 lightning = pytest.importorskip("lightning")
+callbacks = pytest.importorskip("lightning.pytorch.callbacks")
+TrainerFn = pytest.importorskip("lightning.pytorch.trainer.states").TrainerFn
 
 VARIABLES = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "GROUP_RANK", "MASTER_ADDR", "MASTER_PORT",
              "TORCHELASTIC_RUN_ID")
@@ -172,6 +176,69 @@ def fit(kind: str, folder: Path, parallel: dict[str, Any], shape: tuple[int, ...
     finally:
         for name in VARIABLES:
             os.environ.pop(name, None)
+
+
+class Predictor(lightning.LightningModule):
+    def __init__(self) -> None:
+        super().__init__()
+        self.model = network()
+
+    def predict_step(self, batch: Any, batch_idx: int) -> Tensor:
+        return self.model(batch[0])
+
+
+class Writer(callbacks.BasePredictionWriter):
+    """Notes which samples predictions are of."""
+
+    def __init__(self) -> None:
+        super().__init__("batch")
+        self.indices: list[list[int]] = []
+
+    def write_on_batch_end(self, *args: Any) -> None:
+        self.indices.append(list(args[3]))
+
+
+def predictions() -> tuple[list[list[int]], list[Any]]:
+    """Of each batch: the samples' numbers, and what is predicted of them."""
+    strategy: Any = "auto"
+    ranks = 1
+    if dist.is_initialized():
+        from autoparallel.integrations import AutoparallelStrategy
+
+        ranks = as_torchrun()
+        strategy = AutoparallelStrategy(parallel={"baseline": "ddp"})
+    try:
+        writer = Writer()
+        trainer = lightning.Trainer(accelerator="cpu", devices=ranks, strategy=strategy, logger=False,
+                                    enable_progress_bar=False, callbacks=[writer])
+        found = trainer.predict(Predictor(), DataLoader(data(), batch_size=8 // ranks))
+        return writer.indices, [value.tolist() for value in found or ()]
+    finally:
+        for name in VARIABLES:
+            os.environ.pop(name, None)
+
+
+def test_predictions_are_of_all_samples(ranks: Any) -> None:
+    """Every batch was the first one: Lightning's sampler for predictions begins again at each `iter`."""
+    indices, expected = predictions()
+    assert indices[-1] == [40, 41, 42, 43]
+    for noted, found in ranks(2).run(predictions, timeout_s=100):
+        assert noted == indices
+        assert [len(part) for part in found] == [8, 8, 8, 8, 8, 4]
+        for part, other in zip(found, expected, strict=True):
+            assert torch.tensor(part).allclose(torch.tensor(other), atol=1e-5)
+
+
+@pytest.mark.parametrize("callback", [callbacks.StochasticWeightAveraging(1e-2), callbacks.EMAWeightAveraging()])
+def test_lightnings_averages_are_refused(callback: Any) -> None:
+    """They copy the module before it is compiled, and failed in the words of a copy of a shard."""
+    from autoparallel.integrations import AutoparallelStrategy
+
+    trainer = SimpleNamespace(callbacks=[callback], state=SimpleNamespace(fn=TrainerFn.FITTING))
+    strategy = AutoparallelStrategy(accelerator=SimpleNamespace())
+    strategy._lightning_module = strategy.model = nn.Linear(1, 1)
+    with pytest.raises(InputError, match=f"{type(callback).__name__} averages a copy"):
+        strategy.setup(trainer)
 
 
 @pytest.mark.parametrize("kind", [slow("gan"), "classifier"])

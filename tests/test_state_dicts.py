@@ -114,6 +114,40 @@ def test_shards_that_another_rank_saved_are_refused(ranks: Any, shape: tuple[int
             assert unchanged
 
 
+def optimizer_of_one_rank(begun: bool) -> list[str]:
+    """What a step tells of an optimizer's state that this rank has saved, and of rank 0's, before or after steps."""
+    def trained() -> tuple[Any, Any]:
+        parallel = compiled(shape=(2,))
+        optimizer = torch.optim.AdamW(parallel.parameters())
+        parallel(X).backward()
+        if begun:
+            optimizer.step()
+        return parallel, optimizer
+
+    _, optimizer = trained()
+    optimizer.step()
+    state, found = optimizer.state_dict(), []
+    for rank in (None, 0):
+        file = read_back(state, rank)
+        _, other = trained()
+
+        def go_on(other: Any = other, file: Any = file) -> None:
+            other.load_state_dict(file)
+            other.step()
+
+        found.append(message_of(go_on))
+    return found
+
+
+@pytest.mark.parametrize("begun", [False, True])
+def test_optimizer_states_that_another_rank_saved_are_refused(ranks: Any, begun: bool) -> None:
+    """They were loaded on all ranks, as the shards of each."""
+    (own, first), (other, told) = ranks(2).run(optimizer_of_one_rank, begun)
+    assert own == first == other == "no error"
+    assert told.startswith("InputError: exp_avg of a parameter of [16, 8] in AdamW is a DTensor"), told
+    assert ": one rank saved it, and all load it" in told and "full_tensor()" in told
+
+
 class Plain(nn.Sequential):
     def __init__(self, seed: int = 0) -> None:
         torch.manual_seed(seed)

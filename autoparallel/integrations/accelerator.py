@@ -82,17 +82,20 @@ class AutoparallelAccelerator(Accelerator):
 
     def prepare(self, *args: Any, device_placement: list[bool] | None = None) -> Any:
         """As accelerate's. With a loader whose batches fit the model's arguments, the model is traced now, else at its
-        first call; the optimizer's parameters become the parallel module's then. Raises InputError for two models."""
+        first call; the optimizer's parameters become the parallel module's then, also of one prepared before or after.
+        Raises InputError for two models."""
         models = [thing for thing in args if isinstance(thing, nn.Module) and not isinstance(thing, ParallelModule)]
         if len(models) > 1:
             raise InputError("several models are prepared together: which batch is whose? Prepare them one by one, "
                              "each with its optimizer")
         things = [self._with_global_batches(thing) if isinstance(thing, DataLoader) else thing for thing in args]
+        optimizers = [thing for thing in args if isinstance(thing, torch.optim.Optimizer)]
+        for optimizer in optimizers:
+            self.preparation.moves(optimizer)
         if models:
             loader = next((thing for thing in things if isinstance(thing, DataLoader)), None)
             made = self.preparation.parallelise(models[0], None if loader is None else example_call(models[0], loader))
-            optimizers = [thing for thing in args if isinstance(thing, torch.optim.Optimizer)]
-            for optimizer in optimizers:
+            for optimizer in (*optimizers, *(each.optimizer for each in self._optimizers)):
                 self.preparation.when_traced(made, partial(move_optimizer, optimizer, models[0], made))
             things = [made if thing is models[0] else thing for thing in things]
         return super().prepare(*things, device_placement=device_placement)
@@ -156,7 +159,9 @@ class AutoparallelAccelerator(Accelerator):
             return value
         most, rows = loader.total_batch_size, len(value)
         samples = state.remainder if ends and state.remainder > 0 else most
-        if rows in (samples, most) or rows != most // self.num_processes:  # (of the whole batch: all of it counts)
+        if rows == most:  # (loss.repeat of the whole batch's size, which an incomplete last batch has not)
+            return value[:samples]
+        if rows == samples or rows != most // self.num_processes:  # (of the whole batch: all of it counts)
             return value
         return torch.cat([value] * (most // rows))[:samples]
 

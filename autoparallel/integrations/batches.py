@@ -26,7 +26,7 @@ class JoinedBatches(BatchSampler):
         self.batch_size = None if size is None else size * count  # type: ignore[assignment]
 
     def __iter__(self) -> Iterator[list[int]]:
-        batches = iter(self.batch_sampler)
+        batches = (batch for batch in self.batch_sampler)  # (Lightning's sampler begins again at each iter())
         while together := list(islice(batches, self.count)):
             if len(together) == self.count or not self.drop_last:
                 yield [index for batch in together for index in batch]
@@ -40,8 +40,10 @@ class JoinedBatches(BatchSampler):
             self.batch_sampler.set_epoch(epoch)
 
 
-def joined_loader(loader: DataLoader[Any], count: int) -> DataLoader[Any]:
-    """A loader whose batches are ``count`` of the given one's. Raises InputError for one without batches."""
+def joined_loader(loader: DataLoader[Any], count: int, around: Callable[[Any], Any] = lambda joined: joined
+                  ) -> DataLoader[Any]:
+    """A loader whose batches are ``count`` of the given one's; ``around`` makes another batch sampler of the joined
+    one's. Raises InputError for one without batches."""
     if count == 1:
         return loader
     kept: dict[str, Any] = {name: getattr(loader, name) for name in (
@@ -57,7 +59,7 @@ def joined_loader(loader: DataLoader[Any], count: int) -> DataLoader[Any]:
         raise InputError("the loader has batch_size=None: the batches of all ranks cannot be joined; give batch_size "
                          "or a batch_sampler to the DataLoader")
     drop_last = bool(getattr(batches, "drop_last", loader.drop_last))
-    return DataLoader(loader.dataset, batch_sampler=JoinedBatches(batches, count, drop_last), **kept)
+    return DataLoader(loader.dataset, batch_sampler=around(JoinedBatches(batches, count, drop_last)), **kept)
 
 
 def first_batches(loader: DataLoader[Any], count: int) -> list[Any]:

@@ -14,6 +14,8 @@ from typing import Any
 import torch
 from lightning.fabric.strategies import DDPStrategy as FabricDDP
 from lightning.fabric.strategies.strategy import _BackwardSyncControl
+from lightning.pytorch.callbacks import StochasticWeightAveraging, WeightAveraging
+from lightning.pytorch.overrides.distributed import _IndexBatchSamplerWrapper
 from lightning.pytorch.strategies import DDPStrategy
 from lightning.pytorch.trainer.states import TrainerFn
 from torch import nn
@@ -116,11 +118,22 @@ class AutoparallelStrategy(DDPStrategy):
         self._preparation = Preparation(parallel)
 
     def process_dataloader(self, dataloader: Any) -> Any:
-        return joined_loader(_in_one_order(dataloader), self.world_size)
+        """The loader with the batches of all ranks; one for predictions notes their indices, as Lightning's does."""
+        noting = {"around": _IndexBatchSamplerWrapper} if isinstance(
+            getattr(dataloader, "batch_sampler", None), _IndexBatchSamplerWrapper) else {}
+        return joined_loader(_in_one_order(dataloader), self.world_size, **noting)
 
     def setup(self, trainer: Any) -> None:
-        """As DDP's: optimizers of the original's parameters, then the parallel modules in place of the submodules."""
+        """As DDP's: optimizers of the original's parameters, then the parallel modules in place of the submodules.
+        Raises InputError for Lightning's averages of weights."""
         assert self.accelerator is not None and self.model is not None
+        for callback in trainer.callbacks:
+            if trainer.state.fn == TrainerFn.FITTING and isinstance(
+                    callback, (StochasticWeightAveraging, WeightAveraging)):
+                raise InputError(f"{type(callback).__name__} averages a copy of the LightningModule from before its "
+                                 "submodules are compiled: leave it out\n  torch.optim.swa_utils.AveragedModel("
+                                 "self.model) averages a submodule: make it after the first step (in "
+                                 "on_train_batch_end), and call its update_parameters(self.model).")
         trainer._accelerator_connector.use_distributed_sampler = False  # every rank takes the batches of all
         self.accelerator.setup(trainer)
         self.model = self.precision_plugin.convert_module(self.model)

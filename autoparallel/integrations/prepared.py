@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import AbstractContextManager, nullcontext
-from functools import partial, wraps
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from copy import deepcopy
+from functools import partial, update_wrapper
 from typing import Any
 
 import torch
@@ -28,6 +29,7 @@ class Preparation:
                  context: Callable[[], AbstractContextManager[Any]] = nullcontext) -> None:
         self.options, self._context = dict(options or {}), context
         self._pending: dict[int, list[Callable[[], Any]]] = {}
+        self._untraced: dict[int, tuple[nn.Module, ParallelModule]] = {}
 
     def parallelise(self, model: nn.Module, call: Call | None = None) -> ParallelModule:
         """The parallel module of a model, traced if there is an example call (of global tensors). Its calls run within
@@ -44,12 +46,14 @@ class Preparation:
         if "outputs" not in options:
             made._state.outputs = WHOLE_WITHOUT_LOSS
         for name in ("forward", "step"):
-            made.__dict__[name] = self._prepared(made, getattr(made, name))
+            made.__dict__[name] = _Prepared(self, made, name)
         if call is None:  # summaries read parameters before the first call; modes are noted, and put back after it
             told = {"named_parameters": model.named_parameters, "named_modules": partial(_modules_to_be, made, model)}
             made.__dict__.update(told)
             for name in told:
                 self.when_traced(made, partial(made.__dict__.pop, name))
+            self._untraced[id(made)] = model, made
+            self.when_traced(made, partial(self._untraced.pop, id(made)))
         return made
 
     def when_traced(self, model: ParallelModule, action: Callable[[], Any]) -> None:
@@ -59,17 +63,37 @@ class Preparation:
         else:
             self._pending.setdefault(id(model), []).append(action)
 
-    def _prepared(self, model: ParallelModule, call: Callable[..., Any]) -> Callable[..., Any]:
-        @wraps(call)
-        def prepared(*args: Any, **kwargs: Any) -> Any:
-            with self._context():
-                if id(model) in self._pending:
-                    model.trace(*model.taken(args, kwargs))
-                    for action in self._pending.pop(id(model)):
-                        action()
-                return call(*args, **kwargs)
+    def moves(self, optimizer: torch.optim.Optimizer) -> None:
+        """Let an optimizer, if it has parameters of models that are not traced yet, step their parallel modules'."""
+        for model, made in self._untraced.values():
+            self.when_traced(made, partial(move_optimizer, optimizer, model, made))
 
-        return prepared
+    @contextmanager
+    def traced(self, model: ParallelModule, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Iterator[None]:
+        """The context of a call, before which the model is traced and what waits for that is done."""
+        with self._context():
+            if id(model) in self._pending:
+                model.trace(*model.taken(args, kwargs))
+                for action in self._pending.pop(id(model)):
+                    action()
+            yield
+
+
+class _Prepared:
+    """A method of a parallel module within the context of its `Preparation`; a copied module has one of its own."""
+
+    def __init__(self, preparation: Preparation, model: ParallelModule, name: str) -> None:
+        update_wrapper(self, getattr(type(model), name).__get__(model))
+        self._of = preparation, model, name
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        preparation, model, name = self._of
+        with preparation.traced(model, args, kwargs):
+            return getattr(type(model), name)(model, *args, **kwargs)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> _Prepared:
+        preparation, model, name = self._of
+        return _Prepared(preparation, deepcopy(model, memo), name)
 
 
 def _modules_to_be(made: ParallelModule, model: nn.Module, memo: set[nn.Module] | None = None, prefix: str = "",

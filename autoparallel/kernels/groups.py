@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from contextvars import ContextVar
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -59,6 +59,23 @@ def bind(mesh: DeviceMesh) -> dict[str, Axis]:
         name: Axis(name, mesh.size(i), coordinate[i], mesh.get_group(i).group_name)
         for i, name in enumerate(axis_names(mesh))
     }
+
+
+_LEFT = "autoparallel/left"
+
+
+def say_leaving() -> None:
+    """Tell ranks that would make a group with this one that its script has ended: nothing else ends their wait."""
+    if dist.is_initialized() and dist.group.WORLD is not None and dist.get_world_size() > 1:
+        with suppress(RuntimeError):  # the process that hosts the store may have ended, too
+            dist.group.WORLD.get_group_store().set(_LEFT, str(dist.get_rank()))
+
+
+def rank_that_left(store: dist.Store) -> int | None:
+    """A rank that has said so in this store (None: none has)."""
+    with suppress(RuntimeError):
+        return int(store.get(_LEFT)) if store.check([_LEFT]) else None
+    return None
 
 
 def destroy_groups() -> None:

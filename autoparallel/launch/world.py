@@ -20,7 +20,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from autoparallel.errors import LaunchError, MeshError, shown
-from autoparallel.kernels.groups import destroy_groups, ordered_mesh
+from autoparallel.kernels.groups import destroy_groups, ordered_mesh, say_leaving
 from autoparallel.launch.environment import Identity, identity_of, is_scheduler
 from autoparallel.plans import Plan
 
@@ -121,6 +121,7 @@ def _leave_at_exit() -> None:
 
     def leave() -> None:
         if getattr(sys, "last_value", None) is None:
+            say_leaving()
             destroy_groups()
 
     atexit.register(leave)

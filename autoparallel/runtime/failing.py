@@ -29,6 +29,7 @@ from autoparallel.runtime.peers import Peers
 
 _KEY = "autoparallel/failed"
 _LONGEST = 4_000  # characters of a message
+_PART_S = 3.0  # in which a rank that has done its part and ended lets the others finish
 _TAG = 2**30 + 1  # of a receive that nobody sends for
 _ANEW = ("call torch.distributed.destroy_process_group() and init_process_group(...) on all ranks and compile again, "
          "or restart them.")
@@ -54,7 +55,7 @@ class _World:
         with suppress(RuntimeError):  # torch's fake process groups have a store that does nothing
             self.old = self.store.get(_KEY) if self.store.check([_KEY]) else b""
             if dist.get_world_size() > 1:
-                self._news_store: dist.Store = self.store.clone()  # type: ignore[attr-defined]
+                self.others_store: dist.Store = self.store.clone()  # type: ignore[attr-defined]
                 self.peers = Peers(self.store, dist.get_rank(), dist.get_world_size(), self._news)
 
     def first(self, why: str, rank: int | None = None, store: dist.Store | None = None) -> tuple[int, str] | None:
@@ -97,7 +98,7 @@ class _World:
             return
         if gone is not None:
             self.failed_at(gone)
-        elif (said := self.first("", store=self._news_store)) is not None:
+        elif (said := self.first("", store=self.others_store)) is not None:
             self._heard += 1
             if self._heard > 4:
                 self.close(said)
@@ -107,7 +108,7 @@ class _World:
         if gone[0] == 0 and "store" in gone[1]:
             self.close(gone)
         else:
-            self.close(self.first(gone[1], gone[0], self._news_store) or gone)
+            self.close(self.first(gone[1], gone[0], self.others_store) or gone)
 
 
 _WORLDS: WeakKeyDictionary[dist.ProcessGroup, _World] = WeakKeyDictionary()
@@ -163,7 +164,7 @@ def naming_peers() -> Iterator[None]:
 
 def made_with_all(make: Callable[[], Any]) -> Any:
     """A process group that all ranks make: in a thread, since nothing ends the wait for a rank that goes meanwhile.
-    Raises PeerError then."""
+    Raises PeerError then, and where the script of another has ended before."""
     if _world().peers is None:
         return make()
     made, errors, done = list[Any](), list[BaseException](), threading.Event()
@@ -179,6 +180,10 @@ def made_with_all(make: Callable[[], Any]) -> Any:
     threading.Thread(target=work, daemon=True, name="autoparallel group").start()
     while not done.wait(0.2):
         check_groups()
+        rank = groups.rank_that_left(_world().others_store)  # (the thread waits with the store's own connection)
+        if rank is not None and not done.wait(_PART_S):
+            raise PeerError(f"rank {rank} failed: its script has ended, and others wait to make a process group with "
+                            f"it\n{_NO_MORE}", rank)
     if errors:
         raise errors[0]
     return made[0]

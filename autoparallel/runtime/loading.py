@@ -136,7 +136,7 @@ def _on_mesh(name: str, value: DTensor, position: MeshPosition) -> torch.Tensor:
     if _is_whole(value):
         return value.to_local()
     if value.device_mesh == position.mesh:
-        _check_place(name, value)
+        check_place(name, value)
         if (mine := value.to_local().shape) != (right := _local_shape(value)):
             raise InputError(f"{name} is a DTensor whose shard is {list(mine)}, and this rank's is {list(right)}"
                              f"{_OF_ONE}{_REMEDY}")
@@ -157,14 +157,14 @@ def _of_this_rank(name: str, value: DTensor) -> torch.Tensor:
     or its mesh has no process groups here."""
     if _is_whole(value):
         return value.to_local()
-    _check_place(name, value)
+    check_place(name, value)
     if not _is_connected(value.device_mesh):
         raise InputError(f"{name} is a DTensor that was saved on another mesh, {value.device_mesh}: its shards cannot "
                          f"be gathered here{_REMEDY}")
     return value
 
 
-def _check_place(name: str, value: DTensor) -> None:
+def check_place(name: str, value: DTensor) -> None:
     """Raises InputError if the DTensor's mesh coordinate, which a file keeps, is not this rank's."""
     mesh = value.device_mesh
     here = (mesh.mesh == dist.get_rank()).nonzero().tolist()

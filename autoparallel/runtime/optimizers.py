@@ -20,6 +20,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 
 from autoparallel.errors import InputError
 from autoparallel.runtime.dtensors import is_watched
+from autoparallel.runtime.loading import check_place
 from autoparallel.runtime.offload.optimizer import OffloadedOptimizer
 from autoparallel.runtime.originals import refuse_idle, refuse_originals
 from autoparallel.runtime.shard_steps import step_shards, steps_shards
@@ -92,11 +93,15 @@ def _check(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
 
 def _shard_states(optimizer: torch.optim.Optimizer) -> None:
     """Lay whole states, of an optimizer of the original (`load_state_dict`), and those of other layouts out as their
-    parameters. (Dense ones of other layouts would do; optimizers of sparse gradients read the shards of rows.)"""
+    parameters. (Dense ones of other layouts would do; optimizers of sparse gradients read the shards of rows.) Raises
+    InputError for shards that another rank has saved."""
     for parameter, state in optimizer.state.items():
         if isinstance(parameter, DTensor) and is_watched(parameter):
             for name, value in state.items():
                 if isinstance(value, Tensor) and value.dim() and value.shape == parameter.shape:
+                    if isinstance(value, DTensor):
+                        check_place(f"{name} of a parameter of {list(value.shape)} in {type(optimizer).__name__}",
+                                    value)
                     state[name] = _laid_out(value, parameter)
 
 

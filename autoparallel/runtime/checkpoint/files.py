@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 import torch
-from safetensors import safe_open
+from safetensors import SafetensorError, safe_open
 
 from autoparallel.errors import InputError, shown
 
@@ -134,8 +134,12 @@ class Reader:
     def __init__(self, path: Path) -> None:
         self._file_of: dict[str, Path] = {}
         for file in self._files_of(path):
-            with safe_open(file, framework="pt") as opened:
-                self._file_of.update(dict.fromkeys(opened.keys(), file))
+            try:
+                with safe_open(file, framework="pt") as opened:
+                    self._file_of.update(dict.fromkeys(opened.keys(), file))
+            except (SafetensorError, OSError) as error:
+                raise InputError(f"{file} cannot be read: {error}\n  It is not there, or not whole: copy or save it "
+                                 "again.") from error
 
     @staticmethod
     def _files_of(path: Path) -> list[Path]:

@@ -96,12 +96,18 @@ def of_adapter(model: Any, adapter: str) -> dict[str, str]:
     return {name: name_of[id(value)] for name, value in saved.items()}
 
 
+def of_active_adapter(model: Any) -> dict[str, str] | None:
+    """As `of_adapter`, of the adapter that is loaded: the first active one. None: weights, and no adapters, are."""
+    if not is_adapter(model) or not hasattr(model, "active_adapters"):
+        return None
+    active = model.active_adapters if not callable(model.active_adapters) else model.active_adapters()
+    return of_adapter(model, active[0])
+
+
 def from_files(model: Any, names: Sequence[str]) -> tuple[list[Conversion], list[str]]:
     """(conversions from the file's tensors to the model's, names in the file that the model has not)."""
     own = stand_ins(model)
-    if is_adapter(model) and hasattr(model, "active_adapters"):
-        active = model.active_adapters if not callable(model.active_adapters) else model.active_adapters()
-        known = of_adapter(model, active[0])
+    if (known := of_active_adapter(model)) is not None:
         return [Conversion((name,), (known[name],), _renamed(name, known[name])) for name in names if name in known], [
             name for name in names if name not in known]
     if not is_of_transformers(model):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import tempfile
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -136,6 +136,7 @@ def load(parallel: nn.Module, state: State, path: str | os.PathLike[str], strict
                              "init_weights() gives values to what is still on the meta device.")
         for conversion in conversions:
             _check_shapes(conversion, reader, here)
+        _check_tied(conversions, reader, here)
         return reader, conversions, missing, unexpected
 
     reader, conversions, missing, unexpected = made_equally("a checkpoint", check, lambda _: "")
@@ -152,9 +153,9 @@ def _held(parallel: nn.Module) -> dict[str, torch.Tensor]:
 
 
 def _missing(model: nn.Module, parallel: nn.Module, found: set[str]) -> list[str]:
-    """Names of the model's state dict that the file lacks, tied ones aside; of an adapter none."""
+    """Names of the model's state dict, or of its adapter's, that the file lacks, tied ones aside."""
     if names.is_adapter(model):
-        return []
+        return sorted(set((names.of_active_adapter(model) or {}).values()) - found)
     own = model.state_dict(keep_vars=True)
     has = {id(own[name]) for name in found if name in own}
     return names.may_be_missing(model, [name for name, value in own.items() if id(value) not in has])
@@ -172,6 +173,25 @@ def _check_shapes(conversion: names.Conversion, reader: Reader, here: Mapping[st
         raise InputError(f"{conversion.targets[0]} has shape {list(old.shape)}, and {list(entry.shape)} in the file")
     if old.is_meta:
         initialise.check_unwatched(conversion.targets[0], old)
+
+
+def _check_tied(conversions: Sequence[names.Conversion], reader: Reader, here: Mapping[str, torch.Tensor]) -> None:
+    """Raises InputError where a file has different values for weights that the model ties: one would be lost."""
+    first: dict[int, names.Conversion] = {}
+    for conversion in conversions:
+        held = here.get(conversion.targets[0])
+        if held is None or not _is_plain(conversion):
+            continue
+        other = first.setdefault(id(held), conversion)
+        if other is not conversion and not torch.equal(*(
+                _own(_shard(reader, one.sources[0], held)) for one in (other, conversion))):
+            raise InputError(f"{other.targets[0]} and {conversion.targets[0]} are one weight of this model, and have "
+                             "different values in the file: they were not tied there; set tie_word_embeddings=False "
+                             "(or what ties them), or remove one from the file")
+
+
+def _own(value: torch.Tensor) -> torch.Tensor:
+    return value.to_local() if isinstance(value, DTensor) else value
 
 
 def _load(parallel: nn.Module, conversion: names.Conversion, reader: Reader, here: Mapping[str, torch.Tensor],
