@@ -138,5 +138,5 @@ def without_gradient(shape: tuple[int, ...], options: dict[str, Any]) -> dict[st
 def test_what_the_loss_does_not_need_has_no_gradient(ranks: Any, shape: tuple[int, ...], options: dict[str, Any]
                                                      ) -> None:
     """None, as in one process, and no zeros, by which weight decay would change it."""
-    expected = {f"{layer}.{what}": layer != "other" for layer in ("body", "one", "other") for what in ("weight", "bias")}
+    expected = {f"{name}.{what}": name != "other" for name in ("body", "one", "other") for what in ("weight", "bias")}
     assert all(found == expected for found in ranks(4).run(without_gradient, shape, options))
