@@ -15,6 +15,7 @@ from torch.fx import Node as FxNode
 
 from autoparallel.backends import EAGER, INDUCTOR
 from autoparallel.backends.compiled import Lowering, compiled
+from autoparallel.backends.needed import note_reads, with_needed_gradients
 from autoparallel.backends.parts import parts_of
 from autoparallel.kernels import groups, rng
 from autoparallel.kernels.async_communication import issue_gradients
@@ -74,6 +75,12 @@ def in_blocks(program: GraphModule, hybrid: Hybrid) -> bool:
 def compiled_by(backend: str, program: GraphModule, hybrid: Hybrid, overlaps: bool) -> GraphModule:
     """The program, compiled by a backend, with ZeRO-3 gathers and recompute as ``hybrid`` says; ``overlaps``: parameter
     communication is overlapped with compute."""
+    made = _compiled_by(backend, program, hybrid, overlaps)
+    note_reads(program, made)
+    return made
+
+
+def _compiled_by(backend: str, program: GraphModule, hybrid: Hybrid, overlaps: bool) -> GraphModule:
     regathers = hybrid.zero_stage == 3
     how = Lowering(backend == INDUCTOR, regathers, hybrid.recompute, _recomputed(hybrid), hybrid.bucket_bytes)
     program = in_pieces(program, hybrid)
@@ -143,7 +150,8 @@ class StageModule(nn.Module):
         self.reduced_at_once = reduced_together(split.reads) if hybrid.reads_each else []
         stored = split.reads.graph.output_node().args[0]
         self.kept, self.gathers = Kept(), gathers_of_stored(split.micro_batch, len(stored))  # type: ignore[arg-type]
-        self.micro_batch = split.micro_batch
+        self.micro_batch: nn.Module = split.micro_batch if backend == EAGER else with_needed_gradients(
+            split.micro_batch)
         self.received = program.received
         outputs, _, _ = next(n for n in program.module.graph.nodes if n.op == "output").args[0]
         self.results = (outputs[loss],) if loss is not None else program.sent

@@ -15,6 +15,7 @@ import torch.distributed as dist
 from torch import nn
 
 from autoparallel.backends import EAGER
+from autoparallel.backends.needed import with_needed_gradients
 from autoparallel.errors import InputError
 from autoparallel.kernels.groups import Axis
 from autoparallel.kernels.regather import regathering
@@ -33,9 +34,9 @@ class Forward(nn.Module):
         self.regathers = hybrid.zero_stage == 3 and (backend == EAGER or in_blocks(program.module, hybrid))
         self.bucket_bytes = hybrid.bucket_bytes
         if backend == EAGER:
-            self.module = _kept_less(overlapped(program.module, hybrid, gathered_blocks(hybrid)), hybrid)
+            self.module: nn.Module = _kept_less(overlapped(program.module, hybrid, gathered_blocks(hybrid)), hybrid)
         else:
-            self.module = compiled_by(backend, program.module, hybrid, overlaps=True)
+            self.module = with_needed_gradients(compiled_by(backend, program.module, hybrid, overlaps=True))
 
     def forward(self, *local: torch.Tensor) -> Any:
         with regathering(self.bucket_bytes) if self.regathers else nullcontext():
