@@ -89,13 +89,14 @@ def compile(model: nn.Module, mesh: DeviceMesh | int, example: Call | None, inpu
     backends.check(runs_by, hybrid)
     if replays:
         backends.check_replays(hybrid, position)
-    away, on_host = hybrid.offload, hybrid.on_host    # of the first form, in which the others find parameters
+    # Of the first form, in which the others find parameters:
+    away, on_host, cuts = hybrid.offload, hybrid.on_host, hybrid.cuts
 
     def compile_call(
         model: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any], placed: Mapping[str, Layout], plain: bool,
         numbers: Sequence[int],
     ) -> Compiled:
-        nonlocal away, on_host
+        nonlocal away, on_host, cuts
         given = None if placed or plain else plan
         how = Hybrid(reduce_dtype=hybrid.reduce_dtype, bucket_bytes=hybrid.bucket_bytes) if plain else hybrid
         within = replace(options, offload=None, offload_fraction=None) if placed else options
@@ -106,9 +107,11 @@ def compile(model: nn.Module, mesh: DeviceMesh | int, example: Call | None, inpu
             micro = made_equally(
                 "a program", lambda: split_batch(capture_for_any(model, args, kwargs, numbers), how.micro_batches),
                 lambda made: f"{made.whole.fingerprint} {how}", lines=lambda made: made.whole.described())
+        if how.stages > 1 and placed and {*cuts} <= {node.name for node in micro.body.nodes}:
+            how = replace(how, cuts=cuts)
         made = _compile_call(micro, position, machine, within, how, given, placed, runs_by, replays)
         if not placed:
-            away, on_host = made.plan.hybrid.offload, made.plan.hybrid.on_host
+            away, on_host, cuts = made.plan.hybrid.offload, made.plan.hybrid.on_host, made.plan.hybrid.cuts
         return made
 
     parallel = ParallelModule(root, position, hybrid, compile_call, inputs, outputs, max_forms,

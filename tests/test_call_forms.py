@@ -11,6 +11,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 import autoparallel
 from autoparallel.errors import CaptureError, PlanError
+from tests.support.models import CASES
 from tests.support.ranks import mesh_of
 
 
@@ -65,3 +66,20 @@ def test_a_new_form_says_what_is_another_beside_its_arguments(mesh_of_one: Devic
     assert told(torch.ones(2, 4)) == "requires_grad of 1 parameters was set"
     assert told(torch.ones(3, 4)) == "input is float32[3, 4] and was float32[2, 4]"
     assert told(torch.ones(3, 4, requires_grad=True)) == "input is float32[3, 4] with gradients and was float32[3, 4]"
+
+
+def cuts_of_batches() -> list[tuple[str, ...]]:
+    """Where the stages of steps of several batches are cut."""
+    case, found = CASES["llama"], []
+    parallel = autoparallel.compile(case.build(), mesh_of(2), pipeline_stages=2, micro_batches=2, recompute="full")
+    for batch in (4, 12, 32):
+        args, kwargs = case.inputs(batch)
+        parallel.step(*args, **kwargs)
+        found.append(parallel.plan.hybrid.cuts)
+    return found
+
+
+@pytest.mark.ranks
+def test_stages_of_other_batches_are_cut_where_the_first_placed_parameters(ranks: Any) -> None:
+    for found in ranks(2).run(cuts_of_batches):
+        assert len(set(found)) == 1 and found[0]

@@ -199,6 +199,10 @@ class Calls:
         if path in graph.constant_tensors:
             return graph.constant_tensors[path].to(self._state.device)
         table, leaf = self._tables.get(path) or self._table(path)
+        if leaf not in table:
+            raise InputError(f"{path} is on other ranks of the pipeline, where the first call's stages read it, and "
+                             "this call's stages are cut elsewhere\n  Make the first call one of those that follow, in "
+                             "shapes and mode, or compile with a plan, autoparallel.compile(..., plan=...).")
         value: torch.Tensor = table[leaf]
         if value.is_meta:
             raise InputError(f"{path} is still on the meta device: call init_weights() or load_state_dict(...) first")
