@@ -123,7 +123,7 @@ def threads_seen(count: int | None) -> tuple[int, int, int, str]:
     handler.emit = lambda record: told.append(record.getMessage())  # type: ignore[method-assign]
     logging.getLogger("autoparallel").addHandler(handler)
     parallel = autoparallel.compile(Wide(), mesh_of(1), example_inputs=(x,), offload="host")
-    with patch("autoparallel.runtime.offload.optimizer.steps_shards", return_value=True), \
+    with patch("autoparallel.runtime.offload.states.steps_shards", return_value=True), \
             patch.dict(os.environ, {"OMP_NUM_THREADS": "1"}):
         optimizer: Any = parallel.optimizer(Watched, threads=count)
     parallel.step(x)
