@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch.distributed.tensor import Replicate
 from typer.testing import CliRunner
 
 import autoparallel
@@ -338,8 +339,9 @@ def test_what_is_lost_has_its_price() -> None:
 
 
 def test_axes_on_which_all_compute_the_same_are_data_parallel_instead() -> None:
+    whole = dict.fromkeys(("weight", "bias", "input"), (Replicate(),))
     plan = autoparallel.plan(torch.nn.Linear(8, 8), Cluster.load("h100-sxm", num_devices=4), mesh_shape=(4,),
-                             example_inputs=(torch.zeros(4, 8),))
+                             example_inputs=(torch.zeros(4, 8),), pins=whole, zero_stage=0)
     assert "S" not in str(plan.strategies["input"])
     made = autoparallel.export_plan(plan, "megatron")
     assert made.lost[0].what == "the same work on all ranks of axis0 (4 ranks)"

@@ -110,7 +110,7 @@ def test_the_first_screen_says_why_not() -> None:
 def told(plan: Plan, alternatives: tuple[Alternative, ...] = (), gone: tuple[LeftOut, ...] = (), **prediction: float
          ) -> str:
     """Why no other plan, of a plan with these others."""
-    return replace(plan, prediction=replace(plan.prediction, **prediction),
+    return replace(plan, prediction=replace(plan.prediction, **{"p50": 0.05, **prediction}),
                    record=replace(plan.record, alternatives=alternatives, left_out=gone)).summary().split("\n", 3)[3]
 
 

@@ -163,7 +163,7 @@ def test_the_summary_says_why_no_other_plan(plans: dict[str, Plan]) -> None:
     others = (another(1.2 * step_s, 1.0, "Data parallel 4", "dp=4"),
               another(0.9 * step_s, 4 * peak, "Tensor parallel 4", "tp=4"),
               another(1.5 * step_s, 1.0, "Of stages", family="pipeline parallel"))
-    told = replace(plan, prediction=replace(plan.prediction, limit_bytes=2 * peak),
+    told = replace(plan, prediction=replace(plan.prediction, limit_bytes=2 * peak, p50=0.05),
                    record=replace(record, alternatives=others)).summary().split("\n")[3]
     assert told.startswith("Why no other: the same kind by hand (dp=4), ")
     assert "20 % slower" in told
