@@ -100,6 +100,15 @@ def other_rate(parallel: Any, optimizer: Any) -> None:
     optimizer.step()
 
 
+def other_rate_after_loading(parallel: Any, optimizer: Any) -> None:
+    """`load_state_dict` makes other groups."""
+    optimizer.step()
+    optimizer.zero_grad()
+    optimizer.load_state_dict(optimizer.state_dict())
+    parallel(X).backward()
+    other_rate(parallel, optimizer)
+
+
 def clipped(parallel: Any, optimizer: Any) -> None:
     parallel.clip_grad_norm_(1.0)
 
@@ -130,6 +139,7 @@ def test_what_is_refused_between_backward_and_step(ranks: Any) -> None:
     pool = ranks(2)
     for act, wanted in ((changed, "a gradient was changed after backward had stepped with it"),
                         (other_rate, "options of the optimizer changed after backward had stepped with them"),
+                        (other_rate_after_loading, "options of the optimizer changed after backward had stepped"),
                         (clipped, "clip_grad_norm_ before optimizer.step()"),
                         (again, "the module was called before optimizer.step()"),
                         (saved, "state_dict() before optimizer.step()")):

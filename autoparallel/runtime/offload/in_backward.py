@@ -20,8 +20,6 @@ from autoparallel.runtime.offload.work import local_of
 
 #: A part of the optimizer's states, and a tile of it, by their numbers.
 _Place = tuple[int, int]
-_ONE = ("its plan steps during backward (step_in_backward=True), and each backward needs a step() of its own\n  Call "
-        "optimizer.step() after each backward; compile without step_in_backward to add gradients up.")
 
 
 @dataclass
@@ -40,15 +38,15 @@ class _Backward:
 
 
 class BackwardSteps:
-    """Steps the tiles of an optimizer's parts during backward. ``groups``: the optimizer's; ``moves``: what brings
-    gradients to the host (None: programs do, or they stay on the device); ``begin``: part number, stream of the
-    device -> what steps its tiles.
+    """Steps the tiles of an optimizer's parts during backward. ``groups``: returns the optimizer's, of which
+    `load_state_dict` makes others; ``moves``: what brings gradients to the host (None: programs do, or they stay on the
+    device); ``begin``: part number, stream of the device -> what steps its tiles.
 
     Between backward and ``step()`` some parameters have new values and others not. What would go unnoticed then is
     refused: another backward, other options, a gradient that was changed.
     """
 
-    def __init__(self, parameters: Sequence[Tensor], groups: Sequence[Mapping[str, Any]],
+    def __init__(self, parameters: Sequence[Tensor], groups: Callable[[], Sequence[Mapping[str, Any]]],
                  tiles: Mapping[int, Sequence[Tile]], moves: HostGradients | None,
                  begin: Callable[[int, Any], TileSteps[Any]]) -> None:
         self._parameters, self._groups, self._moves, self._begin = parameters, groups, moves, begin
@@ -70,12 +68,15 @@ class BackwardSteps:
         if parameter.grad is None or parameter.grad.is_sparse or number not in self._places:
             return
         if self._now is None:
-            self._now = _Backward(task, _options(self._groups), {
+            self._now = _Backward(task, _options(self._groups()), {
                 place: {region.parameter for region in tile.regions if self._parameters[region.parameter].requires_grad}
                 for place, tile in self._tiles.items()})
         now = self._now
         if now.task != task or number in now.arrived:
-            raise InputError(f"a gradient came before optimizer.step() had ended the last one: {_ONE}")
+            raise InputError("a gradient came before optimizer.step() had ended the last one: its plan steps during "
+                             "backward (step_in_backward=True), and each backward needs a step() of its own\n  Call "
+                             "optimizer.step() after each backward; compile without step_in_backward to add gradients "
+                             "up.")
         now.arrived.add(number)
         gradient, like = parameter.grad, getattr(parameter, "placements", None)
         if getattr(gradient, "placements", None) != like:
@@ -109,7 +110,7 @@ class BackwardSteps:
             one.result()
         for steps in now.steps.values():
             steps.end()
-        if now.options != _options(self._groups):
+        if now.options != _options(self._groups()):
             raise InputError("options of the optimizer changed after backward had stepped with them (step_in_backward="
                              "True)\n  Change learning rates and the like before backward: scheduler.step() after "
                              "optimizer.step().")

@@ -138,14 +138,19 @@ class OffloadedOptimizer(torch.optim.Optimizer):
         """Step tiles during backward from now on; parameters from the ``first`` on are not watched yet."""
         own = weakref.ref(self)
 
-        def begin(number: int, stream: Any) -> TileSteps[list[Work]]:
+        def alive() -> OffloadedOptimizer:
             optimizer = own()
             assert optimizer is not None
+            return optimizer
+
+        def begin(number: int, stream: Any) -> TileSteps[list[Work]]:
+            optimizer = alive()
             parameters = optimizer._parameters
             return optimizer._steps_of(number, stream, lambda n: gradient_of(parameters[n]), ahead=True)
 
         tiles = {number: part.tiles for number, part in enumerate(self._parts) if part.on_host}
-        self._in_backward = BackwardSteps(self._parameters, self.param_groups, tiles, self._gradients, begin)
+        self._in_backward = BackwardSteps(self._parameters, lambda: alive().param_groups, tiles, self._gradients,
+                                          begin)
         for number in range(first, len(self._parameters)):
             if self._parameters[number].requires_grad:    # else, if trained later, it is stepped by step()
                 self._parameters[number].register_post_accumulate_grad_hook(partial(_arrived, own, number))
