@@ -37,6 +37,11 @@ if TYPE_CHECKING:
     from autoparallel.runtime.module import ParallelModule
     from autoparallel.search import Progress
 
+#: Arguments of `plan` for inference, and those for a training step, which do not go with them.
+_OF_INFERENCE = ("phase", "objective", "context", "concurrent")
+_OF_TRAINING = (DECIDED_BY_A_PLAN - {"pins"}) | {"example_inputs", "example_kwargs", "joint", "by_hand",
+                                                 "compare_by_hand", "host_memory_limit_bytes", "disk_limit_bytes"}
+
 
 @with_options
 def plan(
@@ -104,16 +109,9 @@ def plan(
 
     Raises CaptureError, InputError, PinError, PlanError, MeshError, SearchError, InfeasibleError, ClusterError.
     """
-    if phase is not None or objective is not None or context is not None or concurrent is not None:
-        given = {"example_inputs": example_inputs, "example_kwargs": example_kwargs, "joint": joint, "by_hand": by_hand,
-                 "compare_by_hand": compare_by_hand,
-                 "baseline": baseline, "micro_batches": micro_batches, "pipeline_stages": pipeline_stages,
-                 "stage_replicas": stage_replicas, "schedule": schedule, "recompute": recompute,
-                 "zero_stage": zero_stage, "reduce_dtype": reduce_dtype, "bucket_bytes": bucket_bytes,
-                 "copies": copies, "pieces": pieces, "offload": offload, "offload_fraction": offload_fraction,
-                 "step_in_backward": step_in_backward,
-                 "disk_limit_bytes": disk_limit_bytes, "host_memory_limit_bytes": host_memory_limit_bytes}
-        if taken := sorted(name for name, value in given.items() if value is not None and value is not False):
+    asked = locals()
+    if any(asked[name] is not None for name in _OF_INFERENCE):
+        if taken := sorted(name for name in _OF_TRAINING if asked[name] is not None and asked[name] is not False):
             raise PlanError(f"{', '.join(taken)} belong to a training step: leave them out, or leave out phase, "
                             "objective, context and concurrent")
         make = partial(plan, model, cluster, mesh_shape=mesh_shape, axis_names=axis_names, search=search, pins=pins,
@@ -121,7 +119,7 @@ def plan(
                        time_limit_s=time_limit_s, recompute="none", progress=progress)
         return plan_inference(lambda call: make(example_kwargs=call), model,
                               "latency" if objective is None else objective, phase, context, concurrent)
-    chosen = options_of(locals())
+    chosen = options_of(asked)
     cluster = check_cluster(cluster)
     check_call(model, example_inputs, example_kwargs)
     check_groups(offload, model)
