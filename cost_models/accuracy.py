@@ -34,7 +34,7 @@ UNKNOWN = (0.25, 0.6)
 #: there, by the runs at hand), and on plans of kinds or sizes that none of its runs had (a guess).
 ELSEWHERE, UNSEEN = (1.0, 1.5), (1.5, 1.5)
 #: What a host half as fast adds to a step, as a share of it, from which error bars tell it: hosts differ by factors of
-#: two (GPT-2 on one sequence took those of three machines 23 to 41 ms; docs/measurements/gpu.md).
+#: two (a step of GPT-2 took those of four machines with an H200 23 to 41 ms; docs/measurements/gpu.md).
 MUCH_OF_HOST = 0.1
 
 

@@ -59,9 +59,8 @@ class Profile:
       host_experts            for a layer with experts, in those; host_expert: for each of a rank's experts beside
       host_graphed            what CUDA graphs over parts of a layer leave of host_experts
       host_call_s             for a collective
-      host_op_s               for a kernel of a graph whose ops run one by one, with what this project's programs do
-                              beside (measured on virtual machines of one H200, `docs/measurements/gpu.md`; hosts
-                              differ by factors of two)
+      host_op_s               for a kernel of a graph whose ops run one by one. Chosen, not fitted: the fastest of four
+                              virtual hosts of an H200 took 36 us a kernel (`docs/measurements/gpu.md`)
       tied                    sharpness with which the longer of the host's and the device's time counts on several
                               tensor ranks, which wait for one another's hosts (6 on one: the shorter is all but hidden)
       by_block                1 if sharded parameters are gathered, and their gradients scattered, block by block
