@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from copy import deepcopy
 from pathlib import Path
 from types import SimpleNamespace
@@ -102,6 +103,18 @@ def test_a_loop_of_accelerate(ranks: Any, tmp_path: Path, parallel: dict[str, An
     assert (tmp_path / "four/out/config.json").exists()
 
 
+def losses_of(accelerator: Any, optimizer: Any, losses: Iterator[Tensor]) -> list[float]:
+    """The losses of steps on each of these, of which each is made after the step before it."""
+    found = []
+    for loss in losses:
+        accelerator.backward(loss)
+        optimizer.step()
+        optimizer.zero_grad()
+        found.append(float(loss.detach()))
+    reset_accelerate()
+    return found
+
+
 def images(parallel: dict[str, Any], shape: tuple[int, ...], options: dict[str, Any]) -> list[float]:
     """As accelerate's cv_example: tuples of images and labels, the loss outside the model."""
     accelerator = accelerator_of(parallel, shape, **options)
@@ -113,15 +126,8 @@ def images(parallel: dict[str, Any], shape: tuple[int, ...], options: dict[str, 
     scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 4, 0.5)
     model, optimizer, loader, scheduler = accelerator.prepare(model, optimizer, DataLoader(
         data, batch_size=4 // ranks), scheduler)
-    losses = []
-    for image, label in loader:
-        loss = nn.functional.cross_entropy(model(image), label)
-        accelerator.backward(loss)
-        optimizer.step()
-        optimizer.zero_grad()
-        losses.append(float(loss.detach()))
-    reset_accelerate()
-    return losses
+    return losses_of(accelerator, optimizer, (nn.functional.cross_entropy(model(image), label)
+                                              for image, label in loader))
 
 
 def metrics(split: bool, whole_size: bool) -> list[tuple[list[float], list[int]]]:
@@ -272,15 +278,7 @@ def apart(first: str) -> list[float]:
     optimizer = accelerator.prepare(torch.optim.AdamW(made[-1].parameters(), lr=1e-2))
     if first != "model":
         made.append(accelerator.prepare(model))
-    losses = []
-    for _ in range(3):
-        loss = nn.functional.mse_loss(made[-1](x), y)
-        accelerator.backward(loss)
-        optimizer.step()
-        optimizer.zero_grad()
-        losses.append(float(loss.detach()))
-    reset_accelerate()
-    return losses
+    return losses_of(accelerator, optimizer, (nn.functional.mse_loss(made[-1](x), y) for _ in range(3)))
 
 
 @pytest.mark.parametrize("first", ["model", "optimizer"])

@@ -83,9 +83,9 @@ def _axes(space: StrategySpace, in_stages: bool) -> str:
     """The axes that a pin may name, and how, in words."""
     if in_stages and math.prod(space.mesh_shape) == 1:
         return "the pipeline has all ranks of the mesh, so that no stage is cut: leave the pin out"
-    names, beside = list(space.axis_names), "beside the first, which is the pipeline's, " if in_stages else ""
-    return (f"{beside}the mesh has "
-            f"{len(names)} axes {names}: write one per axis, or a dict by axis name")
+    names = list(space.axis_names)
+    which = "beside the first, which is the pipeline's, the mesh has" if in_stages else "the mesh has"
+    return f"{which} {len(names)} axes {names}: write one per axis, or a dict by axis name"
 
 
 def _matches(space: StrategySpace, pattern: str) -> list[Decision]:

@@ -15,14 +15,15 @@ from cost_models import memory, offload
 
 
 class BesideBackward(NamedTuple):
-    """Steps on the host while backward goes on, if both are divided evenly over all devices: the seconds of backward
-    beside a parameter's, in proportion to it, and the share of the last tile, whose gradients come at the end."""
+    """How much of the steps on the host backward hides, if both are divided evenly over all devices. ``seconds``: of
+    backward, by parameter, in proportion to the parameter's step; ``last``: the share of the last tile in all steps,
+    which nothing hides, since its gradients come at the end of backward."""
 
     seconds: Mapping[int, float]
     last: float
 
     def exposed_s(self, index: int, step_s: np.ndarray) -> np.ndarray:
-        """Of the ``step_s`` of a parameter those that backward does not hide."""
+        """The exposed seconds of a parameter's step of ``step_s`` seconds."""
         return np.maximum(step_s - self.seconds.get(index, 0.0), self.last * step_s)
 
 
@@ -58,9 +59,8 @@ class StatePrices:
 
     def device_s(self, index: int, prices: Prices) -> np.ndarray:
         """As `update_s`, of what is stepped on the devices."""
-        s, rows, whole_s = self.space.strategy_sets[index], self._rows(index), prices.parameter_s(
-            self.space.strategy_sets[index])
-        elements = self.prices.elements(s)
+        s, rows = self.space.strategy_sets[index], self._rows(index)
+        whole_s, elements = prices.parameter_s(s), self.prices.elements(s)
         if self._steps_there(index, whole_s):
             return rows * whole_s * (1 - self._moved(index) / np.maximum(elements, 1))
         by_row = self._by_row(index) * self.prices.cluster.host.shared_memory

@@ -22,7 +22,7 @@ from torch.fx.node import map_arg
 from torch.utils._python_dispatch import _disable_current_modes
 
 Tensor = torch.Tensor
-#: Elements of a tensor that is worth computing: 2,048 rows beside each other.
+#: The most elements of a tensor that is computed during a trace: a mask of 2,048 x 2,048.
 MOST_ELEMENTS = 1 << 22
 
 
@@ -71,7 +71,7 @@ def _of_nothing(node: Node) -> bool:
 
 
 class _Values:
-    """What the nodes of a graph compute, of those that are the same in every call."""
+    """The values of a graph's nodes that do not depend on the call."""
 
     def __init__(self, graph: Graph, root: torch.nn.Module) -> None:
         self._root = root

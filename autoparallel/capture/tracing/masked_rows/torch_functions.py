@@ -45,7 +45,7 @@ LOSSES = frozenset({"kl_div", "mse_loss", "l1_loss", "smooth_l1_loss", "huber_lo
                     "binary_cross_entropy_with_logits"})
 
 
-#: The largest or the smallest of some rows, and the number that does not matter beside them. (Of no rows: an error.)
+#: Maxima and minima over rows, and their neutral element. (Of no rows: an error.)
 EXTREMES = {"max": -math.inf, "amax": -math.inf, "min": math.inf, "amin": math.inf}
 #: Functions that make tensors of given sizes.
 MADE = frozenset({"ones", "zeros", "full", "new_ones", "new_zeros", "new_full"})
