@@ -17,7 +17,7 @@ from autoparallel.plans import Hybrid
 from autoparallel.pricing import ExecutionCounts, Prices, SpacePricer
 from autoparallel.pricing.unit_costs import OpPrice
 from autoparallel.schedule.in_flight import in_flight
-from autoparallel.strategies.space import StrategySpace
+from autoparallel.strategies.space import Decision, StrategySpace
 from cost_models import Cluster
 
 #: Halvings of the seconds of a pipeline's slowest rank.
@@ -87,6 +87,18 @@ class CandidateBounds:
         the devices of a stage, without communication, recompute and the host's launches."""
         micro_batches = candidate.hybrid.micro_batches
         return micro_batches * sum(self._least_compute(micro_batches * math.prod(candidate.mesh_shape)))
+
+    @cached_property
+    def launches_s(self) -> float:
+        """A lower bound of the seconds in which a host launches the ops in blocks of one micro-batch, forward and
+        backward: as many on shards as on whole tensors. The rest may be launched in the fixed time of a micro-batch."""
+        profile = self.cluster.profile
+        if profile is None:
+            return 0.0
+        prices, slower = self._whole_prices(1).of_host(), profile.kernel_backward_s / profile.kernel_s
+        each = [(self._count(decision), prices.op_of(decision.index)) for decision in self._whole.decisions
+                if decision.kind == "op" and self._whole.blocks[decision.index]]
+        return sum(count * float((price.forward_s + slower * price.backward_s).min()) for count, price in each)
 
     def again_s(self, candidate: Candidate) -> float:
         """As `work_s`, of the recompute of all blocks."""
@@ -226,8 +238,12 @@ class CandidateBounds:
     def _least_prices(self, shards: int) -> Mapping[int, tuple[int, OpPrice]]:
         """By decision of an op: how many it stands for, and what the device takes of it alone."""
         space, prices = self._whole, self._whole_prices(shards).of_device()
-        return {decision.index: (self.reduced_model.stands_for.get(decision.name, 1), prices.op_of(decision.index))
+        return {decision.index: (self._count(decision), prices.op_of(decision.index))
                 for decision in space.decisions if decision.kind == "op"}
+
+    def _count(self, decision: Decision) -> int:
+        """How many decisions of the whole model it stands for."""
+        return self.reduced_model.stands_for.get(decision.name, 1)
 
     @cached_property
     def _whole(self) -> StrategySpace:

@@ -131,13 +131,14 @@ class StepBounds:
         return max(self.even.work_s(candidate), *known)
 
     def _step_s(self, candidate: Candidate, work_s: float, again_s: float) -> float:
-        """Seconds of a step: the longer of computing (the work of a rank, the bubble of an even pipeline, and what the
-        optimizer takes longer on the host than on the devices) and of fetching parameters before the host's step; and
-        what no op takes."""
+        """Seconds of a step: the longer of computing (the work of a rank, or its launches if they take longer, the
+        bubble of an even pipeline, and what the optimizer takes longer on the host than on the devices) and of fetching
+        parameters before the host's step; and what no op takes."""
         h, even_s = candidate.hybrid, self.even.work_s(candidate)
         once_s = (work_s - even_s) / h.pipeline_ranks
         update = self.even.host_update(h)
-        computing_s = equal_stages_s(h, even_s + again_s) + once_s + update.more_s
+        launched_s = equal_stages_s(h, h.micro_batches * self.even.launches_s)
+        computing_s = max(equal_stages_s(h, even_s + again_s) + once_s, launched_s) + update.more_s
         return fixed_s(self.cluster, h) + max(computing_s, self.even.fetch_s(h) + update.whole_s)
 
     def _problem(self, kind: Kind, cached: bool) -> tuple[Problem, Prices]:

@@ -128,10 +128,17 @@ class Prices:
     def of_device(self, cached: bool = False) -> Prices:
         """A copy for lower bounds: with the seconds of the device alone, as if the host launched everything ahead
         (``cached``: and as if all element-wise traffic stayed in its cache), and of the fastest of several kinds."""
+        return self._least_of("device", cached)
+
+    def of_host(self) -> Prices:
+        """A copy for lower bounds: with the seconds in which the host launches ops, by the fastest of several kinds."""
+        return self._least_of("host")
+
+    def _least_of(self, part: str, cached: bool = False) -> Prices:
         if self.cluster.profile is None and len(self.kinds) == 1:
             return self
         made = copy(self)
-        made.costs = costs_of(self.space.spaces, self.kinds, self.training, self.spread, "device", cached, least=True)
+        made.costs = costs_of(self.space.spaces, self.kinds, self.training, self.spread, part, cached, least=True)
         made.least, made.differ, made._ops, made._pieces = True, False, {}, {}
         return made
 
