@@ -36,10 +36,10 @@ class Recomputed(nn.Module):
         if self.mode == "offload":
             with on_host(values):
                 return self.body(*values)
-        axes, seed, given = groups.bound(), rng.call_seed(), numbers.call_numbers()
+        axes, seeds, given = groups.bound(), rng.call_seeds(), numbers.call_numbers()
 
         def run(*again: torch.Tensor) -> Any:
-            with groups.use(axes), rng.use_seed(seed), numbers.use_numbers(given):
+            with groups.use(axes), rng.use_seed(*seeds), numbers.use_numbers(given):
                 return self.body(*again)
 
         if self.in_parts:

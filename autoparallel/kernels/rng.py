@@ -28,8 +28,13 @@ def use_seed(*seeds: int) -> Iterator[None]:
 
 
 def call_seed() -> int:
-    """The seed set by `use_seed`; 0 outside."""
-    return _call_seeds.get()[0]
+    """The seed set by `use_seed`, or its first; 0 outside."""
+    return call_seeds()[0]
+
+
+def call_seeds() -> tuple[int, ...]:
+    """The seeds set by `use_seed`; (0,) outside."""
+    return _call_seeds.get()
 
 
 def mix(*parts: int) -> int:

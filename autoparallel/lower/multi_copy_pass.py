@@ -7,12 +7,13 @@ segment begins:
     forward     copy 0: compute, begin    copy 1: compute, begin    copy 0: await, compute, begin    copy 1: await, ...
 
 Backward runs in reverse order of forward, so it overlaps as well. (MindSpore calls this multi-copy, Domino the same.)
+Segments that end with blocks (`Hybrid.takes_turns`) are the schedule of L2L (Pudipeddi et al. 2020).
 """
 
 from __future__ import annotations
 
 import itertools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -20,28 +21,37 @@ from torch.fx import Graph, GraphModule
 from torch.fx import Node as FxNode
 from torch.fx.node import map_arg
 
-from autoparallel.kernels.async_communication import begin_gathers, begin_reductions, begin_step, end, end_step
+from autoparallel.kernels.async_communication import (
+    begin_fetches,
+    begin_gathers,
+    begin_reductions,
+    begin_step,
+    end,
+    end_step,
+)
 from autoparallel.kernels.rng import random_op, random_op_of_copy
 from autoparallel.layout import COLLECTIVES
-from autoparallel.schedule.multi_copy import rounds_of, segment_order
+from autoparallel.schedule.multi_copy import block_ends, rounds_of, segment_order
+from autoparallel.schedule.step_config import Hybrid
 
 
-def in_copies(module: GraphModule, shared: int, copies: int) -> GraphModule:
-    """The program of ``copies`` micro-batches at a time, whose results are a tuple of the micro-batches' results.
+def in_copies(module: GraphModule, shared: int, hybrid: Hybrid) -> GraphModule:
+    """The program of `Hybrid.copies` micro-batches at a time, whose results are a tuple of the micro-batches' results.
 
     ``shared``: the number of leading placeholders that the copies share, the values of parameters. The others are
-    given for each copy: ``module(*shared, *others of copy 0, *others of copy 1, ...)``.
+    given for each copy: ``module(*shared, *others of copy 0, *others of copy 1, ...)``. A node's ``meta["copy"]`` is
+    the number of its copy.
     """
-    nodes = list(module.graph.nodes)
+    nodes, copies = list(module.graph.nodes), hybrid.copies
     placeholders = [node for node in nodes if node.op == "placeholder"]
-    writer = _Writer(copies, _common(nodes, placeholders[:shared]))
+    writer = _Writer(copies, _common(nodes, placeholders[:shared], hybrid.alternates))
     for node in placeholders[:shared]:
         writer.share(node)
     for copy in range(copies):
         for node in placeholders[shared:]:
             writer.copy(node, copy, f"{node.name}_{copy}")
     ops = [node for node in nodes if node.op == "call_function"]
-    segments = _segments(ops, writer.common)
+    segments = _segments(ops, writer.common, hybrid)
     for number, copy in segment_order(len(segments), copies):
         writer.write(segments[number], copy)
     results = module.graph.output_node().args[0]
@@ -59,23 +69,67 @@ class _Segment:
     begun: Sequence[FxNode] = ()
 
 
-def _common(nodes: Sequence[FxNode], shared: Sequence[FxNode]) -> set[FxNode]:
-    """The nodes that copies share: values of parameters, their redistribution, views of them and theirs."""
+def _common(nodes: Sequence[FxNode], shared: Sequence[FxNode], views: bool) -> set[FxNode]:
+    """The nodes that copies share: values of parameters, their redistribution, and, with ``views``, views of them and
+    theirs. (A view in a block that is recomputed is made again for each copy.)"""
     found = set(shared)
     for node in nodes:
-        of_parameter = node.target in (begin_gathers, begin_reductions, end) or node.meta.get("of_parameter")
+        of_parameter = node.target in (begin_fetches, begin_gathers, begin_reductions, end) or (
+            node.meta.get("of_parameter") and (views or node.meta.get("reads")))
         if node.op == "call_function" and of_parameter and found.issuperset(node.all_input_nodes):
             found.add(node)
     return found
 
 
-def _segments(nodes: Sequence[FxNode], common: set[FxNode]) -> list[_Segment]:
+def _segments(nodes: Sequence[FxNode], common: set[FxNode], hybrid: Hybrid) -> list[_Segment]:
     """The program of one copy. Of each decision first its nodes ``common`` to all copies, then its redistribution steps
     of activations, which end segments."""
+    if not hybrid.takes_turns:
+        return _alternating(nodes, common)
+    if not hybrid.alternates:
+        return [_Segment(body=run) for run in _runs_of_blocks(nodes, lambda members: False)]
+
+    def sends(members: Sequence[FxNode]) -> bool:
+        return any(together for _, together in rounds_of(_paths(_steps(members, common)), communicates))
+
+    return [segment for run in _runs_of_blocks(nodes, sends) for segment in _alternating(run, common)]
+
+
+def _groups(nodes: Sequence[FxNode]) -> list[list[FxNode]]:
+    """The nodes by decision; those of none (collectives in buckets) by themselves."""
+    return [list(group) for _, group in itertools.groupby(nodes, lambda node: node.meta.get("decision"))]
+
+
+def _runs_of_blocks(nodes: Sequence[FxNode], sends: Callable[[Sequence[FxNode]], bool]) -> list[list[FxNode]]:
+    """The nodes, cut where `block_ends` says. Reads of parameters, which are in no block, belong to the op after
+    them."""
+    groups, ahead = list[list[FxNode]](), list[FxNode]()
+    for members in _groups(nodes):
+        ahead += members
+        if "block" in members[-1].meta:
+            groups.append(ahead)
+            ahead = []
+    blocks = [members[-1].meta.get("block") for members in groups]
+    ends = block_ends(blocks, list(map(sends, groups)))
+    runs = [list[FxNode]()]
+    for number, members in enumerate(groups):
+        if number in ends:
+            runs.append([])
+        runs[-1] += members
+    runs[-1] += ahead
+    return runs
+
+
+def _steps(members: Sequence[FxNode], common: set[FxNode]) -> list[FxNode]:
+    """Of a decision's nodes, the redistribution steps of activations."""
+    return [node for node in members if "step" in node.meta and node not in common]
+
+
+def _alternating(nodes: Sequence[FxNode], common: set[FxNode]) -> list[_Segment]:
+    """Segments that end where activations are sent."""
     found = [_Segment()]
-    for _, group in itertools.groupby(nodes, lambda node: node.meta.get("decision")):
-        members = list(group)
-        steps = [node for node in members if "step" in node.meta and node not in common]
+    for members in _groups(nodes):
+        steps = _steps(members, common)
         found[-1].body += (node for node in members if node in common)
         for before, together in rounds_of(_paths(steps), communicates):
             found[-1].body += before
@@ -121,6 +175,7 @@ class _Writer:
             made.target = made.name = name
         if node.target is random_op:
             made.target, made.args = random_op_of_copy, (copy, *made.args)
+        made.meta["copy"] = copy
         self.own[copy][node] = made
 
     def arguments(self, values: Any, copy: int) -> Any:

@@ -23,7 +23,7 @@ from autoparallel.kernels.regather import begin_fetches, begin_gathers, end, gat
 from autoparallel.lower import overlap_pass
 
 
-def with_recompute(program: GraphModule, mode: str, block_of: Callable[[FxNode], str | None],
+def with_recompute(program: GraphModule, mode: str, block_of: Callable[[FxNode], object],
                    in_parts_of_backward: bool = False) -> GraphModule:
     """The same program with each contiguous run of a block's nodes as a `Recomputed` module.
 

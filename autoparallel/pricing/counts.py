@@ -96,7 +96,7 @@ class ExecutionCounts:
         count, again = self.count(use.target, stage) * some, self.reads_again(use)
         if choice is not None and (skips := self.skips(use)) is not None:
             again &= not skips[choice]
-        if self.of_parameter[use.source] or self.views[use.source]:
+        if self.of_parameter[use.source] or (self.views[use.source] and self.hybrid.alternates):
             count //= self.hybrid.copies  # which share what is gathered and reduced
         forward = backward = count
         if self.of_parameter[use.source]:

@@ -54,7 +54,7 @@ class Equivalence:
                                                    positions]
         if counts.hybrid.recompute != "none" or counts.hybrid.zero_stage == 3:
             facts += [list(map(counts.reads_again, uses)), list(map(counts.offloads_copy, uses))]
-        if counts.hybrid.copies > 1:
+        if counts.hybrid.alternates:
             facts.append(np.array(counts.views, bool)[sources])
         return _equivalent(facts)
 

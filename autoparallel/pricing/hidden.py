@@ -28,7 +28,7 @@ def least_exposed(pricer: SpacePricer) -> Exposed:
     if not _hides(pricer) or (hybrid.stages > 1 and not hybrid.overlaps_each):  # the last micro-batch hides little
         return ALL_EXPOSED
     return Exposed(share if hybrid.overlaps_each else 1.0,
-                   share if _overlaps_parameters(hybrid) else 1.0, share if hybrid.copies > 1 else 1.0)
+                   share if _overlaps_parameters(hybrid) else 1.0, share if hybrid.alternates else 1.0)
 
 
 def hidden(pricer: SpacePricer, strategies: Sequence[Strategy], stages: Sequence[int] = (0,)) -> Hidden:
@@ -86,7 +86,7 @@ def _said(space: StrategySpace, label: Label) -> str:
 def _hides(pricer: SpacePricer) -> bool:
     """Whether anything overlaps with compute: communication of parameters, or of activations of several copies."""
     hybrid = pricer.counts.hybrid
-    return pricer.prices.training and (_overlaps_parameters(hybrid) or hybrid.copies > 1)
+    return pricer.prices.training and (_overlaps_parameters(hybrid) or hybrid.alternates)
 
 
 def _hides_activations(pricer: SpacePricer) -> bool:

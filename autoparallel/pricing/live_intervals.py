@@ -97,7 +97,7 @@ class Liveness:
             elif self.counts.views[use.source] and self.counts.gathers_again(use):
                 turned = int(self.starts[use.target]) + 2 * self._num_decisions - use.target
                 found.put(number, turned, turned + 1, 1)
-            elif self.counts.views[use.source]:
+            elif self.counts.views[use.source] and self.hybrid.alternates:
                 found.copies[number] /= self.hybrid.copies  # which share it
         return self._over(found, targets)
 
@@ -212,9 +212,12 @@ class Liveness:
         gathers it again, backward's interval: it holds more than forward at the same decision."""
         start, turning = int(self.starts[use.target]), 2 * self._num_decisions
         own, before = self.blocks.around(use.target), self._asked_before(use, 1)
+        several = self.hybrid.copies > 1    # which all read it, one after the other
         if self.counts.gathers_again(use):
-            return LiveInterval((start + turning - before[1], start + turning - use.target + 1))
-        last = use.target if self.blocks.of[use.target] is None else own[1]  # a recomputed block holds it to its end
+            read_last = own[0] if several else use.target
+            return LiveInterval((start + turning - before[1], start + turning - read_last + 1))
+        held = several or self.blocks.of[use.target] is not None    # a recomputed block holds it to its end
+        last = own[1] if held else use.target
         return LiveInterval((start + before[0], start + last + 1))
 
     def _asked_before(self, use: TensorUse, count: int) -> tuple[int, int]:

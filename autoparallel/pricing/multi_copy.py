@@ -3,11 +3,12 @@ from the reads of one rank, in the order of `schedule/multi_copy.py`."""
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Collection, Sequence
 from typing import NamedTuple, Protocol
 
 from autoparallel.pricing.rank_reads import RankReads, Timed, TimedStep
-from autoparallel.schedule.multi_copy import rounds_of, segment_order
+from autoparallel.schedule.multi_copy import block_ends, rounds_of, segment_order
 
 #: What happens at a decision.
 At = Callable[[int], None]
@@ -27,13 +28,15 @@ class Tasks(Protocol):
 
 class _Segment(NamedTuple):
     """A segment of one copy's program: await ``awaited``, compute the decisions from ``start`` to ``stop`` (excluded)
-    and the steps ``local``, begin ``begun``."""
+    and the steps ``local``, begin ``begun``. ``reads``: the decisions whose parameters, or views of them, it reads
+    (that before which its activations travel too)."""
 
     awaited: Sequence[TimedStep]
     start: int
     stop: int
     local: Sequence[TimedStep]
     begun: Sequence[TimedStep]
+    reads: range
 
 
 class MultiCopyRound:
@@ -99,22 +102,34 @@ class MultiCopyRound:
             pending[copy] = _begin(step, gradients, segment.start, "gradients of activations")
 
     def _read_in(self, number: int, marked: Collection[int]) -> list[int]:
-        """The decisions whose parameters, or views of them, segment ``number`` reads: those after its start, up to its
-        stop (which reads them before its activations travel)."""
-        segment = self.segments[number]
-        first = segment.start if number == 0 else segment.start + 1
-        return [index for index in range(first, segment.stop + 1) if index in marked or index in self.shared_views]
+        """Of the decisions that segment ``number`` reads parameters for, those that do something then."""
+        return [index for index in self.segments[number].reads if index in marked or index in self.shared_views]
+
+
+def turns(reads: RankReads) -> list[tuple[int, int]]:
+    """The (start, stop) of the decisions that several micro-batches at a time run block by block, one after the other
+    (`Hybrid.takes_turns`); else all decisions are one such run."""
+    space, hybrid = reads.space, reads.counts.hybrid
+    ops = [decision.index for decision in space.decisions if decision.kind in ("op", "shared_read")]
+    sends = [hybrid.alternates and any(begun for _, begun in rounds_of(reads.paths.get(index, ()), _communicates))
+             for index in ops]
+    ends = block_ends([space.blocks[index] for index in ops], sends) if hybrid.takes_turns else ()
+    return list(itertools.pairwise([0, *(ops[number] for number in sorted(ends)), len(space)]))
 
 
 def _segments(reads: RankReads, decisions: int) -> list[_Segment]:
-    found, awaited, local, start = list[_Segment](), list[TimedStep](), list[TimedStep](), 0
-    for index in sorted(reads.paths):
-        for at_once, begun in rounds_of(reads.paths[index], _communicates):
+    found, awaited, local, start, first = list[_Segment](), list[TimedStep](), list[TimedStep](), 0, 0
+    ends = {stop for _, stop in turns(reads)} - {decisions}
+    for index in sorted({*reads.paths, *ends}):
+        if index in ends:
+            found.append(_Segment(awaited, start, index, local, (), range(first, index)))
+            awaited, local, start, first = [], [], index, index
+        for at_once, begun in rounds_of(reads.paths.get(index, ()), _communicates):
             local += at_once
             if begun:
-                found.append(_Segment(awaited, start, index, local, begun))
-                awaited, local, start = begun, [], index
-    return [*found, _Segment(awaited, start, decisions, local, ())]
+                found.append(_Segment(awaited, start, index, local, begun, range(first, index + 1)))
+                awaited, local, start, first = begun, [], index, index + 1
+    return [*found, _Segment(awaited, start, decisions, local, (), range(first, decisions))]
 
 
 def _communicates(step: TimedStep) -> bool:

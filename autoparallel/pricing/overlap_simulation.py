@@ -20,7 +20,7 @@ from typing import NamedTuple
 from autoparallel.pricing.activation_steps import ActivationSteps, Running, runs
 from autoparallel.pricing.backward_reads import BackwardReads
 from autoparallel.pricing.leaves import Leaves
-from autoparallel.pricing.multi_copy import MultiCopyRound
+from autoparallel.pricing.multi_copy import At, MultiCopyRound, turns
 from autoparallel.pricing.problem import SpacePricer
 from autoparallel.pricing.rank_reads import (
     RankReads,
@@ -82,7 +82,7 @@ class RankStep:
         self.count: float = 1 if self.reads.equivalent and not self.gathers_once else self.rounds
         self.adds = 1 / (max(1, self.count - 1) if self.copies == 1 else self.count)
         self.multi_copy = (MultiCopyRound(self.reads, len(self.space), self.copies)
-                           if self.copies > 1 else None)
+                           if self.counts.hybrid.alternates else None)
 
     def communication(self) -> list[Launch | Wait | Passed]:
         """The launches and waits of a whole step, in the order in which the rank makes them."""
@@ -303,14 +303,15 @@ class RankStep:
 
     def _recompute(self, step: StepTasks, members: Sequence[int]) -> None:
         """Run a block again."""
-        run = Running(step, lambda timed: timed.again.per(self.count), "activations again")
+        share = self.count * self.copies
+        run = Running(step, lambda timed: timed.again.per(share), "activations again")
         for index in members:
             run.forward(self.activations.before.get(index, ()))
             pieced, again_s = self.activations.pieced.get(index), self.seconds.again_s[index]
             if pieced is not None and (again_s or index in self._saved_last):
                 pieced.forward(step, self.count, "recompute", counted=bool(again_s))
             elif index not in self.activations.in_pieces:
-                step.compute(again_s / self.count, ("recompute", index, index))
+                step.compute(again_s / share, ("recompute", index, index))
 
     @cached_property
     def _recomputed(self) -> Mapping[int, Sequence[int]]:
@@ -352,10 +353,22 @@ class RankStep:
         """One forward pass; calls ``before`` at the marked decisions."""
         if self.multi_copy is not None:
             return self.multi_copy.forward(step, self.seconds.forward_s, self.count, marked, before)
-        until, done, sent = self.seconds.forward_s, 0, self.activations
-        run = Running(step, lambda timed: timed.forward.per(self.count), "activations")
-        for index in sorted({*marked, *sent.ahead, *sent.before, *sent.pieced}):
-            step.compute((until[index] - until[done]) / self.count, ("forward", done, index))
+        for part, number in itertools.product(self._turns, range(self.copies)):
+            self._forward_of(step, part, () if number else marked, before)
+
+    @cached_property
+    def _turns(self) -> Sequence[tuple[int, int]]:
+        return turns(self.reads)
+
+    def _forward_of(self, step: StepTasks, part: tuple[int, int], marked: Collection[int],
+                    before: Callable[[int], None]) -> None:
+        """Forward of the decisions from the first to the second of ``part`` (excluded), of one micro-batch."""
+        (done, stop), share = part, self.count * self.copies
+        until, sent = self.seconds.forward_s, self.activations
+        run = Running(step, lambda timed: timed.forward.per(share), "activations")
+        at = {*marked, *sent.ahead, *sent.before, *sent.pieced}
+        for index in sorted(index for index in at if done <= index < stop):
+            step.compute((until[index] - until[done]) / share, ("forward", done, index))
             done = index
             run.forward(sent.ahead.get(index, ()))
             if index in marked:
@@ -363,7 +376,7 @@ class RankStep:
             run.forward(sent.before.get(index, ()))
             if (pieced := sent.pieced.get(index)) is not None:
                 pieced.forward(step, self.count)
-        step.compute((until[-1] - until[done]) / self.count, ("forward", done, len(until) - 2))
+        step.compute((until[stop] - until[done]) / share, ("forward", done, stop - 1))
 
     def _backward(self, step: StepTasks, marked: Collection[int], before: Callable[[int], None] = _nothing,
                   after: Callable[[int], None] = _nothing, arrived: Callable[[int], None] = _nothing,
@@ -372,10 +385,20 @@ class RankStep:
         ``after`` at the marked decisions. ``sent``: the steps that it runs (default: all of `RankReads.sent`)."""
         if self.multi_copy is not None:
             return self.multi_copy.backward(step, self.seconds.backward_s, self.count, marked, (before, after, arrived))
-        until, done, put_off = self.seconds.backward_s, len(self.space), self.activations.put_off
+        for part, number in reversed(list(itertools.product(self._turns, range(self.copies)))):
+            asked = before if number == self.copies - 1 else _nothing
+            made = (arrived, after) if number == 0 else (_nothing, _nothing)
+            self._backward_of(step, part, marked, (asked, *made), sent)
+
+    def _backward_of(self, step: StepTasks, part: tuple[int, int], marked: Collection[int], calls: tuple[At, At, At],
+                     sent: StepsOf | None) -> None:
+        """Backward of the decisions from the first to the second of ``part`` (excluded), of one micro-batch. ``calls``:
+        ``before``, ``arrived`` and ``after`` of `_backward`."""
+        (first, done), share, (before, arrived, after) = part, self.count * self.copies, calls
+        until, put_off = self.seconds.backward_s, self.activations.put_off
         steps, ahead = (self.activations.before, self.activations.ahead) if sent is None else (runs(sent), {})
         in_pieces = self.activations.in_pieces
-        run = Running(step, lambda timed: timed.backward.per(self.count), "gradients of activations")
+        run = Running(step, lambda timed: timed.backward.per(share), "gradients of activations")
 
         def launched(window: int) -> None:
             for layer in self.activations.layers_of(window):
@@ -383,13 +406,14 @@ class RankStep:
                 if layer in marked:
                     arrived(layer)
 
-        for index in sorted({*marked, *steps, *ahead, *self._recomputed, *self.activations.pieced}, reverse=True):
-            step.compute((until[done] - until[index + 1]) / self.count, ("backward", done - 1, index + 1))
+        at = {*marked, *steps, *ahead, *self._recomputed, *self.activations.pieced}
+        for index in sorted((index for index in at if first <= index < done), reverse=True):
+            step.compute((until[done] - until[index + 1]) / share, ("backward", done - 1, index + 1))
             done = index
             if index in marked:
                 before(index)
             self._recompute(step, self._recomputed.get(index, ()))
-            step.compute((until[index + 1] - until[index]) / self.count, ("backward", index, index))
+            step.compute((until[index + 1] - until[index]) / share, ("backward", index, index))
             if (pieced := self.activations.pieced.get(index)) is not None:
                 pieced.backward(step, self.count)
                 for layer in (layer for layer in pieced.layers if layer in marked):
@@ -400,7 +424,7 @@ class RankStep:
             if index in marked:
                 after(index)
             run.backward(ahead.get(index, ()), launched)
-        step.compute(until[done] / self.count, ("backward", done - 1, 0))
+        step.compute((until[done] - until[first]) / share, ("backward", done - 1, first))
 
     def _round_s(self) -> float:
         """Seconds of one round without overlap and without gradient accumulation."""

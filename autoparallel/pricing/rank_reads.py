@@ -95,7 +95,7 @@ class RankReads:
                 sent[move.use.target] += steps
             else:
                 sent[move.use.target] += steps
-                if self.counts.views[move.use.source] and hybrid.copies > 1:
+                if self.counts.views[move.use.source] and hybrid.alternates:
                     self.shared_views[move.use.target] += steps
                 else:
                     self.paths[move.use.target].append(steps)

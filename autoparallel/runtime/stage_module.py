@@ -56,7 +56,7 @@ def split_step(program: Program, hybrid: Hybrid, backend: str = EAGER) -> SplitP
     micro_batch = overlap_activations(in_pieces(whole_norms(micro_batch), hybrid), hybrid)
     if hybrid.copies > 1:
         values = len(split.reads.graph.output_node().args[0])  # type: ignore[arg-type]
-        micro_batch = in_copies(micro_batch, values, hybrid.copies)
+        micro_batch = in_copies(micro_batch, values, hybrid)
     return replace(split, micro_batch=_kept_less(micro_batch, hybrid))
 
 
@@ -106,7 +106,14 @@ def _kept_less(module: GraphModule, hybrid: Hybrid) -> GraphModule:
     module = _gathered_as(hybrid, module, repeats)
     if hybrid.recompute == "none":
         return module
-    return with_recompute(module, hybrid.recompute, _recomputed(hybrid), hybrid.puts_off_weights)
+    block_of = _recomputed(hybrid)
+
+    def part_of(node: FxNode) -> object:
+        """The block of a node, and the micro-batch of several at a time."""
+        block = block_of(node)
+        return block if block is None or "copy" not in node.meta else (block, node.meta["copy"])
+
+    return with_recompute(module, hybrid.recompute, part_of, hybrid.puts_off_weights)
 
 
 def gathered_blocks(hybrid: Hybrid) -> Callable[[FxNode], str | None]:

@@ -3,6 +3,9 @@
 Each copy's program is a sequence of segments: compute, ended by redistribution steps of activations that communicate.
 The copies alternate. A copy awaits the steps that ended its previous segment, computes one segment, and begins the
 steps that end it, which travel while the other copies compute. Backward runs the same order in reverse.
+
+Where blocks are recomputed, or their parameters are gathered for each use (ZeRO-3) or fetched from the host, segments
+also end with blocks: a block's parameters serve all copies, then those of the next.
 """
 
 from __future__ import annotations
@@ -21,6 +24,25 @@ def segment_order(segments: int, copies: int) -> Iterator[tuple[int, int]]:
         [(0, 0), (0, 1), (1, 0), (1, 1)]
     """
     return itertools.product(range(segments), range(copies))
+
+
+def block_ends(blocks: Sequence[object], communicates: Sequence[bool]) -> set[int]:
+    """The numbers of the ops before which a segment ends with a block. ``blocks``: by op, its block; ``communicates``:
+    whether a segment ends before it anyway, to send activations. A block with such ends inside does not end another.
+
+        >>> sorted(block_ends(["a", "a", "b", "b", "c"], [False] * 5))
+        [2, 4]
+        >>> sorted(block_ends(["a", "a", "b", "b", "c"], [False, False, False, True, False]))
+        [2]
+    """
+    found, inside = set[int](), False
+    for number, (block, sends) in enumerate(zip(blocks, communicates, strict=True)):
+        if number and block != blocks[number - 1]:
+            if not inside:
+                found.add(number)
+            inside = False
+        inside |= sends
+    return found
 
 
 def rounds_of(paths: Sequence[Sequence[Step]], communicates: Callable[[Step], bool]

@@ -154,8 +154,20 @@ class Hybrid:
     @property
     def gathers_blocks(self) -> bool:
         """Whether ZeRO-3 gathers a block's parameters together, a block ahead, as FSDP2 does; not from the host, since
-        who keeps them there wants few on the device at a time."""
-        return self.prefetches and not self.offload.moves_parameters
+        who keeps them there wants few on the device at a time (but several micro-batches, which all read them)."""
+        return self.prefetches and (self.copies > 1 or not self.offload.moves_parameters)
+
+    @property
+    def alternates(self) -> bool:
+        """Whether several micro-batches at a time alternate within blocks, where activations travel. Recomputed blocks
+        are one piece."""
+        return self.copies > 1 and self.recompute == "none"
+
+    @property
+    def takes_turns(self) -> bool:
+        """Whether several micro-batches at a time take turns block by block: each block is recomputed for one of them
+        at a time, or has its parameters gathered for all of them and then freed (ZeRO-3)."""
+        return self.copies > 1 and (self.recompute != "none" or self.zero_stage == 3)
 
     @property
     def keeps_gathered(self) -> bool:
@@ -234,8 +246,7 @@ def _check_schedule(hybrid: Hybrid) -> None:
 def _check_fetches(hybrid: Hybrid) -> None:
     for wrong, given in (
             (hybrid.zero_stage != 3, f"zero_stage={hybrid.zero_stage}: take zero_stage=3, which frees what was read"),
-            (hybrid.stages > 1, f"{hybrid.stages} pipeline stages: leave the pipeline out"),
-            (hybrid.copies > 1, f"copies={hybrid.copies}: leave copies out")):
+            (hybrid.stages > 1, f"{hybrid.stages} pipeline stages: leave the pipeline out")):
         if wrong:
             raise PlanError(f"offload={hybrid.offload.place!r} fetches each parameter for each use, and does not go "
                             f"with {given}")
@@ -283,9 +294,6 @@ def _check_copies(hybrid: Hybrid) -> None:
     if hybrid.stages > 1:
         raise PlanError(f"copies={hybrid.copies} with {hybrid.stages} pipeline stages: several micro-batches run at a "
                         "time without a pipeline only; leave out one of the two")
-    if hybrid.recompute != "none":
-        raise PlanError(f"copies={hybrid.copies} with recompute={hybrid.recompute!r}: recomputed blocks run as one "
-                        "piece, so micro-batches cannot alternate inside; leave out one of the two")
 
 
 def _check_pieces(hybrid: Hybrid) -> None:
