@@ -62,20 +62,22 @@ def test_equal_to_parameters_on_the_device(ranks: Any, case: str, shape: tuple[i
         assert_same_parameters(everything.parameters, expected, 1e-4)
 
 
-def fetched(recompute: str) -> tuple[int, int, float]:
-    """Bytes of the largest live set of fetched copies in a step, of all parameters, and of the first as planned."""
+def fetched(recompute: str, copies: int) -> tuple[int, int, int, float]:
+    """Bytes of the largest live set of fetched copies in a step, of all that are fetched, of all parameters, and of the
+    first as planned."""
     case = CASES["llama"]
     args, kwargs = case.inputs(8)
+    several = {"micro_batches": 4, "copies": copies} if copies > 1 else {}
     parallel = autoparallel.compile(case.build(), mesh_of(1), example_inputs=args, example_kwargs=kwargs,
-                                    offload="parameters", bucket_bytes=4096, recompute=recompute)
+                                    offload="parameters", bucket_bytes=4096, recompute=recompute, **several)
     live: list[tuple[StorageWeakRef, int]] = []
-    most, forward, again = 0, fetching.Fetches.forward, regather.begin_copies
+    most, every, forward, again = 0, 0, fetching.Fetches.forward, regather.begin_copies
 
     def counted(finish: Any) -> Any:
-        nonlocal most
-        live[:] = [one for one in live if not one[0].expired()]
-        live.extend((StorageWeakRef(x.untyped_storage()), x.untyped_storage().nbytes()) for x in finish())
-        most = max(most, sum(size for _, size in live))
+        nonlocal most, every
+        made = [(StorageWeakRef(x.untyped_storage()), x.untyped_storage().nbytes()) for x in finish()]
+        live[:] = [*(one for one in live if not one[0].expired()), *made]
+        most, every = max(most, sum(size for _, size in live)), every + sum(size for _, size in made)
         return finish
 
     def again_counted(copies: Any) -> Any:
@@ -84,22 +86,23 @@ def fetched(recompute: str) -> tuple[int, int, float]:
 
     with patch.object(fetching.Fetches, "forward", lambda *given: counted(forward(*given))), \
             patch.object(regather, "begin_copies", lambda *given: again_counted(again(*given))):
-        with torch.no_grad():
-            parallel(*args, **kwargs)
         parallel.step(*args, **kwargs)
     assert parallel.plan.known is not None and parallel.plan.known.memory is not None
     memory = parallel.plan.known.memory
     at = [memory.kinds.index(kind) for kind in ("gathered parameters", "gradients")]
     planned = max(sum(row[kind] for kind in at) for row in memory.num_bytes)
-    return most, sum(p.nbytes for p in parallel.parameters()), planned
+    return most, every, sum(p.nbytes for p in parallel.parameters()), planned
 
 
 @pytest.mark.ranks
-@pytest.mark.parametrize("recompute", ["none", "full"])
-def test_few_parameters_are_on_the_device_at_a_time(ranks: Any, recompute: str) -> None:
-    (most, everything, planned), = ranks(1).run(fetched, recompute)
-    assert 0 < most < everything * (0.9 if recompute == "full" else 0.5)    # whole blocks, of which there are two
+@pytest.mark.parametrize(("recompute", "copies"), [("none", 1), ("full", 1), ("none", 4), ("full", 4), ("full", 2)])
+def test_few_parameters_are_on_the_device_at_a_time(ranks: Any, recompute: str, copies: int) -> None:
+    """Each is fetched at most twice for all micro-batches that run at a time."""
+    (most, every, everything, planned), = ranks(1).run(fetched, recompute, copies)
+    whole_blocks = recompute == "full" or copies > 1    # of which there are two
+    assert 0 < most < everything * (0.9 if whole_blocks else 0.5)
     assert most <= 1.3 * planned
+    assert 1.5 * everything < every / (2 if copies == 2 else 1) <= 2 * everything
 
 
 def gathered_alone() -> list[int]:

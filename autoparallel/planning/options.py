@@ -73,7 +73,8 @@ OPTIONS = f"""
     zero_stage: 0 stores parameters as ops read them, 1 to 3 in as many shards as possible; None: the search decides.
     reduce_dtype: the dtype in which gradients are summed ("float32", "bfloat16", "float16"); None: the parameter's.
     bucket_bytes: of a bucket of parameter gathers and gradient reductions, at most; None: 25 MiB.
-    copies: micro-batches that run at a time (multi-copy): one's activations are sent while another computes.
+    copies: micro-batches that run at a time (multi-copy): one's activations are sent while another computes; with
+        ZeRO-3 each block's parameters are gathered, or fetched from the host, once for all of them.
     pieces: linear layers whose operand or result is sent run in so many pieces, one of which travels while the next is
         computed (asynchronous tensor parallelism); None: the search decides.
     offload: the tier of optimizer states between steps: "none" (the device), "host" memory, where gradients go too,

@@ -47,7 +47,8 @@ class Hybrid:
     (None: all). ``reduce_dtype``: the dtype in which gradients are summed over ranks, and over micro-batches if it is
     more precise than the parameter's (None: the parameter's). ``bucket_bytes``: the largest bucket of parameter gathers
     and gradient reductions (a single larger parameter is allowed). ``copies``: micro-batches that run at
-    a time (multi-copy): one's activations are sent while another computes, for the activations of so many. ``offload``:
+    a time (multi-copy): one's activations are sent while another computes, and blocks' parameters are gathered once for
+    all of them (ZeRO-3), for the activations of so many. ``offload``:
     where the optimizer's states live, and gradients and parameters. ``on_host``: tables whose lookups run on the host,
     with their gradients and optimizer states in its memory (states on disk, where ``offload`` puts states there).
     ``pieces``: linear layers whose operand or result is redistributed run in so many pieces, of which one travels while

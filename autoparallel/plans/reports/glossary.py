@@ -27,7 +27,8 @@ GLOSSARY = {
                     "too low (memory_confidence: 95 % of runs fit).",
     "framework": "Seconds that the training software takes for each step and each micro-batch, beside ops and "
                  "communication (fitted to published runs).",
-    "multi-copy": "A rank runs several micro-batches at a time: one's activations are sent while another computes.",
+    "multi-copy": "A rank runs several micro-batches at a time: one's activations are sent while another computes, or "
+                  "all run a block before the next one, so that its parameters are gathered once.",
     "zero bubble": "A pipeline schedule that computes gradients of weights later, in place of most of the bubble.",
     "HSDP": "Hybrid sharded data parallel: shards within groups of ranks, copies between groups.",
     "combination": "Pipeline, mesh, micro-batches, ZeRO and recompute together. For each the search finds the "

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from autoparallel.plans.plan import Plan
 from autoparallel.plans.record import Workload
 from autoparallel.plans.roles import AxisRole, products_of, roles_of
+from autoparallel.schedule.step_config import Hybrid
 
 ZERO = {1: "ZeRO-1", 2: "ZeRO-2", 3: "ZeRO-3 (FSDP)"}
 PARALLEL = {"data": "data parallel", "tensor": "tensor parallel", "context": "context parallel",
@@ -204,11 +205,16 @@ def _product(axes: Iterable[AxisWords]) -> int:
     return count
 
 
+def _how_at_a_time(h: Hybrid) -> str:
+    ways = ["interleave"] * h.alternates + ["take turns block by block"] * h.takes_turns
+    return " and ".join(ways)
+
+
 def _settings(plan: Plan) -> Iterator[str]:
     h = plan.hybrid
     if h.micro_batches > 1:
         yield f"{h.micro_batches} micro-batches" + (
-            f", of which {h.copies} at a time interleave (multi-copy)" if h.copies > 1 else "")
+            f", of which {h.copies} at a time {_how_at_a_time(h)} (multi-copy)" if h.copies > 1 else "")
     if h.pieces > 1:
         yield f"linear layers in {h.pieces} pieces that overlap with communication"
     if h.recompute != "none":
