@@ -82,7 +82,9 @@ def hybrid(num_ranks: int) -> Iterator[Spec]:
 
 
 def multi_copy(num_ranks: int) -> Iterator[Spec]:
-    """Tensor-parallel plans with micro-batches one after the other, and several at a time (multi-copy)."""
+    """ZeRO-3 and tensor-parallel plans with micro-batches one after the other, and several at a time (multi-copy)."""
+    for copies, again in itertools.product((1, 4), ({}, {"recompute": "full"})):
+        yield _zero(num_ranks, 4, 3, copies=copies, **again)
     shapes = [(num_ranks,), *([(num_ranks // 2, 2)] if num_ranks > 2 else [])]
     for shape, name in itertools.product(shapes, ("tensor_parallel", "sequence_parallel")):
         for count, copies in ((1, 1), (2, 1), (2, 2)):
@@ -93,7 +95,8 @@ def multi_copy(num_ranks: int) -> Iterator[Spec]:
 def _zero(num_ranks: int, micro_batches: int, stage: int, **more: Any) -> Spec:
     options = {"mesh_shape": (num_ranks,), "micro_batches": micro_batches, "zero_stage": stage, "baseline": "fsdp",
                **more}
-    return Spec(f"zero {stage} {num_ranks}, {micro_batches} micro-batches{_recomputed(more)}", "hybrid", options)
+    extra = (f", {more['copies']} copies" if "copies" in more else "") + _recomputed(more)
+    return Spec(f"zero {stage} {num_ranks}, {micro_batches} micro-batches{extra}", "hybrid", options)
 
 
 def _recomputed(more: Mapping[str, Any]) -> str:
