@@ -34,6 +34,9 @@ from tests.support.tiers import slow
     ("gpt2", (1,), {"micro_batches": 4, "recompute": "full"}, None, 1),
     ("llama", (2, 2), {"micro_batches": 2, "recompute": "full"}, 0.5, 2),
     ("llama", (1,), {"micro_batches": 4, "copies": 4, "recompute": "full"}, None, 1),
+    ("llama", (2, 2), {"micro_batches": 4, "pipeline_stages": 2, "recompute": "full"}, 0.5, 1),
+    slow("gpt2", (2, 2), {"micro_batches": 2, "pipeline_stages": 2, "schedule": "gpipe"}, None, 1),
+    slow("gpt2", (2, 2), {"micro_batches": 4, "pipeline_stages": 4, "schedule": "interleaved"}, None, 2),
     slow("gpt2", (4,), {"micro_batches": 4, "copies": 2, "recompute": "full"}, 0.5, 2),
     slow("bert", (2, 2), {"micro_batches": 2, "copies": 2}, None, 1),
     slow("deepseek_v3", (2,), {"micro_batches": 4, "copies": 4, "recompute": "selective"}, None, 1),
@@ -172,7 +175,7 @@ def test_by_hand_and_exported() -> None:
 
 @pytest.mark.parametrize(("options", "told"), [
     ({"zero_stage": 1, "offload": "parameters"}, "zero_stage=1: take zero_stage=3"),
-    ({"pipeline_stages": 2, "micro_batches": 2, "offload": "parameters"}, "2 pipeline stages: leave the pipeline out"),
+    ({"pipeline_stages": 2, "micro_batches": 2, "offload": "parameters", "schedule": "zero_bubble"}, "in two parts: take"),
     ({"offload": "parameters", "offload_fraction": 0.5}, "offload_fraction=0.5 is of offload='host' or 'disk'"),
     ({"by_hand": "dp=4,zero=1,offload=parameters"}, "zero_stage=1: take zero_stage=3"),
     ({"by_hand": "dp=4,offload=tape"}, "offload is 'tape'; there are"),

@@ -247,7 +247,8 @@ def _check_schedule(hybrid: Hybrid) -> None:
 def _check_fetches(hybrid: Hybrid) -> None:
     for wrong, given in (
             (hybrid.zero_stage != 3, f"zero_stage={hybrid.zero_stage}: take zero_stage=3, which frees what was read"),
-            (hybrid.stages > 1, f"{hybrid.stages} pipeline stages: leave the pipeline out")):
+            (hybrid.puts_off_weights, f"schedule={hybrid.schedule!r}, whose backward runs in two parts: take "
+                                      f"{names_of(lambda other: not other.splits_backward)}")):
         if wrong:
             raise PlanError(f"offload={hybrid.offload.place!r} fetches each parameter for each use, and does not go "
                             f"with {given}")
