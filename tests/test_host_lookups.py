@@ -90,7 +90,7 @@ def on_ranks(kind: type[nn.Module], shape: tuple[int, ...], options: dict[str, A
         for p in tables)
     parallel.eval()
     with torch.no_grad():
-        after = parallel(*batch)
+        after = parallel.step(*batch) if "pipeline_stages" in options else parallel(*batch)
     return {"losses": losses, "after": float(after.full_tensor() if isinstance(after, DTensor) else after),
             "held": held, "host": parallel.plan.prediction.host_bytes, "tables": parallel.plan.hybrid.on_host,
             "parameters": {name: p.full_tensor().detach() for name, p in parallel.named_parameters()},
@@ -116,6 +116,11 @@ WHOLE = {**HOST, "tables.*.weight": (Replicate(),)}
     slow(DLRM, (2,), {"pins": HOST, "recompute": "full"}, "AdamW", False),
     slow(DLRM, (2,), {"pins": ROWS, "recompute": "selective", "zero_stage": 3, "micro_batches": 2}, "SGD", False),
     slow(DLRM, (2,), {"pins": HOST, "recompute": "offload"}, "Adagrad", False),
+    (DLRM, (2, 2), {"pins": HOST, "pipeline_stages": 2, "micro_batches": 4, "zero_stage": 2}, "AdamW", True),
+    slow(DLRM, (2,), {"pins": HOST, "pipeline_stages": 2, "micro_batches": 2}, "Adagrad", False),
+    slow(WideAndDeep, (2, 2), {"pins": ALL, "pipeline_stages": 2, "micro_batches": 4, "zero_stage": 1}, "SGD", True),
+    slow(DLRM, (2, 2), {"pins": HOST, "pipeline_stages": 2, "micro_batches": 2, "offload": "parameters"}, "Adagrad",
+         True),
 ])
 def test_equal_to_one_process(ranks: Any, kind: type[nn.Module], shape: tuple[int, ...], options: dict[str, Any],
                               optimizer: str, ours: bool) -> None:
@@ -124,12 +129,13 @@ def test_equal_to_one_process(ranks: Any, kind: type[nn.Module], shape: tuple[in
     model, batch = example(kind)
     model.load_state_dict(parameters)
     found = ranks(int(torch.Size(shape).numel())).run(on_ranks, kind, shape, options, optimizer, ours, timeout_s=120)
+    assert {name for one in found for name in one["parameters"]} == {*parameters}
     for one in found:
         assert one["losses"] == pytest.approx(losses, rel=1e-5)
         assert one["after"] == pytest.approx(float(model(*batch).detach()), rel=1e-5)
-        for name, wanted in parameters.items():
-            error = float((one["parameters"][name] - wanted).abs().max())
-            assert error <= 1e-4 * max(float(wanted.abs().max()), 0.05), name
+        for name, made in one["parameters"].items():    # in a pipeline those of its stage
+            wanted = parameters[name]
+            assert float((made - wanted).abs().max()) <= 1e-4 * max(float(wanted.abs().max()), 0.05), name
         for name, placements in one["placements"].items():
             if len(pins := options["pins"].get("tables.*.weight", ())) and name.startswith("tables"):
                 assert placements == pins
@@ -361,7 +367,6 @@ class Tied(nn.Module):
     (Ranked, {"tables*": "host"}, {}, "'host' is of parameters, and this names none; did you mean"),
     (Tied, {"embed*": "host"}, {}, r"reads embed.weight\n"),
     (Ranked, {"embed*": "hots"}, {}, "give a placement for each mesh axis, or 'host' for a table"),
-    (Ranked, {"embed*": "host"}, {"pipeline_stages": 2, "micro_batches": 2}, "2 pipeline stages: leave"),
     (Ranked, {"embed*": "host"}, {"offload": "host", "offload_fraction": 0.5}, "offload_fraction=0.5: leave"),
     (Ranked, {"embed*": "host"}, {"offload": "host/disk/disk"}, "take a tier with parameters and gradients in memory"),
 ])
@@ -380,6 +385,33 @@ def refused_backend() -> str:
 @pytest.mark.ranks
 def test_compiled_backends_are_refused(ranks: Any) -> None:
     assert "looked up op by op" in ranks(1).run(refused_backend, timeout_s=60)[0]
+
+
+class Twice(nn.Module):
+    """A table that its first and its last layer look up."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed, self.layers = nn.Embedding(64, 8), nn.ModuleList(nn.Linear(8, 8) for _ in range(4))
+
+    def forward(self, ids: Tensor) -> Tensor:
+        x = self.embed(ids)
+        for layer in self.layers:
+            x = layer(x).relu()
+        return (x + self.embed(ids + 1)).square().mean()
+
+
+def refused_stages() -> str:
+    with pytest.raises(PlanError) as caught:
+        autoparallel.compile(Twice(), mesh_of(2), example_inputs=(torch.arange(8),), pins={"embed": "host"},
+                             pipeline_stages=2, micro_batches=2)
+    return str(caught.value)
+
+
+@pytest.mark.ranks
+def test_tables_of_several_stages_are_refused(ranks: Any) -> None:
+    assert all("embed.weight lives in the memory of the host and is looked up on several pipeline ranks" in said
+               for said in ranks(2).run(refused_stages, timeout_s=60))
 
 
 def crossings() -> list[tuple[str, str]]:

@@ -60,7 +60,9 @@ def _own(plan: Plan, space: StrategySpace, micro: MicroBatches, position: MeshPo
     if replays:
         backends.check_replays(plan.hybrid, position, sparse)
     made = Compiled(plan, space, micro, stages, programs, backend, cluster, replays)
-    if added_up := sorted(sparse.keys() & made.shared.keys()):
-        raise PlanError(f"{added_up[0]} has sparse gradients (sparse=True) and is looked up on several pipeline ranks, "
-                        "which add up dense ones\n  Write sparse=False, or leave the pipeline out.")
+    if added_up := sorted((sparse.keys() | {*plan.hybrid.on_host}) & made.shared.keys()):
+        has, instead = (("has sparse gradients (sparse=True)", "Write sparse=False") if added_up[0] in sparse else
+                        ("lives in the memory of the host", "Leave its pin out"))
+        raise PlanError(f"{added_up[0]} {has} and is looked up on several pipeline ranks, which add up dense gradients "
+                        f"of their devices\n  {instead}, or leave the pipeline out.")
     return made

@@ -270,7 +270,6 @@ def _check_lookups(hybrid: Hybrid) -> None:
     for name in hybrid.on_host:
         away = hybrid.offload.of(name)
         for wrong, given in (
-                (hybrid.stages > 1, f"{hybrid.stages} pipeline stages: leave the pipeline out"),
                 (away.fraction != 1, f"offload_fraction={away.fraction:g}: leave offload_fraction out"),
                 (bool({"parameters", "gradients"} & {*away.in_tier("disk")}),
                  f"offload={hybrid.offload.place!r}: take a tier with parameters and gradients in memory")):
