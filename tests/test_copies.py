@@ -62,6 +62,7 @@ MORE_WAYS: list[Way] = [
     ("vit", (2, 2), {"micro_batches": 4, "copies": 2, "baseline": "tensor_parallel"}),
     ("gpt2_dropout", (2, 2), {"micro_batches": 4, "copies": 4, "zero_stage": 2, "recompute": "selective"}),
     ("deepseek_v3", (4,), {"micro_batches": 4, "copies": 2, "zero_stage": 3, "recompute": "full"}),
+    ("llama", (2, 2), {"micro_batches": 4, "copies": 2, "zero_stage": 1, "recompute": "offload"}),
 ]
 
 

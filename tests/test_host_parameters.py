@@ -175,7 +175,7 @@ def test_by_hand_and_exported() -> None:
 
 @pytest.mark.parametrize(("options", "told"), [
     ({"zero_stage": 1, "offload": "parameters"}, "zero_stage=1: take zero_stage=3"),
-    ({"pipeline_stages": 2, "micro_batches": 2, "offload": "parameters", "schedule": "zero_bubble"}, "in two parts: take"),
+    ({"pipeline_stages": 2, "micro_batches": 2, "offload": "parameters", "schedule": "zero_bubble"}, "two parts: take"),
     ({"offload": "parameters", "offload_fraction": 0.5}, "offload_fraction=0.5 is of offload='host' or 'disk'"),
     ({"by_hand": "dp=4,zero=1,offload=parameters"}, "zero_stage=1: take zero_stage=3"),
     ({"by_hand": "dp=4,offload=tape"}, "offload is 'tape'; there are"),
