@@ -106,6 +106,11 @@ def plan(
         compare_by_hand = None
     network, args, kwargs = load_model(model, global_batch or 2 * count, sequence_length, dtype)
     unanswered: AutoparallelError | None = None
+    if explain:  # a wrong name is told before the plan, which takes long, is searched
+        from autoparallel.capture import capture
+        from autoparallel.planning.study import check_names
+
+        check_names(capture(network, args, kwargs), explain)
     with plan_cli.Progress(time_limit, quiet) as progress:
         made = autoparallel.plan(
             network, machine, example_inputs=args, example_kwargs=kwargs, mesh_shape=shape, search=search,

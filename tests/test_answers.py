@@ -16,8 +16,10 @@ from autoparallel.planning import plan_graph
 from autoparallel.planning.by_hand import ByHand
 from autoparallel.planning.options import Options
 from autoparallel.planning.plan_by_hand import plan_by_hand
+from autoparallel.planning.study import check_names
 from autoparallel.plans import Plan
 from autoparallel.plans.reports.asked import ask
+from autoparallel.strategies.space import StrategySpace
 from cost_models import Cluster
 from tests.support.reported import graph, made
 
@@ -66,7 +68,20 @@ def test_a_joint_search_that_a_usual_plan_beats_answers_as_any_other() -> None:
 
 def test_a_question_without_an_answer_loses_no_plan(tmp_path: Path) -> None:
     file = tmp_path / "plan.json"
-    done = CliRunner().invoke(app, ["plan", "tests.support.reported:factory", "--devices", "2", "--explain", "nothing",
-                                    "--output", str(file)])
-    assert isinstance(done.exception, PlanError) and "no op, parameter or input 'nothing'" in str(done.exception)
+    done = CliRunner().invoke(app, ["plan", "tests.support.reported:factory", "--devices", "2", "--by-hand", "dp=2",
+                                    "--alternatives", "2", "--output", str(file)])
+    assert isinstance(done.exception, PlanError) and "this plan is by hand" in str(done.exception)
     assert "predicted step" in done.output and f"plan written to {file}" in done.output and file.exists()
+
+
+def test_a_wrong_name_is_refused_before_the_search(tmp_path: Path) -> None:
+    file = tmp_path / "plan.json"
+    asked = ["plan", "tests.support.reported:factory", "--devices", "2", "--output", str(file), "--explain"]
+    done = CliRunner().invoke(app, [*asked, "nothing"])
+    assert isinstance(done.exception, PlanError) and "no op, parameter or input 'nothing'" in str(done.exception)
+    assert not done.stdout and not file.exists()
+
+
+def test_each_name_of_a_plan_in_micro_batches_may_be_asked_of() -> None:
+    split = Splits(graph())
+    check_names(split.graph, list(StrategySpace(split(2).body, (2,)).decision_named))
