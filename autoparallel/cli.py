@@ -461,7 +461,7 @@ def selftest(
 @app.command()
 def clusters(
     cluster: Annotated[str | None, typer.Argument(help="a known cluster, or a TOML file, to describe")] = None,
-    devices: Annotated[int | None, typer.Option(help="number of devices (default: the description's)")] = None,
+    devices: Annotated[int | None, typer.Option(min=1, help="number of devices (default: the description's)")] = None,
 ) -> None:
     """List the known clusters; or say what one is: its devices by kind, and the links that join them."""
     from cost_models import Cluster, known_clusters, unequal

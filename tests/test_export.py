@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import functools
 import json
+import math
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -21,6 +22,7 @@ from autoparallel.export import FORMATS
 from autoparallel.export.megatron import layout_of
 from autoparallel.export.megatron_rules import RULES, broken, flags_of
 from autoparallel.planning.by_hand import ByHand
+from autoparallel.plans.reports.units import bytes_str
 from autoparallel.plans.roles import roles_of
 from benchmarks.zoo import build
 from cost_models import Cluster
@@ -213,6 +215,17 @@ def test_types_are_reported() -> None:
     text = autoparallel.export_plan(plan, "megatron").files["megatron_args.sh"]
     assert "--bf16\n" in text and "--grad-reduce-in-bf16" in text
     assert json.loads(autoparallel.export_plan(plan, "deepspeed").files["ds_config.json"])["bf16"] == {"enabled": True}
+
+
+def test_master_weights_that_others_add_are_listed() -> None:
+    """Their optimizers hold 12 bytes an element in float32, where the plan's hold 4: AdamW's two states in bfloat16."""
+    plan = planned("dp=4", torch.bfloat16)
+    more = 8 * sum(math.prod(shape) for shape in plan.model.parameters.values())
+    for to in ("megatron", "deepspeed", "accelerate", "torchtitan"):
+        [lost] = [one for one in autoparallel.export_plan(plan, to).lost if "master weights" in one.what]
+        assert lost.instead == f"float32 master weights and optimizer states, {bytes_str(more)} more a device"
+    for one, to in ((plan, "fsdp2"), (planned("dp=4"), "megatron")):
+        assert "master weights" not in str(autoparallel.export_plan(one, to).lost)
 
 
 # ------------------------------------------------------------------------------------------------ the others' readers

@@ -212,8 +212,8 @@ def comparison_table(found: Comparison) -> Table:
 
 def sensitivities(step_s: float, found: Sequence[Sensitivity]) -> Table:
     """The answers of `Study.sensitivity` as a table; ``step_s``: the plan's step time."""
-    table = _table(f"sensitivity of the step time of {seconds_str(step_s)} (pipeline, mesh, micro-batches, recompute "
-                   "stay)",
+    table = _table(f"sensitivity of the step time of {seconds_str(step_s)} (pipeline, mesh, micro-batches, ZeRO and "
+                   "recompute stay)",
                    ("what", "factor", "this plan", "best sharding", "changed ops"),
                    right=("factor", "this plan", "best sharding", "changed ops"))
     for s in found:
