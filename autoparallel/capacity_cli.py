@@ -338,11 +338,10 @@ def _left(plan: Plan, cluster: str | None, devices: int | None, lost_hosts: int,
     import math
 
     from autoparallel.errors import InputError
-    from cost_models import Cluster
+    from autoparallel.plan_cli import cluster_of
 
     before = math.prod(plan.axes[0])
-    software = (plan.record.workload.software or "none") if plan.record is not None else None
-    machine = Cluster.load(cluster or plan.cluster, num_devices=before, software=software)
+    machine = cluster_of(plan, cluster, before)
     each = machine.devices_per_host
     hosts = -(-before // each)
     try:
@@ -357,7 +356,7 @@ def _left(plan: Plan, cluster: str | None, devices: int | None, lost_hosts: int,
     count = devices if devices is not None else before - len(gone)
     if count < 1:
         raise InputError(f"no device is left of {before}: give --devices, or fewer --lost-hosts")
-    return Cluster.load(cluster or plan.cluster, num_devices=count, software=software), gone or None
+    return cluster_of(plan, cluster, count), gone or None
 
 
 __all__ = ["add_to", "fit", "goodput", "replan", "size", "study"]

@@ -274,13 +274,15 @@ def export(
 
 
 def _priced(searched: Plan, by_hand: ByHand, model: str, cluster: str | None) -> Plan:
-    """The plan by hand for the model, batch and devices of a plan."""
+    """The plan by hand for the model, batch, devices, software and optimizer of a plan."""
     import autoparallel
+    from autoparallel.replanning import optimizer_of
 
     batch, *length = next(iter(searched.model.inputs.values()))
-    machine = autoparallel.Cluster.load(cluster or searched.cluster, num_devices=math.prod(searched.axes[0]))
+    machine = plan_cli.cluster_of(searched, cluster, math.prod(searched.axes[0]))
     network, args, kwargs = load_model(model, batch, length[0] if length else 1, searched.model.dtype)
-    return autoparallel.plan(network, machine, example_inputs=args, example_kwargs=kwargs, by_hand=by_hand)
+    return autoparallel.plan(network, machine, example_inputs=args, example_kwargs=kwargs, by_hand=by_hand,
+                             optimizer=optimizer_of(searched))
 
 
 @app.command()

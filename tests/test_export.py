@@ -210,6 +210,13 @@ def test_a_program_for_torch_alone_is_not_read_back(tmp_path: Path) -> None:
         autoparallel.import_plan(path)
 
 
+def test_recompute_of_experts_is_asked_of_megatron_by_its_own_name() -> None:
+    """Its "mlp" is that of layers without experts."""
+    for plan, has in ((planned("dp=4,recompute=selective"), False), (of_experts("dp=4,recompute=selective"), True)):
+        made = autoparallel.export_plan(plan, "megatron")
+        assert (" mlp moe\n" in made.files["megatron_args.sh"]) == has == ("and experts" in made.lost[-1].instead)
+
+
 def test_types_are_reported() -> None:
     plan = planned("dp=4", torch.bfloat16)
     text = autoparallel.export_plan(plan, "megatron").files["megatron_args.sh"]
@@ -416,3 +423,18 @@ def test_the_command_line_exports_and_imports(tmp_path: Path) -> None:
     told = run(app, ["export", str(tmp_path / "small.json"), "--to", "torchtitan", "--model", str(config)])
     priced, ours = told.stderr.splitlines()[-1].split(": a step takes ")[1].split(", and the plan's ")
     assert priced == ours  # a plan by hand, exported as it is
+
+
+def test_what_was_exported_is_priced_with_the_plans_software_and_optimizer(tmp_path: Path) -> None:
+    config, file = Path(__file__).parents[1] / "benchmarks/configs/small-llama.json", str(tmp_path / "plan.json")
+    run = CliRunner().invoke
+    told = run(app, ["plan", str(config), "--devices", "4", "--sequence-length", "128", "--by-hand", "dp=4",
+                     "--software", "composer", "--optimizer", "sgd", "--output", file])
+    assert told.exit_code == 0, told.output
+    told = run(app, ["export", file, "--to", "megatron", "--model", str(config)])
+    priced, ours = told.stderr.splitlines()[-1].split(": a step takes ")[1].split(", and the plan's ")
+    assert priced == ours
+    plan = autoparallel.Plan.load(file)
+    replace(plan, cluster="ours").save(file)    # as of a TOML file with that name
+    told = run(app, ["export", file, "--to", "megatron", "--model", str(config)])
+    assert "cluster 'ours' of a TOML file: give that file as --cluster FILE" in str(told.exception)

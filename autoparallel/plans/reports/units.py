@@ -12,12 +12,12 @@ _UNITS = {"": 1, "B": 1, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30, "TIB": 2**40,
 
 def duration_str(seconds: float) -> str:
     """
-    >>> duration_str(90.0), duration_str(11135.0), duration_str(1e6)
-    ('90 s', '3.09 h', '11.6 days')
+    >>> duration_str(90.0), duration_str(11135.0), duration_str(1e6), duration_str(1e8)
+    ('90 s', '3.09 h', '11.6 days', '1157 days')
     """
     for unit, length_s in (("days", 86_400.0), ("h", 3_600.0), ("min", 60.0)):
         if seconds >= 2 * length_s:
-            return f"{seconds / length_s:.3g} {unit}"
+            return f"{_three(seconds / length_s)} {unit}"
     return seconds_str(seconds)
 
 
