@@ -236,6 +236,8 @@ class Progress:
                  ) -> None:
         if self.status is not None:
             self.status.stop()
+        if kind is KeyboardInterrupt:
+            typer.echo("interrupted, with no plan: nothing is written", err=True)
 
     def __call__(self, phase: str, best_s: float, bound_s: float) -> None:
         self.says(progress_line(phase, best_s, bound_s, self.time_limit_s - clock.spent_s()))

@@ -12,9 +12,10 @@ from typer.testing import CliRunner
 from autoparallel.cli import app
 from autoparallel.errors import PlanError
 from autoparallel.partition import Splits
+from autoparallel.plan_cli import Progress
 from autoparallel.planning import plan_graph
 from autoparallel.planning.by_hand import ByHand
-from autoparallel.planning.options import Options
+from autoparallel.planning.options import Options, options_of
 from autoparallel.planning.plan_by_hand import plan_by_hand
 from autoparallel.planning.study import check_names
 from autoparallel.plans import Plan
@@ -80,6 +81,21 @@ def test_a_wrong_name_is_refused_before_the_search(tmp_path: Path) -> None:
     done = CliRunner().invoke(app, [*asked, "nothing"])
     assert isinstance(done.exception, PlanError) and "no op, parameter or input 'nothing'" in str(done.exception)
     assert not done.stdout and not file.exists()
+
+
+@pytest.mark.parametrize(("baseline", "zero"), [
+    ("ddp", 1), ("tensor_parallel", 3), ("sequence_parallel", 2), ("fsdp", 0)])
+def test_a_baseline_is_refused_with_a_zero_stage_that_it_has_not(baseline: str, zero: int) -> None:
+    """They made a plan that was neither."""
+    with pytest.raises(PlanError, match=f"which zero_stage={zero} has not"):
+        options_of({"baseline": baseline, "zero_stage": zero})
+    assert options_of({"baseline": baseline, "zero_stage": 0 if zero else 3}).baseline == baseline
+
+
+def test_an_interrupted_plan_says_that_nothing_is_written(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(KeyboardInterrupt), Progress(1.0):
+        raise KeyboardInterrupt
+    assert "nothing is written" in capsys.readouterr().err
 
 
 def test_each_name_of_a_plan_in_micro_batches_may_be_asked_of() -> None:
