@@ -65,7 +65,7 @@ def size(
 
     def tell(one: Size) -> None:
         said = one.refused if one.plan is None else f"{seconds_str(one.step_s)} a step"
-        typer.echo(printable(f"{one.devices} devices of {one.cluster.name}: {said}"), err=True)
+        typer.echo(printable(f"{one.devices} device{'s' * (one.devices != 1)} of {one.cluster.name}: {said}"), err=True)
 
     found = autoparallel.size(
         made, cluster, step_s=math.inf if step_time is None else step_time, count=tokens or 0.0,
@@ -107,8 +107,8 @@ def fit(
     optimizer: Annotated[str, typer.Option(help="whose state is counted: adamw, sgd, ...")] = "adamw",
     time_limit: Annotated[float, typer.Option(help="seconds of the search for each batch")] = 10.0,
 ) -> None:
-    """Say whether training fits on so many devices, with what on the host or disk, and how large a batch; exit code 1
-    if nothing fits.
+    """Say whether training fits on so many devices, with what on the host or disk, and how large a batch at a time;
+    exit code 1 if nothing fits.
 
     autoparallel fit llama3-70b.json --cluster a100-sxm --devices 1
     """
@@ -217,13 +217,17 @@ def goodput(
     from autoparallel.errors import InputError
     from autoparallel.plans import Plan
     from autoparallel.plans.reports.text import ReportConsole
-    from autoparallel.plans.reports.units import duration_str, percent_str, seconds_str
+    from autoparallel.plans.reports.units import below_all_str, duration_str, seconds_str
     from cost_models.goodput import HOUR_S, LLAMA3_PER_DEVICE_HOUR, Failures
 
     saved = None if plan is None else Plan.load(plan)
     if devices is None and saved is None:
         raise InputError("goodput is of a number of devices: give --devices, or --plan")
-    count = devices or math.prod(saved.axes[0])  # type: ignore[union-attr]
+    of_plan = devices if saved is None else math.prod(saved.axes[0])
+    if devices is not None and devices != of_plan:
+        raise InputError(f"--devices is {devices}, and the steps of --plan {plan} are those of {of_plan} devices: "
+                         "leave one of them out")
+    count = of_plan or 1
     try:
         numbers = sorted({int(number) for number in spares.split(",")})
     except ValueError:
@@ -243,15 +247,15 @@ def goodput(
     enough = next(spare for spare, share in shares.items() if share > most - 0.005)
     console.print(f"{count} devices fail every {duration_str(1 / failures.per_s(count))}: with checkpoints every "
                   f"{duration_str(best_s)} of training and {enough} spare hosts the job trains "
-                  f"{percent_str(shares[enough])} of its time.")
+                  f"{below_all_str(shares[enough])} of its time.")
     if saved is not None:
         console.print(f"That is {shares[enough] * 24 * HOUR_S / saved.prediction.step_s:,.0f} steps of "
                       f"{seconds_str(saved.prediction.step_s)} a day.")
     table = Table("spare hosts", "hosts enough", f"every {duration_str(best_s)}",
                   *(f"every {minutes:g} min" for minutes in INTERVALS_MIN), box=None, pad_edge=False)
     for spare in numbers:
-        table.add_row(str(spare), percent_str(failures.available(count, spare)), percent_str(shares[spare]),
-                      *(percent_str(failures.goodput(count, 60 * minutes, spare)) for minutes in INTERVALS_MIN))
+        table.add_row(str(spare), below_all_str(failures.available(count, spare)), below_all_str(shares[spare]),
+                      *(below_all_str(failures.goodput(count, 60 * minutes, spare)) for minutes in INTERVALS_MIN))
     console.print(table)
 
 
@@ -334,11 +338,10 @@ def _left(plan: Plan, cluster: str | None, devices: int | None, lost_hosts: int,
     import math
 
     from autoparallel.errors import InputError
-    from cost_models import Cluster
+    from autoparallel.plan_cli import cluster_of
 
     before = math.prod(plan.axes[0])
-    software = (plan.record.workload.software or "none") if plan.record is not None else None
-    machine = Cluster.load(cluster or plan.cluster, num_devices=before, software=software)
+    machine = cluster_of(plan, cluster, before)
     each = machine.devices_per_host
     hosts = -(-before // each)
     try:
@@ -353,7 +356,7 @@ def _left(plan: Plan, cluster: str | None, devices: int | None, lost_hosts: int,
     count = devices if devices is not None else before - len(gone)
     if count < 1:
         raise InputError(f"no device is left of {before}: give --devices, or fewer --lost-hosts")
-    return Cluster.load(cluster or plan.cluster, num_devices=count, software=software), gone or None
+    return cluster_of(plan, cluster, count), gone or None
 
 
 __all__ = ["add_to", "fit", "goodput", "replan", "size", "study"]

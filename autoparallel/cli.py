@@ -106,6 +106,11 @@ def plan(
         compare_by_hand = None
     network, args, kwargs = load_model(model, global_batch or 2 * count, sequence_length, dtype)
     unanswered: AutoparallelError | None = None
+    if explain:  # a wrong name is told before the plan, which takes long, is searched
+        from autoparallel.capture import capture
+        from autoparallel.planning.study import check_names
+
+        check_names(capture(network, args, kwargs), explain)
     with plan_cli.Progress(time_limit, quiet) as progress:
         made = autoparallel.plan(
             network, machine, example_inputs=args, example_kwargs=kwargs, mesh_shape=shape, search=search,
@@ -269,13 +274,15 @@ def export(
 
 
 def _priced(searched: Plan, by_hand: ByHand, model: str, cluster: str | None) -> Plan:
-    """The plan by hand for the model, batch and devices of a plan."""
+    """The plan by hand for the model, batch, devices, software and optimizer of a plan."""
     import autoparallel
+    from autoparallel.replanning import optimizer_of
 
     batch, *length = next(iter(searched.model.inputs.values()))
-    machine = autoparallel.Cluster.load(cluster or searched.cluster, num_devices=math.prod(searched.axes[0]))
+    machine = plan_cli.cluster_of(searched, cluster, math.prod(searched.axes[0]))
     network, args, kwargs = load_model(model, batch, length[0] if length else 1, searched.model.dtype)
-    return autoparallel.plan(network, machine, example_inputs=args, example_kwargs=kwargs, by_hand=by_hand)
+    return autoparallel.plan(network, machine, example_inputs=args, example_kwargs=kwargs, by_hand=by_hand,
+                             optimizer=optimizer_of(searched))
 
 
 @app.command()
@@ -456,7 +463,7 @@ def selftest(
 @app.command()
 def clusters(
     cluster: Annotated[str | None, typer.Argument(help="a known cluster, or a TOML file, to describe")] = None,
-    devices: Annotated[int | None, typer.Option(help="number of devices (default: the description's)")] = None,
+    devices: Annotated[int | None, typer.Option(min=1, help="number of devices (default: the description's)")] = None,
 ) -> None:
     """List the known clusters; or say what one is: its devices by kind, and the links that join them."""
     from cost_models import Cluster, known_clusters, unequal

@@ -210,8 +210,8 @@ def print_fitting(found: Fitting, console: ReportConsole) -> None:
     else:
         most = max(found.fits, key=lambda one: one.batch)
         console.print(f"It fits on {where} with {_words(first.offload)}; of the batches "
-                      f"tried, each twice the one before, the largest that fits is {most.batch}, with "
-                      f"{_words(most.offload)}.")
+                      "tried, each twice the one before, the largest that fits at a time (autoparallel plan runs "
+                      f"larger ones in micro-batches) is {most.batch}, with {_words(most.offload)}.")
     table = Table("offload", "batch", "step", "per second", "device", "host", "disk", "plan", box=None, pad_edge=False)
     for one in found.tiers:
         if one.plan is None:

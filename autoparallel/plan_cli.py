@@ -19,6 +19,7 @@ from autoparallel.errors import InputError, PlanError
 
 if TYPE_CHECKING:
     from autoparallel.plans import Plan
+    from cost_models import Cluster
 
 PlanFile = Annotated[Path, typer.Argument(metavar="PLAN.json", help="a plan that `autoparallel plan --output`, or "
                                           "plan.save, has written")]
@@ -200,6 +201,18 @@ def doctor() -> None:
     raise typer.Exit(0 if good else 1)
 
 
+def cluster_of(plan: Plan, given: str | None, devices: int) -> Cluster:
+    """So many devices of the cluster of a saved plan, or of another one, with the plan's software. Raises InputError
+    where only a file says what the plan's is."""
+    from cost_models import Cluster, known_clusters
+
+    if given is None and plan.cluster not in known_clusters():
+        raise InputError(f"the plan was made for the cluster {plan.cluster!r} of a TOML file: give that file as "
+                         "--cluster FILE")
+    software = (plan.record.workload.software or "none") if plan.record is not None else None
+    return Cluster.load(given or plan.cluster, num_devices=devices, software=software)
+
+
 # ------------------------------------------------------------------------------------------------------------- progress
 
 
@@ -223,6 +236,8 @@ class Progress:
                  ) -> None:
         if self.status is not None:
             self.status.stop()
+        if kind is KeyboardInterrupt:
+            typer.echo("interrupted, with no plan: nothing is written", err=True)
 
     def __call__(self, phase: str, best_s: float, bound_s: float) -> None:
         self.says(progress_line(phase, best_s, bound_s, self.time_limit_s - clock.spent_s()))
@@ -266,4 +281,4 @@ def check_page(path: Path | None) -> None:
 
 
 __all__ = ["AsJson", "Details", "Html", "Progress", "Quiet", "Trace", "add_to", "check_output", "check_page",
-           "progress_line", "tell"]
+           "cluster_of", "progress_line", "tell"]

@@ -194,7 +194,7 @@ _Maker = Callable[[Cluster], Plan]
 def _makers(plan: Plan, cluster: Cluster, model: nn.Module, example: tuple[Any, Any], time_limit_s: float,
             options: Mapping[str, Any]) -> Iterator[tuple[str, int, _Maker]]:
     """Title, devices and the way to make the plan of each candidate."""
-    kept = {"optimizer": _optimizer(plan), "reduce_dtype": plan.hybrid.reduce_dtype,
+    kept = {"optimizer": optimizer_of(plan), "reduce_dtype": plan.hybrid.reduce_dtype,
             "bucket_bytes": plan.hybrid.bucket_bytes, **options}
     if plan.hybrid.offload.is_away and "offload" not in options:
         kept["offload"] = plan.hybrid.offload.place
@@ -316,7 +316,7 @@ def _item_bytes(plan: Plan, model: nn.Module) -> dict[str, float]:
             for name in plan.model.parameters}
 
 
-def _optimizer(plan: Plan) -> str:
+def optimizer_of(plan: Plan) -> str:
     """The name of the optimizer whose states a plan counts."""
     state = plan.known.workload.state_bytes if plan.known is not None else {}
     return next(name.partition(" states")[0] for name in state if " states" in name)
@@ -359,4 +359,4 @@ def print_replan(found: Replan, console: ReportConsole) -> None:
     console.print(table)
 
 
-__all__ = ["Candidate", "Replan", "near", "origins", "print_replan", "replan"]
+__all__ = ["Candidate", "Replan", "near", "optimizer_of", "origins", "print_replan", "replan"]

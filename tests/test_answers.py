@@ -12,12 +12,15 @@ from typer.testing import CliRunner
 from autoparallel.cli import app
 from autoparallel.errors import PlanError
 from autoparallel.partition import Splits
+from autoparallel.plan_cli import Progress
 from autoparallel.planning import plan_graph
 from autoparallel.planning.by_hand import ByHand
-from autoparallel.planning.options import Options
+from autoparallel.planning.options import Options, options_of
 from autoparallel.planning.plan_by_hand import plan_by_hand
+from autoparallel.planning.study import check_names
 from autoparallel.plans import Plan
 from autoparallel.plans.reports.asked import ask
+from autoparallel.strategies.space import StrategySpace
 from cost_models import Cluster
 from tests.support.reported import graph, made
 
@@ -66,7 +69,35 @@ def test_a_joint_search_that_a_usual_plan_beats_answers_as_any_other() -> None:
 
 def test_a_question_without_an_answer_loses_no_plan(tmp_path: Path) -> None:
     file = tmp_path / "plan.json"
-    done = CliRunner().invoke(app, ["plan", "tests.support.reported:factory", "--devices", "2", "--explain", "nothing",
-                                    "--output", str(file)])
-    assert isinstance(done.exception, PlanError) and "no op, parameter or input 'nothing'" in str(done.exception)
+    done = CliRunner().invoke(app, ["plan", "tests.support.reported:factory", "--devices", "2", "--by-hand", "dp=2",
+                                    "--alternatives", "2", "--output", str(file)])
+    assert isinstance(done.exception, PlanError) and "this plan is by hand" in str(done.exception)
     assert "predicted step" in done.output and f"plan written to {file}" in done.output and file.exists()
+
+
+def test_a_wrong_name_is_refused_before_the_search(tmp_path: Path) -> None:
+    file = tmp_path / "plan.json"
+    asked = ["plan", "tests.support.reported:factory", "--devices", "2", "--output", str(file), "--explain"]
+    done = CliRunner().invoke(app, [*asked, "nothing"])
+    assert isinstance(done.exception, PlanError) and "no op, parameter or input 'nothing'" in str(done.exception)
+    assert not done.stdout and not file.exists()
+
+
+@pytest.mark.parametrize(("baseline", "zero"), [
+    ("ddp", 1), ("tensor_parallel", 3), ("sequence_parallel", 2), ("fsdp", 0)])
+def test_a_baseline_is_refused_with_a_zero_stage_that_it_has_not(baseline: str, zero: int) -> None:
+    """They made a plan that was neither."""
+    with pytest.raises(PlanError, match=f"which zero_stage={zero} has not"):
+        options_of({"baseline": baseline, "zero_stage": zero})
+    assert options_of({"baseline": baseline, "zero_stage": 0 if zero else 3}).baseline == baseline
+
+
+def test_an_interrupted_plan_says_that_nothing_is_written(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(KeyboardInterrupt), Progress(1.0):
+        raise KeyboardInterrupt
+    assert "nothing is written" in capsys.readouterr().err
+
+
+def test_each_name_of_a_plan_in_micro_batches_may_be_asked_of() -> None:
+    split = Splits(graph())
+    check_names(split.graph, list(StrategySpace(split(2).body, (2,)).decision_named))

@@ -54,8 +54,9 @@ def made(batch, sequence):
 def test_item_13_the_cli_saves_its_plan_before_what_may_fail(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "factory_of_a_layer.py").write_text(FACTORY)
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr("sys.argv", ["autoparallel", "plan", "factory_of_a_layer:made", "--mesh", "2", "--global-batch",
-                                     "8", "--output", "plan.json", "--explain", "a typo"])
+    monkeypatch.setattr("sys.argv", ["autoparallel", "plan", "factory_of_a_layer:made", "--devices", "2",
+                                     "--global-batch", "8", "--output", "plan.json", "--by-hand", "dp=2",
+                                     "--alternatives", "1"])
     with pytest.raises(SystemExit):
         main()
     assert autoparallel.Plan.load(tmp_path / "plan.json").mesh_shape == (2,)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import functools
 import json
+import math
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -21,6 +22,7 @@ from autoparallel.export import FORMATS
 from autoparallel.export.megatron import layout_of
 from autoparallel.export.megatron_rules import RULES, broken, flags_of
 from autoparallel.planning.by_hand import ByHand
+from autoparallel.plans.reports.units import bytes_str
 from autoparallel.plans.roles import roles_of
 from benchmarks.zoo import build
 from cost_models import Cluster
@@ -208,11 +210,29 @@ def test_a_program_for_torch_alone_is_not_read_back(tmp_path: Path) -> None:
         autoparallel.import_plan(path)
 
 
+def test_recompute_of_experts_is_asked_of_megatron_by_its_own_name() -> None:
+    """Its "mlp" is that of layers without experts."""
+    for plan, has in ((planned("dp=4,recompute=selective"), False), (of_experts("dp=4,recompute=selective"), True)):
+        made = autoparallel.export_plan(plan, "megatron")
+        assert (" mlp moe\n" in made.files["megatron_args.sh"]) == has == ("and experts" in made.lost[-1].instead)
+
+
 def test_types_are_reported() -> None:
     plan = planned("dp=4", torch.bfloat16)
     text = autoparallel.export_plan(plan, "megatron").files["megatron_args.sh"]
     assert "--bf16\n" in text and "--grad-reduce-in-bf16" in text
     assert json.loads(autoparallel.export_plan(plan, "deepspeed").files["ds_config.json"])["bf16"] == {"enabled": True}
+
+
+def test_master_weights_that_others_add_are_listed() -> None:
+    """Their optimizers hold 12 bytes an element in float32, where the plan's hold 4: AdamW's two states in bfloat16."""
+    plan = planned("dp=4", torch.bfloat16)
+    more = 8 * sum(math.prod(shape) for shape in plan.model.parameters.values())
+    for to in ("megatron", "deepspeed", "accelerate", "torchtitan"):
+        [lost] = [one for one in autoparallel.export_plan(plan, to).lost if "master weights" in one.what]
+        assert lost.instead == f"float32 master weights and optimizer states, {bytes_str(more)} more a device"
+    for one, to in ((plan, "fsdp2"), (planned("dp=4"), "megatron")):
+        assert "master weights" not in str(autoparallel.export_plan(one, to).lost)
 
 
 # ------------------------------------------------------------------------------------------------ the others' readers
@@ -403,3 +423,18 @@ def test_the_command_line_exports_and_imports(tmp_path: Path) -> None:
     told = run(app, ["export", str(tmp_path / "small.json"), "--to", "torchtitan", "--model", str(config)])
     priced, ours = told.stderr.splitlines()[-1].split(": a step takes ")[1].split(", and the plan's ")
     assert priced == ours  # a plan by hand, exported as it is
+
+
+def test_what_was_exported_is_priced_with_the_plans_software_and_optimizer(tmp_path: Path) -> None:
+    config, file = Path(__file__).parents[1] / "benchmarks/configs/small-llama.json", str(tmp_path / "plan.json")
+    run = CliRunner().invoke
+    told = run(app, ["plan", str(config), "--devices", "4", "--sequence-length", "128", "--by-hand", "dp=4",
+                     "--software", "composer", "--optimizer", "sgd", "--output", file])
+    assert told.exit_code == 0, told.output
+    told = run(app, ["export", file, "--to", "megatron", "--model", str(config)])
+    priced, ours = told.stderr.splitlines()[-1].split(": a step takes ")[1].split(", and the plan's ")
+    assert priced == ours
+    plan = autoparallel.Plan.load(file)
+    replace(plan, cluster="ours").save(file)    # as of a TOML file with that name
+    told = run(app, ["export", file, "--to", "megatron", "--model", str(config)])
+    assert "cluster 'ours' of a TOML file: give that file as --cluster FILE" in str(told.exception)

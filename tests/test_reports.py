@@ -312,7 +312,7 @@ def test_seconds_of_other_work_are_not_saved(plans: dict[str, Plan]) -> None:
     found = compare(ours, replace(theirs, record=half))
     assert all(row.saved_s is None for row in found.rows)
     (job,) = [row for row in found.rows if row.what == "work of a step"]
-    assert job.texts[0].startswith("4,100 tokens") and job.texts[1].startswith("2,050 tokens")
+    assert job.texts[0].startswith("4,096 tokens") and job.texts[1].startswith("2,048 tokens")
 
 
 def test_json_is_finite_documented_and_has_a_version(plans: dict[str, Plan]) -> None:

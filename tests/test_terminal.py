@@ -14,7 +14,8 @@ import autoparallel
 from autoparallel.cli import main
 from autoparallel.errors import printable
 from autoparallel.plans.reports.build import report_of
-from autoparallel.plans.reports.text import ReportConsole, print_report
+from autoparallel.plans.reports.report import Collectives
+from autoparallel.plans.reports.text import ReportConsole, as_text, print_report
 
 HOSTILE = ["[/red]", "[bold red]x[/bold red]", "\x1b[31mred\x1b[0m", "\x1b]0;title\x07", ":smile:", "a\rb", "\u202egnp"]
 
@@ -61,3 +62,13 @@ def test_digits_that_are_no_numbers_are_refused(monkeypatch: pytest.MonkeyPatch,
     with pytest.raises(SystemExit) as end:
         main()
     assert end.value.code == 2 and "cannot read the mesh '²x2'" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("width", [80, 50])
+def test_narrow_tables_are_wrapped_and_not_cut_off(width: int) -> None:
+    uses = tuple(Collectives("activations", kind, "data-outer", "forward", 1, 1e9, 1e-3)
+                 for kind in ("reduce_scatter", "all_to_all in dispatch"))
+    report = dataclasses.replace(report_of(_plan("layer")), collectives=uses)
+    said = as_text(lambda console: print_report(report, console), width)
+    assert "\u2026" not in said and max(map(len, said.split("\n"))) <= width
+    assert ("reduce_scatter" in said and "in dispatch" in said) or width < 80

@@ -144,7 +144,7 @@ FSDP, TENSOR = {"baseline": "fsdp"}, {"baseline": "tensor_parallel"}
     ((4,), {"baseline": "ddp"}, {"build": Routed, "gradient_accumulation_steps": 2, "max_steps": 4}, None),
     ((4,), FSDP, {"given": True, "max_steps": 4}, 1),
     slow((4,), FSDP, {"optim": "adafactor", "max_steps": 4}, 1),
-    slow((4,), {"zero_stage": 1, "baseline": "ddp"},
+    slow((4,), {"zero_stage": 1, "baseline": "fsdp"},
          {"activation_checkpointing": True, "include_num_input_tokens_seen": "all"}, 1),
 ])
 def test_training_is_that_of_one_process(ranks: Any, tmp_path: Path, shape: tuple[int, ...], parallel: dict[str, Any],

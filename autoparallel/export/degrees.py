@@ -11,6 +11,7 @@ from typing import Any
 from autoparallel.errors import PlanError, shown
 from autoparallel.planning.by_hand import ByHand
 from autoparallel.plans import Plan
+from autoparallel.plans.reports.units import bytes_str
 from autoparallel.plans.roles import AxisRole, Roles, roles_of
 from autoparallel.schedule.schedules import usual
 from autoparallel.schedule.tiers import listed
@@ -277,6 +278,25 @@ def states_lost(plan: Plan) -> Lost:
     return Lost(where, "on the devices, in more of their memory")
 
 
+def masters_added(plan: Plan) -> list[Lost]:
+    """Training state without float32 master weights, which Megatron-LM, DeepSpeed, and mixed precision of accelerate
+    and torchtitan keep beside parameters of 16 bits, with optimizer states in float32."""
+    work, memory = (plan.known.workload, plan.known.memory) if plan.known is not None else (None, None)
+    state = {} if work is None else work.state_bytes
+    if plan.model.dtype not in ("bfloat16", "float16") or not state or any("master" in what for what in state):
+        return []
+    states = sum(num_bytes for what, num_bytes in state.items() if what.endswith(" states"))
+    added, beyond = "", ""
+    if memory is not None and memory.num_bytes and states and "optimizer state" in memory.kinds:
+        held = max(memory.num_bytes, key=sum)[memory.kinds.index("optimizer state")]
+        more = held / states * (states + 4)    # states of twice the bytes, and the master weights
+        added = f", {bytes_str(more)} more a device"
+        if plan.prediction.peak_bytes + more > plan.prediction.limit_bytes > 0:
+            beyond = f": beyond the {bytes_str(plan.prediction.limit_bytes)} that tensors may take"
+    return [Lost(f"training in {plan.model.dtype} without float32 master weights",
+                 f"float32 master weights and optimizer states{added}{beyond}")]
+
+
 def tables_lost(plan: Plan) -> Lost:
     """Tables that the plan looks up on the host, which no export does."""
     return Lost(f"{listed(plan.hybrid.on_host)} looked up in the memory of the host",
@@ -284,4 +304,4 @@ def tables_lost(plan: Plan) -> Lost:
 
 
 __all__ = ["Degrees", "Lost", "as_data", "degrees_of", "ep_by_hand", "experts_beside_tensor", "head_size",
-           "more_reductions_s", "sharded_by_context", "some", "states_lost", "tables_lost"]
+           "masters_added", "more_reductions_s", "sharded_by_context", "some", "states_lost", "tables_lost"]

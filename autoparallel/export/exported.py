@@ -9,7 +9,7 @@ from pathlib import Path
 from autoparallel.errors import PlanError, shown
 from autoparallel.export.accelerate import accelerate
 from autoparallel.export.deepspeed import deepspeed
-from autoparallel.export.degrees import Degrees, Lost, degrees_of, states_lost, tables_lost
+from autoparallel.export.degrees import Degrees, Lost, degrees_of, masters_added, states_lost, tables_lost
 from autoparallel.export.fsdp2 import fsdp2
 from autoparallel.export.megatron import megatron
 from autoparallel.export.torchtitan import torchtitan
@@ -59,6 +59,8 @@ def export_plan(plan: Plan, to: str) -> Exported:
     degrees = degrees_of(plan)
     if plan.hybrid.offload.is_away and to != "deepspeed":    # whose file says it, where it can
         degrees = degrees.losing([states_lost(plan)])
+    if to != "fsdp2":    # where the model trains in the dtypes that it has
+        degrees = degrees.losing(masters_added(plan))
     if plan.hybrid.on_host:
         degrees = degrees.losing([tables_lost(plan)])
     files, said = FORMATS[to](plan, degrees)

@@ -106,8 +106,11 @@ def _recompute(plan: Plan, d: Degrees, lost: list[Lost]) -> list[Argument]:
     if how == "full":
         return [("--recompute-granularity", "full"), ("--recompute-method", "uniform"), ("--recompute-num-layers", "1")]
     if how == "selective":
-        lost.append(Lost("recompute of all but products and attention", "of attention's core, norms and activations"))
-        return [("--recompute-granularity", "selective"), ("--recompute-modules", "core_attn", "layernorm", "mlp")]
+        experts = ("moe",) if plan.model.experts else ()    # "mlp" is of layers without experts
+        lost.append(Lost("recompute of all but products and attention",
+                         f"of attention's core, norms and whole MLPs{' and experts' if experts else ''}"))
+        return [("--recompute-granularity", "selective"),
+                ("--recompute-modules", "core_attn", "layernorm", "mlp", *experts)]
     if how == "offload":
         if d.hand.pp > 1:
             raise PlanError("Megatron-LM would refuse this plan: --cpu-offloading-num-layers goes with one pipeline "

@@ -325,9 +325,20 @@ def options_of(given: Mapping[str, Any]) -> Options:
     if given.get("step_in_backward") and given.get("offload") in (None, "none"):
         raise PlanError("step_in_backward=True is of states outside of the device: put them there, as offload='host', "
                         "or leave it out")
+    _check_storage(given.get("baseline"), given.get("zero_stage"))
     if given.get("zero_stage") is None and _moves_parameters(given.get("offload")):
         given["zero_stage"] = 3    # which alone fetches for each use
     return Options(**given)
+
+
+def _check_storage(baseline: str | None, zero_stage: int | None) -> None:
+    """Raises PlanError for a baseline that stores parameters otherwise than a ZeRO stage does."""
+    if baseline is None or zero_stage is None or (baseline == "fsdp") == (zero_stage > 0):
+        return
+    has = "in shards" if baseline == "fsdp" else "whole on all data-parallel ranks"
+    instead = "'ddp'" if baseline == "fsdp" else "'fsdp', or a plan by hand, as by_hand='dp=4,tp=2,zero=1'"
+    raise PlanError(f"baseline={baseline!r} has training state {has}, which zero_stage={zero_stage} has not: leave "
+                    f"zero_stage out, or give {instead}")
 
 
 def _moves_parameters(place: Any) -> bool:

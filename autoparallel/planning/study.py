@@ -7,6 +7,7 @@ import math
 from collections.abc import Callable, Container, Iterator, Sequence
 from dataclasses import dataclass, replace
 
+from autoparallel.capture import OpGraph
 from autoparallel.errors import InfeasibleError, PlanError, SearchError
 from autoparallel.plans import Plan
 from autoparallel.plans.answers import Choice, Sensitivity
@@ -96,6 +97,16 @@ class Study:
         if limit < float("inf"):
             for factor in factors:
                 yield "memory limit", factor, cluster, factor * limit
+
+
+def check_names(graph: OpGraph, names: Sequence[str]) -> None:
+    """Raises PlanError for a name of which no plan of this program can explain strategies, before one is searched.
+
+    Micro-batches add reads of a value whole (``sum_whole_0``): with these ends any name of the program is let pass."""
+    space = StrategySpace(graph, (1,))
+    for name in names:
+        if name not in space.decision_named and name.rsplit("_whole_", 1)[0] not in space.decision_named:
+            raise PlanError(_unknown(space, name))
 
 
 def _unknown(space: StrategySpace, name: str) -> str:

@@ -48,7 +48,7 @@ def _job(report: Report) -> str:
     if report.record is None:
         return "not known"
     work = report.record.workload
-    return f"{count_str(work.count)} {work.unit}, {large_str(work.parameters)} parameters"
+    return f"{work.count:,.0f} {work.unit}, {large_str(work.parameters)} parameters"
 
 
 def _rate(report: Report) -> str:

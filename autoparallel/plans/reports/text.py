@@ -27,13 +27,16 @@ LAYOUTS = ("strategies and layouts have an entry per mesh axis: S(d) a shard of 
 
 
 class ReportConsole(Console):
-    """A console that takes strings as plain text: names from models and files are no markup, emoji or escape codes."""
+    """A console that takes strings as plain text: names from models and files are no markup, emoji or escape codes. In
+    narrow tables they are wrapped, never cut off."""
 
     def __init__(self, **options: Any) -> None:
         super().__init__(markup=False, emoji=False, highlight=False, **options)
 
     def render_str(self, text: str, **options: Any) -> Text:
-        return super().render_str(printable(text), **options)
+        plain = super().render_str(printable(text), **options)
+        plain.overflow = "fold"
+        return plain
 
 
 def as_text(print_to: Callable[[ReportConsole], None], width: int) -> str:
@@ -155,9 +158,9 @@ def _memory(report: Report) -> Table:
 
 def _collectives(report: Report, details: bool) -> Table:
     """By purpose, kind and axis; with details also by direction. At the end how much of all is exposed."""
-    columns = ("moves", "collective", "axis", *(("direction",) if details else ()), "tensors", "bytes per rank", "time")
-    table = _table("collectives in one step, by the tensors moved (those of one bucket travel together and share its "
-                   "time)", columns, right=("tensors", "bytes per rank", "time"))
+    columns = ("moves", "collective", "axis", *(("direction",) if details else ()), "tensors", "bytes", "time")
+    table = _table("collectives of a rank in one step, by the tensors moved (those of one bucket travel together and "
+                   "share its time)", columns, right=("tensors", "bytes", "time"))
     rows: dict[tuple[str, ...], list[Collectives]] = {}
     for use in report.collectives:
         key = (use.purpose or "not known", use.kind, use.axis, *((use.direction,) if details else ()))
@@ -209,8 +212,8 @@ def comparison_table(found: Comparison) -> Table:
 
 def sensitivities(step_s: float, found: Sequence[Sensitivity]) -> Table:
     """The answers of `Study.sensitivity` as a table; ``step_s``: the plan's step time."""
-    table = _table(f"sensitivity of the step time of {seconds_str(step_s)} (pipeline, mesh, micro-batches, recompute "
-                   "stay)",
+    table = _table(f"sensitivity of the step time of {seconds_str(step_s)} (pipeline, mesh, micro-batches, ZeRO and "
+                   "recompute stay)",
                    ("what", "factor", "this plan", "best sharding", "changed ops"),
                    right=("factor", "this plan", "best sharding", "changed ops"))
     for s in found:

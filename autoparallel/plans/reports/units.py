@@ -12,12 +12,12 @@ _UNITS = {"": 1, "B": 1, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30, "TIB": 2**40,
 
 def duration_str(seconds: float) -> str:
     """
-    >>> duration_str(90.0), duration_str(11135.0), duration_str(1e6)
-    ('90 s', '3.09 h', '11.6 days')
+    >>> duration_str(90.0), duration_str(11135.0), duration_str(1e6), duration_str(1e8)
+    ('90 s', '3.09 h', '11.6 days', '1157 days')
     """
     for unit, length_s in (("days", 86_400.0), ("h", 3_600.0), ("min", 60.0)):
         if seconds >= 2 * length_s:
-            return f"{seconds / length_s:.3g} {unit}"
+            return f"{_three(seconds / length_s)} {unit}"
     return seconds_str(seconds)
 
 
@@ -99,6 +99,16 @@ def percent_str(share: float) -> str:
     return f"{value:.0f} %" if abs(value) >= 9.95 else f"{value:.1f} %" if abs(value) >= 0.995 else f"{value:.2g} %"
 
 
+def below_all_str(share: float) -> str:
+    """A share in percent, as `percent_str`, with digits enough that what is not all is not told as 100 %.
+
+    >>> below_all_str(0.93), below_all_str(0.9953), below_all_str(0.99996), below_all_str(1.0)
+    ('93 %', '99.5 %', '99.996 %', '100 %')
+    """
+    digits = next((digits for digits in range(1, 4) if round(100 * share, digits) < 100), None)
+    return percent_str(share) if share < 0.995 or digits is None else f"{100 * share:.{digits}f} %"
+
+
 def percent_up(share: float) -> str:
     """A share in percent, as `percent_str` but rounded up: for what is at most so much.
 
@@ -123,4 +133,5 @@ def times_up(factor: float) -> str:
     return f"{math.ceil(factor * digits - 1e-9) / digits:.10g}"
 
 
-__all__ = ["bytes_of", "bytes_str", "count_str", "large_str", "percent_str", "percent_up", "seconds_str", "times_up"]
+__all__ = ["below_all_str", "bytes_of", "bytes_str", "count_str", "large_str", "percent_str", "percent_up",
+           "seconds_str", "times_up"]
