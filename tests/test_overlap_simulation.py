@@ -28,7 +28,7 @@ from tests.support.captured import graph_of, plan_of
 
 @pytest.mark.parametrize(("mesh_shape", "options"), [
     ((4, 2), {"baseline": "ddp"}), ((8,), {"baseline": "fsdp"}), ((4, 2), {}),
-    ((4, 2), {"baseline": "tensor_parallel", "zero_stage": 3}),
+    ((4, 2), {"baseline": "tensor_parallel"}),
     ((4, 2), {"baseline": "ddp", "micro_batches": 2, "recompute": "full"}),
     ((4, 2), {"baseline": "fsdp", "micro_batches": 4, "zero_stage": 3, "recompute": "full"}),
     ((4, 2), {"baseline": "fsdp", "micro_batches": 4, "zero_stage": 2}),
@@ -36,7 +36,7 @@ from tests.support.captured import graph_of, plan_of
         ((8,), {"baseline": "ddp"}), ((4, 2), {"baseline": "fsdp", "recompute": "full"}),
         ((8,), {"baseline": "fsdp", "recompute": "selective", "reduce_dtype": "bfloat16"}),
         ((8,), {"baseline": "fsdp", "micro_batches": 4, "reduce_dtype": "float32"}),
-        ((4, 2), {"baseline": "tensor_parallel", "micro_batches": 2, "zero_stage": 3}),
+        ((4, 2), {"baseline": "sequence_parallel", "micro_batches": 2}),
     ]),
 ])
 def test_no_part_of_a_step_is_lost(mesh_shape: tuple[int, ...], options: dict[str, Any]) -> None:

@@ -100,7 +100,7 @@ def saved_by_one_rank(shape: tuple[int, ...], options: dict[str, Any]) -> list[t
 
 @pytest.mark.parametrize(("shape", "options"), [
     ((4,), {"baseline": "fsdp"}),
-    ((2, 2), {"baseline": "tensor_parallel", "zero_stage": 3}),
+    ((2, 2), {"baseline": "tensor_parallel"}),
     ((2, 2), {"baseline": "fsdp", "pipeline_stages": 2, "micro_batches": 2, "eval": True}),
 ])
 def test_shards_that_another_rank_saved_are_refused(ranks: Any, shape: tuple[int, ...], options: dict[str, Any]

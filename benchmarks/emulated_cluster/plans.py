@@ -88,7 +88,7 @@ def multi_copy(num_ranks: int) -> Iterator[Spec]:
     shapes = [(num_ranks,), *([(num_ranks // 2, 2)] if num_ranks > 2 else [])]
     for shape, name in itertools.product(shapes, ("tensor_parallel", "sequence_parallel")):
         for count, copies in ((1, 1), (2, 1), (2, 2)):
-            options = {"mesh_shape": shape, "micro_batches": count, "copies": copies, "baseline": name, "zero_stage": 1}
+            options = {"mesh_shape": shape, "micro_batches": count, "copies": copies, "baseline": name, "zero_stage": 0}
             yield Spec(f"{name} {_text(shape)}, {count} micro-batches, {copies} copies", "hybrid", options)
 
 
