@@ -342,6 +342,8 @@ def numbers_of_parts() -> list[str]:
             said.append(str(number()))
         except InputError as error:
             said.append(str(error).splitlines()[0])
+    with pytest.raises(InputError, match=r'full_tensor\(\)\.numpy.*outputs="whole"'):
+        made.numpy()
     assert isinstance(made.sum().full_tensor().item(), float)
     return said
 
