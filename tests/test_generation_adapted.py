@@ -12,7 +12,7 @@ import transformers
 import autoparallel
 from autoparallel.errors import InputError
 from autoparallel.runtime.generation_media import repeated
-from tests.support.language import adapted
+from tests.support.language import VOCABULARY, adapted, llama
 from tests.support.ranks import mesh_of
 
 IDS = torch.arange(10).reshape(2, 5) + 2
@@ -120,3 +120,12 @@ def test_images_that_are_not_one_for_each_sample_are_not_repeated() -> None:
     ids = torch.tensor([[63, 63, 5, 6], [1, 2, 3, 4]])
     with pytest.raises(InputError, match=r"one row of images for each sample.*pixel_values \[2, 3\]"):
         repeated(seeing().config, {"pixel_values": torch.ones(2, 3)}, ids, 2)
+
+
+def test_a_vocabulary_is_resized_before_the_first_trace(mesh_of_one: Any) -> None:
+    parallel: Any = autoparallel.compile(llama(), mesh_of_one)
+    parallel.resize_token_embeddings(VOCABULARY + 4)
+    assert parallel(IDS + VOCABULARY - 9).logits.shape[-1] == VOCABULARY + 4
+    parallel.resize_token_embeddings(VOCABULARY + 4)
+    with pytest.raises(InputError, match=r"Resize the model before it is given to autoparallel\.compile"):
+        parallel.resize_token_embeddings(VOCABULARY)

@@ -90,6 +90,14 @@ def generating(module: Any, original: Any) -> Any:
         ids, call = original._expand_inputs_for_generation(self, expand_size, is_encoder_decoder, input_ids, **call)
         return ids, {**call, **more}
 
+    @functools.wraps(original.resize_token_embeddings)
+    def resize(self: Any, new_num_tokens: int | None = None, *args: Any, **kwargs: Any) -> Any:
+        rows = self.get_input_embeddings().weight.shape[0]
+        if self._state.forms and (new_num_tokens not in (None, rows) or args or kwargs.get("pad_to_multiple_of")):
+            raise InputError(f"resize_token_embeddings of {rows} tokens to {new_num_tokens}: programs were compiled "
+                             f"for {rows}\n  Resize the model before it is given to autoparallel.compile.")
+        return original.resize_token_embeddings(self, new_num_tokens, *args, **kwargs)
+
     def encodes_media_before(self: Any, *args: Any, **kwargs: Any) -> bool:
         """Whether ``generate`` calls encoders of images before the prompt: the prompt's program has them."""
         return False
@@ -102,6 +110,7 @@ def generating(module: Any, original: Any) -> Any:
         members.update({name: decoding(getattr(original, name)) for name in ("_sample", "_beam_search")})
         members.update(forward=forward, generate=generate, _prepare_cache_for_generation=prepare_cache,
                        get_encoder=get_encoder, _expand_inputs_for_generation=expand,
+                       resize_token_embeddings=resize,
                        _supports_mm_encoder_outputs=encodes_media_before, _valid_auto_compile_criteria=compiles,
                        __doc__=module.__doc__)
 
