@@ -310,6 +310,20 @@ def test_state_dicts_pass_through_hooks_methods_and_extra_state(pair: tuple[Any,
     torch.testing.assert_close(parallel(X), expected(X))
 
 
+def test_state_dicts_without_versions_load_as_torch_loads_them(mesh_of_one: Any) -> None:
+    """torch takes no count of batches from them, and names what is missing in the model's order."""
+    model = nn.Sequential(nn.Linear(6, 4), nn.BatchNorm1d(4))
+    state = {name: value + 1 for name, value in model.state_dict().items() if name != "1.num_batches_tracked"}
+    parallel: Any = autoparallel.compile(copy.deepcopy(model), mesh_of_one, example_inputs=(X,))
+    for values in (state, {"1.bias": state["1.bias"], "0.odd": X}):
+        strict = values is state
+        assert parallel.load_state_dict(values, strict) == model.load_state_dict(values, strict)
+    torch.testing.assert_close(parallel.eval()(X), model.eval()(X))
+    state["1.num_batches_tracked"] = torch.tensor(5)
+    parallel.load_state_dict(state)
+    assert int(parallel.state_dict()["1.num_batches_tracked"]) == 5
+
+
 def test_a_models_own_extra_state_is_in_its_state_dict(mesh_of_one: Any) -> None:
     parallel: Any = autoparallel.compile(Scaled(), mesh_of_one, example_inputs=(X,))
     parallel.scale = 2.0
@@ -328,6 +342,8 @@ def numbers_of_parts() -> list[str]:
             said.append(str(number()))
         except InputError as error:
             said.append(str(error).splitlines()[0])
+    with pytest.raises(InputError, match=r'full_tensor\(\)\.numpy.*outputs="whole"'):
+        made.numpy()
     assert isinstance(made.sum().full_tensor().item(), float)
     return said
 

@@ -71,6 +71,17 @@ def test_its_parameters_are_freed_at_the_next_call(mesh_of_one: Any) -> None:
     assert all(p.is_meta for p in parallel._state.model.parameters()) and float(parallel.seen) == 2
 
 
+def test_a_model_that_is_freed_in_inference_mode_can_be_trained(mesh_of_one: Any) -> None:
+    wanted = losses(Recurrent(), X)
+    parallel: Any = autoparallel.compile(Recurrent().eval(), mesh_of_one, example_inputs=(X,))
+    with torch.inference_mode():
+        for rows in (2, 3):
+            parallel(X[:rows])
+    assert all(p.is_meta for p in parallel._state.model.parameters())
+    parallel.train().seen.zero_()
+    assert losses(parallel, X) == pytest.approx(wanted, rel=1e-5)
+
+
 def test_without_an_example_they_are_freed_at_the_second_call(mesh_of_one: Any) -> None:
     model = Recurrent()
     first = ref(model.first.weight)

@@ -23,7 +23,7 @@ from autoparallel.capture.dependencies import recorder, uncounted
 from autoparallel.capture.numbers import as_symbols, as_tensors
 from autoparallel.capture.remedies import instead, lines_at, lines_of, makes_number
 from autoparallel.capture.tracing.frames import OWN
-from autoparallel.capture.tracing.hf_caches import register_caches
+from autoparallel.capture.tracing.hf_caches import own_states, register_caches
 from autoparallel.capture.tracing.masked_rows.control_flow import REGIONS
 from autoparallel.capture.tracing.masked_rows.dispatch import rows_by_value, tensors_of
 from autoparallel.capture.tracing.stand_ins import TracedCalls, flex_attention_as_ops, traced_methods, without_checks
@@ -52,6 +52,7 @@ def trace(model: torch.nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]
     known = [*model.parameters(), *tensors_of((args, kwargs))]
     given = _Given()
     hooks = (model.register_forward_pre_hook(given.note, with_kwargs=True),
+             model.register_forward_pre_hook(own_states, with_kwargs=True),
              model.register_forward_hook(given.check, with_kwargs=True), model.register_forward_hook(_returned))
     try:
         with (_quiet(), uncounted(), torch.enable_grad(), functions_as_ops(), without_checks(), traced_methods(),

@@ -41,6 +41,8 @@ _IN_PLACE = [name for name in dir(torch.Tensor)
 KEPT = "_kept_elsewhere"
 #: What torch says of summands that it would have to add up first.
 _NOT_OF_SUMMANDS = "in-place operations that require placement changes are not supported"
+#: What to write where code of another library reads outputs, as transformers' pipelines do.
+_WHOLE = '; of outputs, autoparallel.compile(..., outputs="whole") gives them whole, as plain tensors, to any library.'
 #: The users of memory that one tensor has, while they are counted.
 _ALONE = 2
 _BASIC = (int, slice, type(None), EllipsisType)
@@ -108,7 +110,7 @@ def _number(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
                                  for axis, p in enumerate(value.placements)):
         raise InputError(f"a Python number is asked of a DTensor {list(value.shape)} with placements "
                          f"{value.placements}, of which this rank has a part only\n"
-                         "  Write value.full_tensor().item(), on all ranks.")
+                         f"  Write value.full_tensor().item(), on all ranks{_WHOLE}")
     return op(value._local_tensor)
 
 
@@ -184,7 +186,7 @@ def _leaving(name: str) -> Callable[..., Any]:
     def left(tensor: DTensor, *args: Any, **kwargs: Any) -> Any:
         if is_watched(tensor):
             raise InputError(f".{name}() is asked of a DTensor {list(tensor.shape)} with placements "
-                             f"{tensor.placements}\n  Write value.full_tensor().{name}(), on all ranks.")
+                             f"{tensor.placements}\n  Write value.full_tensor().{name}(), on all ranks{_WHOLE}")
         return method(tensor, *args, **kwargs)
 
     return left

@@ -8,13 +8,15 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import cache
 from inspect import signature
-from typing import Any
+from typing import Any, cast
 
 import torch
 
 from autoparallel.capture.tracing.hf_caches import takes_static_cache
+from autoparallel.errors import InputError
 from autoparallel.runtime.agree import decide_once
 from autoparallel.runtime.generation_caches import Caches
+from autoparallel.runtime.generation_media import media_of, repeated
 from autoparallel.runtime.state import State
 
 
@@ -37,12 +39,13 @@ def generating(module: Any, original: Any) -> Any:
     @functools.wraps(original.generate)
     def generate(self: Any, *args: Any, **kwargs: Any) -> Any:
         state: State = self._state
+        model = _which_generates(state.model)
         if not state.forms and not self.config.is_encoder_decoder:
             _trace_prompt(self, args, kwargs)
         leaves_open = _leaves_cache_open(self, args, kwargs)
-        if leaves_open and takes_static_cache(state.model):
+        if leaves_open and takes_static_cache(model):
             kwargs = {**kwargs, "cache_implementation": "static"}
-        state.gathers, state.caches = True, Caches(state.model, leaves_open)
+        state.gathers, state.caches = True, Caches(model, leaves_open)
         try:
             state.together.agree("generate")
             with first_ranks_draws(state.device):
@@ -77,6 +80,28 @@ def generating(module: Any, original: Any) -> Any:
         generates = self._state.caches is not None and self.config.is_encoder_decoder
         return Encoder(self, found) if generates and found is not self else found
 
+    @functools.wraps(original._expand_inputs_for_generation)
+    def expand(self: Any, expand_size: int = 1, is_encoder_decoder: bool = False, input_ids: Any = None,
+               **call: Any) -> Any:
+        repeats_features = getattr(original, "_supports_mm_encoder_outputs", lambda _: False)(self)  # in place of media
+        media = media_of(call) if expand_size > 1 and repeats_features else {}
+        more = repeated(self.config, media, input_ids, expand_size) if media else {}
+        call.update(dict.fromkeys(media))
+        ids, call = original._expand_inputs_for_generation(self, expand_size, is_encoder_decoder, input_ids, **call)
+        return ids, {**call, **more}
+
+    @functools.wraps(original.resize_token_embeddings)
+    def resize(self: Any, new_num_tokens: int | None = None, *args: Any, **kwargs: Any) -> Any:
+        rows = self.get_input_embeddings().weight.shape[0]
+        if self._state.forms and (new_num_tokens not in (None, rows) or args or kwargs.get("pad_to_multiple_of")):
+            raise InputError(f"resize_token_embeddings of {rows} tokens to {new_num_tokens}: programs were compiled "
+                             f"for {rows}\n  Resize the model before it is given to autoparallel.compile.")
+        return original.resize_token_embeddings(self, new_num_tokens, *args, **kwargs)
+
+    def encodes_media_before(self: Any, *args: Any, **kwargs: Any) -> bool:
+        """Whether ``generate`` calls encoders of images before the prompt: the prompt's program has them."""
+        return False
+
     def compiles(self: Any, *args: Any, **kwargs: Any) -> bool:
         """Whether ``generate`` compiles the model by torch.compile: it is compiled already."""
         return False
@@ -84,9 +109,51 @@ def generating(module: Any, original: Any) -> Any:
     def namespace(members: dict[str, Any]) -> None:
         members.update({name: decoding(getattr(original, name)) for name in ("_sample", "_beam_search")})
         members.update(forward=forward, generate=generate, _prepare_cache_for_generation=prepare_cache,
-                       get_encoder=get_encoder, _valid_auto_compile_criteria=compiles, __doc__=module.__doc__)
+                       get_encoder=get_encoder, _expand_inputs_for_generation=expand,
+                       resize_token_embeddings=resize,
+                       _supports_mm_encoder_outputs=encodes_media_before, _valid_auto_compile_criteria=compiles,
+                       __doc__=module.__doc__)
 
     return types.new_class(f"Parallel{original.__name__}", (module, original), {}, namespace)
+
+
+@cache
+def generating_adapted(module: Any, adapted: Any) -> Any:
+    """A subclass of ``module`` for PEFT's class ``adapted`` around a model of transformers: ``generate`` is that of the
+    model within, with calls of the whole parallel module."""
+
+    @functools.wraps(adapted.generate)
+    def generate(self: Any, *args: Any, **kwargs: Any) -> Any:
+        for name, config in self.peft_config.items():
+            if config.is_prompt_learning or getattr(config, "alora_invocation_tokens", None):
+                raise InputError(f"the adapter {name!r} is of {type(config).__name__}, which changes the prompt within "
+                                 "generate of peft: here adapters of layers generate (LoRA and the like)\n"
+                                 "  Call parallel(...) for each token, or generate by the original in one process.")
+        if kwargs.get("adapter_names") is not None:
+            raise InputError("generate with adapter_names, an adapter for each sample, does not run on a parallel "
+                             "module\n  Call parallel.set_adapter(name) and generate for its samples.")
+        view = object.__new__(generating(module, cast(Any, type(_which_generates(self._state.model)))))
+        view.__dict__ = self.__dict__
+        return view.generate(*args, **kwargs)
+
+    return types.new_class(f"Parallel{adapted.__name__}", (module,), {},
+                           lambda members: members.update(generate=generate, __doc__=module.__doc__))
+
+
+def generates(model: Any) -> bool:
+    """Whether transformers' ``generate`` is a method of the model."""
+    return callable(getattr(type(model), "_prepare_cache_for_generation", None))
+
+
+def generates_adapted(model: Any) -> bool:
+    """Whether the model is PEFT's around one that generates."""
+    return (not generates(model) and callable(getattr(type(model), "generate", None))
+            and callable(getattr(type(model), "get_base_model", None)) and generates(_which_generates(model)))
+
+
+def _which_generates(model: Any) -> Any:
+    """The model of transformers: ``model``, or that within PEFT's."""
+    return model if generates(model) else model.get_base_model()
 
 
 def _trace_prompt(parallel: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:

@@ -78,10 +78,11 @@ class Root:
                 or _has_more([*map(vars, (root, *modules))], [vars(nn.Module())], counts, 1))
 
     def drop_values(self) -> None:
-        """Replace the parameters by ones without data."""
+        """Replace the parameters by ones without data, which can be trained later."""
         owned = [(path, module, name, parameter) for path, module in self._module.named_modules()
                  for name, parameter in module._parameters.items() if parameter is not None and not parameter.is_meta]
-        empty = {id(parameter): without_data(parameter, "meta") for *_, parameter in owned}
+        with torch.inference_mode(False):
+            empty = {id(parameter): without_data(parameter, "meta") for *_, parameter in owned}
         for path, module, name, parameter in owned:
             put(module, name, empty[id(parameter)])
             self.dropped |= {f"{path}.{name}".strip(".")}

@@ -14,10 +14,12 @@ from typing import Any
 import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
+from torch.nn.modules.batchnorm import _NormBase
 
 from autoparallel.errors import InputError
 
 EXTRA = "_extra_state"
+_COUNT = "num_batches_tracked"
 
 
 @dataclass
@@ -51,6 +53,7 @@ def _visit(module: nn.Module, part: nn.Module, local: dict[str, Any], prefix: st
     else:
         for hook in _hooks("_load_state_dict_pre_hooks", module, part):
             hook(local, prefix, metadata.get(prefix[:-1], {}), True, [], [], [])
+        _count_batches(module, part, local, prefix, metadata)
     kind: Any = type(module)
     if kind.set_extra_state is not nn.Module.set_extra_state and f"{prefix}{EXTRA}" in local:
         found.extra.add(f"{prefix}{EXTRA}")
@@ -77,9 +80,19 @@ def _set_extra_state(part: nn.Module, kind: Any, value: Any, odd: Any) -> None:
 
 
 def _loads_itself(module: nn.Module) -> bool:
-    """Whether a module has a `_load_from_state_dict` of its own. (Those of torch's layers do nothing to new files.)"""
+    """Whether a module has a `_load_from_state_dict` of its own. (Of those of torch's layers see `_count_batches`.)"""
     method: Any = type(module)._load_from_state_dict
     return method is not nn.Module._load_from_state_dict and not method.__module__.startswith("torch.nn.")
+
+
+def _count_batches(module: nn.Module, part: nn.Module, local: dict[str, Any], prefix: str,
+                   metadata: Mapping[str, Any]) -> None:
+    """A state dict without versions of modules (old ones, and plain dicts) may lack the number of batches that batch
+    norm has seen, which torch then leaves as it is."""
+    version, kept = metadata.get(prefix[:-1], {}).get("version"), part._buffers.get(_COUNT)
+    if isinstance(module, _NormBase) and module.track_running_stats and (version is None or version < 2):
+        start = torch.tensor(0) if kept is None or kept.is_meta else kept
+        local.setdefault(f"{prefix}{_COUNT}", start)
 
 
 def _load_stand_in(module: nn.Module, local: dict[str, Any], prefix: str, metadata: Mapping[str, Any]) -> None:

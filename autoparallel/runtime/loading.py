@@ -109,14 +109,14 @@ def _checked(model: nn.Module, parallel: nn.Module, entries: Entries, strict: bo
     """(values to load on this rank by name, missing names, unexpected names). Raises InputError for invalid values."""
     state = entries.values
     here = dict((*parallel.named_parameters(remove_duplicate=False), *parallel.named_buffers(remove_duplicate=False)))
-    persistent = {*nn.Module.state_dict(parallel), *entries.extra}
+    persistent = dict.fromkeys((*nn.Module.state_dict(parallel), *sorted(entries.extra)))
     if odd := [name for name, value in state.items() if name in here and not isinstance(value, torch.Tensor)]:
         raise InputError(f"state dict has no tensors for {odd}: only tensors by name are loaded")
     if empty := [name for name in state if name in here and (state[name].is_meta or state[name].is_sparse)]:
         raise InputError(f"state dict has tensors on the meta device, or sparse ones, for {empty}: give dense ones, "
                          "with values")
-    missing, unexpected = sorted(persistent - set(state)), sorted(
-        set(state) - set(here) - initialise.names_of(model) - entries.extra)
+    known = {*here, *initialise.names_of(model), *entries.extra}
+    missing, unexpected = [name for name in persistent if name not in state], sorted(set(state) - known)
     if strict and (missing or unexpected):
         raise StateDictError(f"state dict does not fit: missing {missing}, unexpected {unexpected}; "
                          "strict=False loads the rest")

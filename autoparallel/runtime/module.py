@@ -39,7 +39,7 @@ from autoparallel.runtime.checkpoint.job import Checkpoint, Job, Saving
 from autoparallel.runtime.clipping import check_arguments, clip_gradients
 from autoparallel.runtime.failing import one_at_a_time
 from autoparallel.runtime.form import Compile, Compiled
-from autoparallel.runtime.generation import generating
+from autoparallel.runtime.generation import generates, generates_adapted, generating, generating_adapted
 from autoparallel.runtime.inputs import Inputs, local_batch
 from autoparallel.runtime.let_go import Root
 from autoparallel.runtime.offload import making
@@ -69,8 +69,10 @@ class ParallelModule(nn.Module):
         model = root.module
         self._calls = Calls(self, self._state)
         self.training = model.training
-        if callable(getattr(type(model), "_prepare_cache_for_generation", None)):  # transformers' generate
+        if generates(model):
             self.__class__ = generating(ParallelModule, cast(Any, type(model)))
+        elif generates_adapted(model):
+            self.__class__ = generating_adapted(ParallelModule, cast(Any, type(model)))
 
     @property
     def plan(self) -> Plan:

@@ -21,8 +21,11 @@ from torch.distributed.tensor import DTensor, Replicate
 
 from autoparallel.errors import InputError
 
-#: Per layer: its class, its tensors' names, its other attributes.
-Layers = tuple[tuple[type, tuple[str, ...], dict[str, Any]], ...]
+#: Where a layer has a tensor: an attribute, or an attribute's key, of those that are dicts (states by number).
+Place = tuple[str, Any]
+#: Per layer: its class, its tensors' places, its other attributes.
+Layers = tuple[tuple[type, tuple[Place, ...], dict[str, Any]], ...]
+_ITSELF = "the attribute itself"
 
 
 def register_caches() -> None:
@@ -46,9 +49,8 @@ def _tensors(cache: Any) -> tuple[list[torch.Tensor], Layers]:
     found: list[torch.Tensor] = []
     layers = []
     for layer in cache.layers:
-        tensors = {name: value for name, value in vars(layer).items() if isinstance(value, torch.Tensor)}
+        tensors, rest = _places(vars(layer))
         found += tensors.values()
-        rest = {name: value for name, value in vars(layer).items() if name not in tensors}
         layers.append((type(layer), tuple(tensors), rest))
     return found, tuple(layers)
 
@@ -57,13 +59,27 @@ def _static_tensors(cache: Any) -> tuple[list[torch.Tensor], Layers]:
     """As `_tensors`, the same for a new cache and for one that a program has returned."""
     from transformers.cache_utils import StaticLayer
 
-    found, layers = list[torch.Tensor](), list[tuple[type, tuple[str, ...], dict[str, Any]]]()
+    found, layers = list[torch.Tensor](), list[tuple[type, tuple[Place, ...], dict[str, Any]]]()
     for layer in cache.layers:
-        of = dict(sorted(vars(layer).items()))
-        names = tuple(name for name, value in of.items() if isinstance(value, torch.Tensor))
-        found += (of.pop(name) for name in names)
-        layers.append((_functional() if type(layer) is StaticLayer else type(layer), names, of))
+        tensors, rest = _places(dict(sorted(vars(layer).items())))
+        found += tensors.values()
+        layers.append((_functional() if type(layer) is StaticLayer else type(layer), tuple(tensors), rest))
     return found, tuple(layers)
+
+
+def _places(attributes: Mapping[str, Any]) -> tuple[dict[Place, torch.Tensor], dict[str, Any]]:
+    """A layer's tensors by their places, and its other attributes, whose dicts are copies without tensors."""
+    tensors: dict[Place, torch.Tensor] = {}
+    rest: dict[str, Any] = {}
+    for name, value in attributes.items():
+        if isinstance(value, torch.Tensor):
+            tensors[name, _ITSELF] = value
+        elif isinstance(value, dict):
+            tensors.update(((name, key), one) for key, one in value.items() if isinstance(one, torch.Tensor))
+            rest[name] = {key: None if (name, key) in tensors else one for key, one in value.items()}
+        else:
+            rest[name] = value
+    return tensors, rest
 
 
 def _cache(tensors: Any, layers: Layers) -> Any:
@@ -71,12 +87,26 @@ def _cache(tensors: Any, layers: Layers) -> Any:
 
     cache, given = DynamicCache(), iter(tensors)
     cache.layers = []
-    for kind, names, rest in layers:
+    for kind, places, rest in layers:
         layer: Any = object.__new__(kind)
-        vars(layer).update(rest)
-        vars(layer).update((name, next(given)) for name in names)
+        vars(layer).update((name, dict(value) if isinstance(value, dict) else value) for name, value in rest.items())
+        for name, key in places:
+            if key == _ITSELF:
+                setattr(layer, name, next(given))
+            else:
+                vars(layer)[name][key] = next(given)
         cache.layers.append(layer)
     return cache
+
+
+def own_states(model: Any, args: Any, kwargs: Mapping[str, Any]) -> None:
+    """A hook before forward within a trace: states (of Mamba, of linear attention), which forward writes into, become
+    copies, since a program does not write into its inputs."""
+    for given in (*args, *kwargs.values()):
+        for layer in (getattr(given, "layers", None) or ()) if type(given) in pytree.SUPPORTED_NODES else ():
+            for states in vars(layer).values():
+                if isinstance(states, dict):
+                    states.update((key, one.clone()) for key, one in states.items() if isinstance(one, torch.Tensor))
 
 
 def _static_cache(tensors: Any, layers: Layers) -> Any:
