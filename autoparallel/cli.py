@@ -133,6 +133,8 @@ def plan(
                 made = ask(made, explain or (), alternatives, sensitivity)
             except AutoparallelError as error:
                 unanswered = error
+            except KeyboardInterrupt:
+                typer.echo("interrupted: what follows is without the answers", err=True)
             if alternatives and made.record is not None and not made.record.alternatives:
                 typer.echo("no other plan was found in the time", err=True)
             if output is not None:

@@ -22,6 +22,7 @@ from autoparallel.plans import Plan
 from autoparallel.plans.reports.asked import ask
 from autoparallel.strategies.space import StrategySpace
 from cost_models import Cluster
+from tests.support.captured import plan_of
 from tests.support.reported import graph, made
 
 CLUSTER = Cluster.load("h100-sxm", num_devices=4)
@@ -96,6 +97,20 @@ def test_an_interrupted_plan_says_that_nothing_is_written(capsys: pytest.Capture
     with pytest.raises(KeyboardInterrupt), Progress(1.0):
         raise KeyboardInterrupt
     assert "nothing is written" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("phase", ["usual plans", "planned in full"])
+def test_an_interrupt_takes_the_best_plan_of_a_joint_search(phase: str) -> None:
+    known = list[float]()
+
+    def progress(told: str, best_s: float, bound_s: float) -> None:
+        known.append(best_s)
+        if phase in told:
+            raise KeyboardInterrupt
+
+    plan = plan_of("llama", Cluster.load("a100-sxm", num_devices=4), joint=True, time_limit_s=20, progress=progress)
+    assert plan.prediction.step_s <= min(known) < math.inf
+    assert ("interrupted" in plan.evidence.stop_reason) == (phase == "planned in full")
 
 
 def test_each_name_of_a_plan_in_micro_batches_may_be_asked_of() -> None:

@@ -25,6 +25,7 @@ from autoparallel.plans.reports.asked import alternative_of
 from autoparallel.pricing import Prices
 from autoparallel.schedule.schedules import SCHEDULES
 from autoparallel.schedule.tiers import ON_DEVICE
+from autoparallel.search import INTERRUPTED
 from autoparallel.strategies.space import StrategySpace
 from cost_models import Cluster
 
@@ -83,7 +84,7 @@ def plan_jointly(split: Splits, cluster: Cluster, mesh_shape: Sequence[int] | No
                            [_again(plan, fixed) for plan in starts], options.progress, options.wider_limits(cluster),
                            [_again(plan, fixed) for plan in by_hand], kept_of(split, cluster, options))
     best = found.plan
-    if open_ and best.hybrid.recompute != "none":
+    if open_ and best.hybrid.recompute != "none" and not found.interrupted:
         ends = min(deadline, clock.now() + FEWER_S)
         best = recompute_less(best, ends, options.time_limit_s / RECOMPUTE_TRIES)
     evidence, seen = best.evidence, found.survey
@@ -92,8 +93,9 @@ def plan_jointly(split: Splits, cluster: Cluster, mesh_shape: Sequence[int] | No
     others = tuple(alternative_of(best, other) for other in found.runners_up)
     recorder = None if best.recorder is None else partial(_with_others, best.recorder, found.trials, others)
     study = None if best.study is None else JointStudy(best.study, found.runners_up)
+    why = f"{INTERRUPTED}; {evidence.stop_reason}" if found.interrupted else evidence.stop_reason
     return replace(best, evidence=replace(evidence, seconds=seconds, step_bound_s=seen.bound_s,
-                                          combinations=counts),
+                                          combinations=counts, stop_reason=why),
                    recorder=recorder, study=study)
 
 

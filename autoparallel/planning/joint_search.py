@@ -19,7 +19,7 @@ from autoparallel.planning.joint_candidates import JointSearch, Kept, Survey
 from autoparallel.plans import Hybrid, Plan
 from autoparallel.plans.record import Trial
 from autoparallel.plans.reports.units import bytes_str
-from autoparallel.search import NotRepairedError, Progress
+from autoparallel.search import INTERRUPTED, NotRepairedError, Progress
 from cost_models import Cluster
 
 #: Smallest time limit of the final full search.
@@ -43,13 +43,14 @@ LEAST_ROOM = 0.5
 @dataclass(frozen=True)
 class JointResult:
     """The best plan, the survey of candidates, how many of these were planned in full, and all combinations judged.
-    ``runners_up``: the best plans of the other combinations, best first."""
+    ``runners_up``: the best plans of the other combinations, best first. ``interrupted``: by the user (Ctrl-C)."""
 
     plan: Plan
     survey: Survey
     planned: int
     trials: tuple[Trial, ...] = ()
     runners_up: tuple[Plan, ...] = ()
+    interrupted: bool = False
 
 
 class InFull(Protocol):
@@ -81,7 +82,9 @@ def search_jointly(
     ``progress`` is told of each estimate and plan, with the best step so far and the bound on that of all
     combinations. ``wider_limits``: bytes of the mean device and of the largest, of which pipelines make use, where
     ``limit_bytes`` is that of the smallest. ``by_hand``: combinations of plans by hand, with their steps. ``kept``: of
-    other searches of the program. Raises InfeasibleError if nothing fits, or nothing was planned in time.
+    other searches of the program. An interrupt (Ctrl-C) ends the search with the best plan that there is.
+
+    Raises InfeasibleError if nothing fits, or nothing was planned in time; KeyboardInterrupt before the first plan.
     """
     started, bound_s = clock.now(), -math.inf
 
@@ -95,22 +98,30 @@ def search_jointly(
     trials = _TrialPlans(in_full, search.estimate, tell, search.step_bounds.step_s)
     trials.left += starts
     trials.sure |= {c.key for c in starts}
-    for share_of_estimates, share_of_trials in ROUNDS:
-        spare = RESERVED if recompute_less is not None and trials.recomputing else 0.0
-        survey = search.run(started + (share_of_estimates - spare) * time_limit_s)
-        bound_s = survey.bound_s
-        trials.add(survey.candidates)
-        trials.run(started + (share_of_trials - spare) * time_limit_s)
-        search.known.update({c.key: c for c in trials.updated()})
-        search.known_s = min(search.known_s, trials.best_s)
-    if recompute_less is not None:
-        trials.recompute_less(recompute_less, started + FEWER_RECOMPUTED * time_limit_s)
-    trials.search_on(started + time_limit_s)
+    interrupted = False
+    try:
+        for share_of_estimates, share_of_trials in ROUNDS:
+            spare = RESERVED if recompute_less is not None and trials.recomputing else 0.0
+            survey = search.run(started + (share_of_estimates - spare) * time_limit_s)
+            bound_s = survey.bound_s
+            trials.add(survey.candidates)
+            trials.run(started + (share_of_trials - spare) * time_limit_s)
+            search.known.update({c.key: c for c in trials.updated()})
+            search.known_s = min(search.known_s, trials.best_s)
+        if recompute_less is not None:
+            trials.recompute_less(recompute_less, started + FEWER_RECOMPUTED * time_limit_s)
+        trials.search_on(started + time_limit_s)
+        if trials.best is not None:
+            trials.plan_others(started + time_limit_s)
+    except KeyboardInterrupt:
+        if trials.best is None:
+            raise
+        interrupted = True
     if trials.best is None:
         raise trials.nearest or _nothing_found(survey, search.space, limit_bytes, time_limit_s)
-    trials.plan_others(started + time_limit_s)
     planned = len({candidate.key for candidate in trials.plans} & {candidate.key for candidate in survey.candidates})
-    return JointResult(trials.best, survey, planned, tuple(trials.told(survey)), tuple(trials.runners_up()))
+    return JointResult(trials.best, survey, planned, tuple(trials.told(survey)), tuple(trials.runners_up()),
+                       interrupted)
 
 
 def _nothing_found(survey: Survey, space: CandidateSpace, limit_bytes: float, time_limit_s: float) -> InfeasibleError:
@@ -329,7 +340,7 @@ class _TrialPlans:
 
     def take(self, candidate: Candidate, seconds: float, *search: str) -> float:
         """Plan a candidate for the whole model, with the configuration of its trial plan if it has one; returns the
-        step's seconds (inf: no plan that fits was found)."""
+        step's seconds (inf: no plan that fits was found). An interrupt that ended its search with a plan goes on."""
         again = candidate
         if candidate in self.plans:
             h = self.plans[candidate].hybrid    # recomputed blocks belong to the stages that they were chosen in
@@ -341,6 +352,8 @@ class _TrialPlans:
             self.nearest = min(self.nearest or error, error, key=_needed_bytes)
             return math.inf
         self._keep(candidate, made)
+        if INTERRUPTED in made.evidence.stop_reason:
+            raise KeyboardInterrupt
         return made.prediction.step_s
 
     def _keep(self, candidate: Candidate, made: Plan) -> None:

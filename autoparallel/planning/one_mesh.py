@@ -42,7 +42,7 @@ from autoparallel.pricing.prediction import compute_seconds, stage_seconds
 from autoparallel.pricing.record import memory_profile, redistributions, workload
 from autoparallel.pricing.step_cost import ALL_EXPOSED
 from autoparallel.schedule.step_config import check_sparse_tables
-from autoparallel.search import plan_within, solve
+from autoparallel.search import INTERRUPTED, plan_within, solve
 from autoparallel.search.alternatives import conflict
 from autoparallel.search.model.problem import Problem, Solution, evaluate
 from autoparallel.strategies.host_lookups import HostLookups, tables_of
@@ -193,7 +193,7 @@ def _faster_hiding(pricer: SpacePricer, problem: Problem, solution: Solution, op
     """The faster of two solutions, with overlap simulated: ``solution``, and one searched with only the exposed part of
     parameter communication counted. The evidence of the second is its additive cost in ``problem``."""
     share, left = least_exposed(pricer), options.time_limit_s - solution.seconds["total"]
-    if share == ALL_EXPOSED or solution.stop_reason == "interrupted":
+    if share == ALL_EXPOSED or solution.stop_reason == INTERRUPTED:
         return solution
     hiding = pricer.exposing(share)
     try:
@@ -201,7 +201,7 @@ def _faster_hiding(pricer: SpacePricer, problem: Problem, solution: Solution, op
             raise SearchError(f"the first search took the {options.time_limit_s:g} s of both")
         found = solve(hiding.full_like(problem), options.search, left, hiding, options.progress, solution.choice)
     except (InfeasibleError, SearchError, KeyboardInterrupt) as error:
-        reason = f"{solution.stop_reason}; not searched with overlap: {str(error) or 'interrupted'}"
+        reason = f"{solution.stop_reason}; not searched with overlap: {str(error) or INTERRUPTED}"
         return replace(solution, stop_reason=reason)
     finally:
         laps.lap("search with overlap")

@@ -125,32 +125,37 @@ def _plan_jointly(split: Splits, cluster: Cluster, mesh_shape: Sequence[int] | N
     The joint search plans few combinations in full, and may have had too little time. The usual plans are priced in
     `USUAL_SHARE` of the time limit, as many as it is enough for, and the best of each family is tuned in
     `TUNING_SHARE`; then a plain step is planned, if one of them fits. The joint search has the rest, and begins with
-    the fastest usual plans that fit."""
-    started = clock.now()
+    the fastest usual plans that fit. An interrupt (Ctrl-C) ends all of it with the best plan that there is."""
+    started, others, best = clock.now(), list[Plan](), None
     usual, ends = UsualPlans({}, (), options.limit_bytes(cluster)), started + options.time_limit_s
-    if mesh_shape is None and not options.pins and not options.on_host:
-        usual = usual_plans(split, cluster, options, options.time_limit_s * USUAL_SHARE)
-        if options.progress is not None and usual.fastest is not None:
-            options.progress("usual plans", usual.fastest[1].prediction.step_s, -math.inf)
-        usual = tuned(usual, split, cluster, options, clock.now() + options.time_limit_s * TUNING_SHARE)
-    others = [usual.fastest[1]] if usual.fastest is not None else []
-    if usual.plain_fits and options.is_open:
-        others += _plain(split, cluster, options)
-    best = min(others, key=lambda plan: plan.prediction.step_s, default=None)
-    tell = _below(options.progress, math.inf if best is None else best.prediction.step_s)
-    within = replace(options, time_limit_s=max(0.0, ends - clock.now()), progress=tell)
     try:
+        if mesh_shape is None and not options.pins and not options.on_host:
+            usual = usual_plans(split, cluster, options, options.time_limit_s * USUAL_SHARE)
+            if options.progress is not None and usual.fastest is not None:
+                options.progress("usual plans", usual.fastest[1].prediction.step_s, -math.inf)
+            usual = tuned(usual, split, cluster, options, clock.now() + options.time_limit_s * TUNING_SHARE)
+        if usual.plain_fits and options.is_open:
+            others = _plain(split, cluster, options)
+        best = _fastest(usual, others)
+        tell = _below(options.progress, math.inf if best is None else best.prediction.step_s)
+        within = replace(options, time_limit_s=max(0.0, ends - clock.now()), progress=tell)
         seconds = {"usual plans and plain step": clock.now() - started}
         found = plan_jointly(split, cluster, mesh_shape, within, [plan for _, plan in usual.fitting[:MOST_STARTS]],
                              list(usual.priced.values()))
         found = replace(found, evidence=replace(found.evidence, seconds={**found.evidence.seconds, **seconds}))
-    except (InfeasibleError, SearchError):
-        if best is None:
+    except (InfeasibleError, SearchError, KeyboardInterrupt):
+        if (best := _fastest(usual, others)) is None:
             raise
         return _noting(usual, as_found(best, usual.limit_bytes, None))
     if best is None or found.prediction.step_s <= best.prediction.step_s:
         return _noting(usual, found)
     return _noting(usual, as_found(best, usual.limit_bytes, found))
+
+
+def _fastest(usual: UsualPlans, others: Sequence[Plan]) -> Plan | None:
+    """The fastest of the usual plans that fit and of other plans."""
+    plans = [*([usual.fastest[1]] if usual.fastest is not None else []), *others]
+    return min(plans, key=lambda plan: plan.prediction.step_s, default=None)
 
 
 def _below(progress: Progress | None, known_s: float) -> Progress | None:

@@ -15,9 +15,10 @@ from autoparallel.search.model.problem import (
     Strategy,
     evaluate,
 )
-from autoparallel.search.solver import SEARCHES, Progress, plan_within, solve
+from autoparallel.search.solver import INTERRUPTED, SEARCHES, Progress, plan_within, solve
 
 __all__ = [
+    "INTERRUPTED",
     "SEARCHES",
     "Edge",
     "Evaluation",

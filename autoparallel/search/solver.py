@@ -47,6 +47,8 @@ from autoparallel.search.model.problem import (
 from autoparallel.search.model.problem_pricer import ProblemPricer
 
 Progress = Callable[[str, float, float], None]
+#: `Solution.stop_reason` of a search that the user ended (Ctrl-C).
+INTERRUPTED = "interrupted"
 AUTO_GAP = 1e-3
 SMALL_CELLS = 20_000
 AT_ONCE_CELLS = 5e7  # a fifth of a second
@@ -365,7 +367,7 @@ def solve(problem: Problem, search: str = "auto", time_limit_s: float | None = N
     except KeyboardInterrupt:
         if run is None or run.best.choice is None:
             raise
-        run.best.stop_reason = "interrupted"
+        run.best.stop_reason = INTERRUPTED
     best = run.best
     if best.choice is None:
         raise SearchError(f"{problem.name}: no plan that fits was found in {clock.now() - start:.1f} s, though "
