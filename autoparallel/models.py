@@ -86,14 +86,37 @@ def _hugging_face(
     except Exception as error:
         raise InputError(f"{origin}: transformers cannot make {architecture or 'a causal language model'} of it: "
                          f"{type(error).__name__}: {error}") from error
+    if getattr(config, "is_encoder_decoder", False) and getattr(config, "decoder_start_token_id", None) is None:
+        raise InputError(f"{origin} has no decoder_start_token_id, with which the decoder's inputs begin: give it, as "
+                         '"decoder_start_token_id": 0')
     with torch.device("meta"):
         network = network.to(dtype).train()
-        if network.main_input_name == "pixel_values":
-            size, channels = getattr(config, "image_size", None), getattr(config, "num_channels", None)
-            if not isinstance(size, int) or not isinstance(channels, int):
-                raise InputError(f"{origin} says no size of images (image_size is {shown(size)}, num_channels "
-                                 f"{shown(channels)}): give both as numbers, or write module:function")
-            images = torch.empty(batch, channels, size, size, dtype=dtype)
-            return network, (), {"pixel_values": images, "labels": torch.zeros(batch, dtype=torch.long)}
-        tokens = {k: torch.zeros(batch, sequence, dtype=torch.long) for k in ("input_ids", "labels")}
-    return network, (), tokens
+        return network, (), _batch_of(network.main_input_name, config, origin, batch, sequence, dtype)
+
+
+def _batch_of(name: str, config: Any, origin: str, batch: int, sequence: int, dtype: Any) -> dict[str, Any]:
+    """A batch, on torch's default device, of a model whose main input has this name: images of the config's size, sound
+    (Whisper: as many frames as its encoder takes) with labels of ``sequence`` tokens, or ids of as many."""
+    import torch
+
+    def sizes(what: str, *keys: str) -> list[int]:
+        found = [getattr(config, key, None) for key in keys]
+        if not all(isinstance(size, int) for size in found):
+            told = ", ".join(f"{key} is {shown(size)}" for key, size in zip(keys, found, strict=True))
+            raise InputError(f"{origin} says no size of {what} ({told}): give both as numbers, or write "
+                             "module:function")
+        return found
+
+    def ids(*shape: int) -> torch.Tensor:
+        return torch.zeros(*shape, dtype=torch.long)
+
+    if name == "pixel_values":
+        size, channels = sizes("images", "image_size", "num_channels")
+        return {name: torch.empty(batch, channels, size, size, dtype=dtype), "labels": ids(batch)}
+    if name == "input_features":
+        bins, positions = sizes("sound", "num_mel_bins", "max_source_positions")
+        return {name: torch.empty(batch, bins, 2 * positions, dtype=dtype), "labels": ids(batch, sequence)}
+    if name != "input_ids":
+        raise InputError(f"{origin}: the model's main input is {name}, and batches are made of input_ids, pixel_values "
+                         "and Whisper's input_features: write module:function, which makes the batch too")
+    return {"input_ids": ids(batch, sequence), "labels": ids(batch, sequence)}

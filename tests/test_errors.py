@@ -327,12 +327,27 @@ def test_a_batch_of_no_samples_has_a_plan(batch: str) -> None:
     ({"model_type": "lama"}, ("no model_type 'lama'", "'llama'")),
     ({"model_type": "llama", "architectures": ["Nope"]}, ("cannot make Nope", "no attribute Nope")),
     ({"model_type": "llama", "hidden_size": 64, "num_attention_heads": 3}, ("cannot make a causal", "multiple of")),
+    ({"model_type": "t5", "architectures": ["T5ForConditionalGeneration"], "d_model": 8, "num_layers": 1,
+      "num_heads": 2, "d_kv": 4, "d_ff": 8}, ("no decoder_start_token_id", '"decoder_start_token_id": 0')),
+    ({"model_type": "wav2vec2", "architectures": ["Wav2Vec2ForCTC"], "num_hidden_layers": 1},
+     ("main input is input_values", "write module:function")),
 ])
 def test_configs_that_make_no_model(tmp_path: Path, config: Any, parts: Any) -> None:
     """The file is named, and what transformers says of it."""
     file = tmp_path / "config.json"
     file.write_text(json.dumps(config))
     says(InputError, str(file), *parts, of=lambda: load_model(str(file), 2, 8, "float32"))
+
+
+def test_whisper_gets_sound_and_labels() -> None:
+    config = {"model_type": "whisper", "architectures": ["WhisperForConditionalGeneration"], "d_model": 16,
+              "encoder_layers": 1, "decoder_layers": 1, "encoder_attention_heads": 2, "decoder_attention_heads": 2,
+              "num_mel_bins": 8, "max_source_positions": 30, "decoder_start_token_id": 1}
+    model, args, batch = load_model(config, 4, 12, "float32")
+    assert not args and {name: tuple(x.shape) for name, x in batch.items()} == {
+        "input_features": (4, 8, 60), "labels": (4, 12)}
+    found = plan(model, Cluster.load("local-cpu", num_devices=2), example_kwargs=batch, mesh_shape=(2,), time_limit_s=5)
+    assert 0 < found.prediction.step_s < 1
 
 
 def test_files_and_modules_that_cannot_be_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

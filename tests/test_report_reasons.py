@@ -78,6 +78,12 @@ def test_frozen_weights_have_no_gradients_and_states() -> None:
     assert next(one for one in found.left_out if one.by_hand == "dp=4").least_bytes == size
 
 
+def test_a_limit_beyond_the_device_is_told() -> None:
+    plan = by_hand("dp=2,tp=2,zero=1")
+    told = replace(plan, prediction=replace(plan.prediction, limit_bytes=200 * 2**30))
+    assert "of the 200 GiB that tensors may take, more than the 80 GiB that a device has" in told.summary()
+
+
 def test_the_first_screen_says_why_not() -> None:
     plan = by_hand("dp=2,tp=2,zero=1")
     limit, state = 64e9, "weights, gradients and optimizer states"

@@ -131,6 +131,8 @@ def _memory(memory: Memory) -> str:
     room = f"{bytes_str(margin)} left" if margin >= 0 else f"does not fit: {bytes_str(-margin)} too much"
     room += ": tight" if 0 <= margin < TIGHT * memory.limit_bytes else ""
     whole = f", of {bytes_str(memory.device_bytes)} a device" if memory.device_bytes > memory.limit_bytes else ""
+    if 0 < memory.device_bytes < memory.limit_bytes:
+        whole = f", more than the {bytes_str(memory.device_bytes)} that a device has"
     return f"{peak} of the {bytes_str(memory.limit_bytes)} that tensors may take{whole} ({room}){host}"
 
 
