@@ -162,6 +162,19 @@ def test_fetches_that_compute_does_not_hide_are_counted() -> None:
     assert fast.forward_communication_s == pytest.approx(of(machine, "host").forward_communication_s)
 
 
+def test_micro_batches_at_a_time_share_what_moves() -> None:
+    """Of four, parameters are fetched twice for all, and one gradient leaves."""
+    machine = Cluster.load("a100-sxm", num_devices=1, software="none")
+    slow_link = replace(machine, host=replace(machine.host, to_device_bytes_per_s=1e6, from_device_bytes_per_s=1e6))
+    args, kwargs = CASES["gpt2"].inputs(8)
+    alone, all_four, two = (autoparallel.plan(
+        CASES["gpt2"].build(), slow_link, example_inputs=args, example_kwargs=kwargs, mesh_shape=(1,), zero_stage=3,
+        offload="parameters", recompute="full", micro_batches=4, copies=copies).prediction for copies in (1, 4, 2))
+    for direction in ("forward_communication_s", "backward_communication_s"):
+        least, most, middle = (getattr(one, direction) for one in (all_four, alone, two))
+        assert most == pytest.approx(4 * least, rel=0.02) and middle == pytest.approx(2 * least, rel=0.02)
+
+
 def test_by_hand_and_exported() -> None:
     plan = planned(by_hand="dp=4,zero=3,offload=parameters")
     assert plan.hybrid.offload.parameters and plan.hybrid.zero_stage == 3

@@ -53,11 +53,12 @@ class HostGradients:
         return np.maximum(self.bytes_of(index), apart * self.prices.elements(s))
 
     def moving_s(self, index: int) -> np.ndarray:
-        """Seconds per step of moving a parameter's gradient, as if nothing else went on."""
+        """Seconds per step of moving a parameter's gradient, as if nothing else went on; of several micro-batches at a
+        time it is one."""
         s = self.space.strategy_sets[index]
         if not self._goes(index):
             return np.zeros(len(s.strategies))
-        times = self.counts.count(index) if self.leave(index) else 1
+        times = self.counts.count(index) // self.counts.hybrid.copies if self.leave(index) else 1
         on_disk = self.counts.away[index].gradients == "disk"
         each = offload.gradients_s(self.bytes_of(index), self.prices.cluster, times > 1, on_disk=on_disk)
         return times * self.counts.multiplicities[index] * each
