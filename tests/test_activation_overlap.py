@@ -96,10 +96,10 @@ def with_and_without(name: str, mesh_shape: tuple[int, ...], options: dict[str, 
         parallel = autoparallel.compile(case.build(), mesh_of(*mesh_shape), example_inputs=args, example_kwargs=kwargs,
                                         **options)
         if overlapped:
-            found.append(step_of(parallel, args, kwargs, case.loss, options.get("micro_batches", 1)))
+            found.append(step_of(parallel, args, kwargs, case.loss, parallel.plan.hybrid.micro_batches))
         else:
             with NOT_OVERLAPPED:
-                found.append(step_of(parallel, args, kwargs, case.loss, options.get("micro_batches", 1)))
+                found.append(step_of(parallel, args, kwargs, case.loss, parallel.plan.hybrid.micro_batches))
     (before, old, few, count), (now, new, many, same) = found
     assert torch.equal(before, now) and count == same
     for key, gradient in old.items():
@@ -123,11 +123,11 @@ def test_weights_gradients_are_computed_while_their_inputs_travel(
         assert (before, now) == (0, expected) and count > now
 
 
-@pytest.mark.parametrize("options", [{"zero_stage": 3}, {"zero_stage": 1, "micro_batches": 2}], ids=str)
-def test_parameters_and_activations_overlap_together(ranks: Any, options: dict[str, Any]) -> None:
+@pytest.mark.parametrize("by_hand", ["dp=2,tp=2,zero=3", "dp=2,tp=2,zero=1,micro_batch=2"])
+def test_parameters_and_activations_overlap_together(ranks: Any, by_hand: str) -> None:
     """On an axis of each."""
-    options = {"baseline": "tensor_parallel", **options}
-    for before, now, _ in ranks(4).run(with_and_without, "llama", (2, 2), options, timeout_s=100):
+    plan = plan_of("llama", Cluster.load("h100-sxm", num_devices=4), by_hand=by_hand)
+    for before, now, _ in ranks(4).run(with_and_without, "llama", plan.mesh_shape, {"plan": plan}, timeout_s=100):
         assert now > before
 
 
