@@ -100,9 +100,10 @@ def _batch_of(name: str, config: Any, origin: str, batch: int, sequence: int, dt
     import torch
 
     def sizes(what: str, *keys: str) -> list[int]:
-        found = [getattr(config, key, None) for key in keys]
-        if not all(isinstance(size, int) for size in found):
-            told = ", ".join(f"{key} is {shown(size)}" for key, size in zip(keys, found, strict=True))
+        given = [getattr(config, key, None) for key in keys]
+        found = [size for size in given if isinstance(size, int)]
+        if len(found) < len(keys):
+            told = ", ".join(f"{key} is {shown(size)}" for key, size in zip(keys, given, strict=True))
             raise InputError(f"{origin} says no size of {what} ({told}): give both as numbers, or write "
                              "module:function")
         return found

@@ -17,7 +17,7 @@ from autoparallel.plans import Hybrid
 from autoparallel.pricing import ExecutionCounts, Prices, SpacePricer
 from autoparallel.pricing.unit_costs import OpPrice
 from autoparallel.schedule.in_flight import in_flight
-from autoparallel.strategies.space import Decision, StrategySpace
+from autoparallel.strategies.space import StrategySpace
 from cost_models import Cluster
 
 #: Halvings of the seconds of a pipeline's slowest rank.
@@ -96,7 +96,8 @@ class CandidateBounds:
         if profile is None:
             return 0.0
         prices, slower = self._whole_prices(1).of_host(), profile.kernel_backward_s / profile.kernel_s
-        each = [(self._count(decision), prices.op_of(decision.index)) for decision in self._whole.decisions
+        counts = self.reduced_model.counts(self._whole)
+        each = [(counts[decision.index], prices.op_of(decision.index)) for decision in self._whole.decisions
                 if decision.kind == "op" and self._whole.blocks[decision.index]]
         return sum(count * float((price.forward_s + slower * price.backward_s).min()) for count, price in each)
 
@@ -174,16 +175,6 @@ class CandidateBounds:
             self._fetches[key] = sum(float(one.min()) for both in each for one in both) / self.cluster.num_devices
         return self._fetches[key]
 
-    def oddity(self, candidate: Candidate) -> float:
-        """How unusual a candidate is, in factors of two: an inner axis that is not a host, fewer samples per
-        micro-batch than shards of them, parameters that are gathered for each of several micro-batches. It only sets
-        the initial order."""
-        h, shape, host = candidate.hybrid, candidate.mesh_shape, self.cluster.devices_per_host
-        inner = shape[-1] if len(shape) > 1 or shape[0] <= host else 1
-        few = math.log2(max(1.0, math.prod(shape) / inner * h.micro_batches / max(1, self.batch)))
-        again = math.log2(h.micro_batches) if h.zero_stage == 3 else 0.0
-        return abs(math.log2(inner / min(host, math.prod(shape)))) + few + again
-
     def _kept(self, hybrid: Hybrid) -> Mapping[tuple[str, bool], float]:
         """Bytes of the whole program that live between forward and backward, by ("state" or "micro_batch", whether
         inside blocks)."""
@@ -238,12 +229,9 @@ class CandidateBounds:
     def _least_prices(self, shards: int) -> Mapping[int, tuple[int, OpPrice]]:
         """By decision of an op: how many it stands for, and what the device takes of it alone."""
         space, prices = self._whole, self._whole_prices(shards).of_device()
-        return {decision.index: (self._count(decision), prices.op_of(decision.index))
+        counts = self.reduced_model.counts(space)
+        return {decision.index: (counts[decision.index], prices.op_of(decision.index))
                 for decision in space.decisions if decision.kind == "op"}
-
-    def _count(self, decision: Decision) -> int:
-        """How many decisions of the whole model it stands for."""
-        return self.reduced_model.stands_for.get(decision.name, 1)
 
     @cached_property
     def _whole(self) -> StrategySpace:

@@ -11,7 +11,7 @@ from autoparallel import clock
 from autoparallel.planning.candidates import Candidate
 from autoparallel.schedule.step_config import RECOMPUTE
 
-#: Mean of log(estimate / bound) for each factor of two of `CandidateBounds.oddity`. Standard deviations: of the
+#: Mean of log(estimate / bound) for each factor of two of `oddity`. Standard deviations: of the
 #: constant, of the slope along a coordinate, of the Laplacian kernel (its length scale is `REACH` steps), of the noise
 #: of an estimate and of a plan by hand.
 UNUSUAL, LEVEL, SLOPE, CURVE, REACH, NOISE, BY_HAND = 0.12, 1.0, 0.15, 0.4, 4.0, 0.05, 0.15
@@ -24,6 +24,16 @@ HOPE = 0.5
 UNFIT, HALF_FULL, STEEP = 4.0, 0.38, 6.0
 #: Steps between ZeRO-3 and other stages, whose ratios say little about each other.
 FAR = 3.0
+
+
+def oddity(candidate: Candidate, devices_of_host: int, batch: int) -> float:
+    """How unusual a candidate is, in factors of two: an inner axis that is not a host, fewer samples per micro-batch
+    than shards of them, parameters that are gathered for each of several micro-batches."""
+    h, shape = candidate.hybrid, candidate.mesh_shape
+    inner = shape[-1] if len(shape) > 1 or shape[0] <= devices_of_host else 1
+    few = math.log2(max(1.0, math.prod(shape) / inner * h.micro_batches / max(1, batch)))
+    again = math.log2(h.micro_batches // h.copies) if h.zero_stage == 3 else 0.0
+    return abs(math.log2(inner / min(devices_of_host, math.prod(shape)))) + few + again
 
 
 class Ratios:
@@ -70,16 +80,16 @@ class EstimateOrder:
 
     The ratio (communication, uneven division) is similar for similar candidates (`Ratios`). Each factor of two in
     ranks, axes or micro-batches, and each other difference, is one step. Before any estimate, unusual candidates
-    (``oddity``: `CandidateBounds.oddity`) are expected to be expensive, and full ones (``fullness``) not to fit.
+    (``oddity_of``: `oddity`) are expected to be expensive, and full ones (``fullness``) not to fit.
     ``tighten`` makes the bounds of a candidate, and of others on the same mesh, higher if they are not yet, and says
     whether it did.
     """
 
     def __init__(self, candidates: Sequence[Candidate], floor: Callable[[Candidate], float],
-                 oddity: Callable[[Candidate], float], fullness: Callable[[Candidate], float],
+                 oddity_of: Callable[[Candidate], float], fullness: Callable[[Candidate], float],
                  tighten: Callable[[Candidate], bool] = lambda candidate: False) -> None:
         self.candidates, self.floor, self.tighten = list(candidates), floor, tighten
-        self.oddity, self.fullness_of = oddity, fullness
+        self.oddity_of, self.fullness_of = oddity_of, fullness
         self.fullness = np.array([fullness(c) for c in self.candidates])
         self.floors = np.array([floor(c) for c in self.candidates])
         self.coordinates = np.array([_coordinates(c) for c in self.candidates])
@@ -91,7 +101,7 @@ class EstimateOrder:
         self._excess: np.ndarray | None = None
 
     def _prior(self, candidate: Candidate) -> float:
-        return UNUSUAL * self.oddity(candidate)
+        return UNUSUAL * self.oddity_of(candidate)
 
     @property
     def excess(self) -> np.ndarray:

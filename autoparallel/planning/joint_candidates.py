@@ -15,7 +15,7 @@ from autoparallel.errors import InfeasibleError
 from autoparallel.partition.microbatch import Splits, batch_size
 from autoparallel.planning.candidate_bounds import CandidateBounds
 from autoparallel.planning.candidates import Candidate, CandidateSpace, Combination, Fixed
-from autoparallel.planning.estimate_order import BY_HAND, EstimateOrder, mesh_of
+from autoparallel.planning.estimate_order import BY_HAND, EstimateOrder, mesh_of, oddity
 from autoparallel.planning.reduced_model import ReducedModel, reduced_model
 from autoparallel.planning.step_bounds import StepBounds
 from autoparallel.pricing import ExecutionCounts, Prices, SpacePricer, equal_stages_s
@@ -211,7 +211,10 @@ class JointSearch:
         def tighten(candidate: Candidate) -> bool:
             return bounded and self.step_bounds.tighten(candidate, best)
 
-        order = EstimateOrder(new, self.step_bounds.estimate_s, self.bounds.oddity, self.bounds.fullness, tighten)
+        def odd(candidate: Candidate) -> float:
+            return oddity(candidate, self.bounds.cluster.devices_per_host, self.bounds.batch)
+
+        order = EstimateOrder(new, self.step_bounds.estimate_s, odd, self.bounds.fullness, tighten)
         for by_hand in self.by_hand:
             order.learn(by_hand, BY_HAND)
         for estimated in self.known.values():

@@ -8,7 +8,7 @@ from collections.abc import Callable, Collection, Sequence
 from typing import NamedTuple, Protocol
 
 from autoparallel.pricing.rank_reads import RankReads, Timed, TimedStep
-from autoparallel.schedule.multi_copy import block_ends, rounds_of, segment_order
+from autoparallel.schedule.multi_copy import block_ends, rounds_of, segment_order, takes_turns
 
 #: What happens at a decision.
 At = Callable[[int], None]
@@ -108,12 +108,12 @@ class MultiCopyRound:
 
 def turns(reads: RankReads) -> list[tuple[int, int]]:
     """The (start, stop) of the decisions that several micro-batches at a time run block by block, one after the other
-    (`Hybrid.takes_turns`); else all decisions are one such run."""
+    (`takes_turns`); else all decisions are one such run."""
     space, hybrid = reads.space, reads.counts.hybrid
     ops = [decision.index for decision in space.decisions if decision.kind in ("op", "shared_read")]
     sends = [hybrid.alternates and any(begun for _, begun in rounds_of(reads.paths.get(index, ()), _communicates))
              for index in ops]
-    ends = block_ends([space.blocks[index] for index in ops], sends) if hybrid.takes_turns else ()
+    ends = block_ends([space.blocks[index] for index in ops], sends) if takes_turns(hybrid) else ()
     return list(itertools.pairwise([0, *(ops[number] for number in sorted(ends)), len(space)]))
 
 

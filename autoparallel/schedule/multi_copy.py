@@ -14,6 +14,8 @@ import itertools
 from collections.abc import Callable, Iterator, Sequence
 from typing import TypeVar
 
+from autoparallel.schedule.step_config import Hybrid
+
 Step = TypeVar("Step")
 
 
@@ -24,6 +26,12 @@ def segment_order(segments: int, copies: int) -> Iterator[tuple[int, int]]:
         [(0, 0), (0, 1), (1, 0), (1, 1)]
     """
     return itertools.product(range(segments), range(copies))
+
+
+def takes_turns(hybrid: Hybrid) -> bool:
+    """Whether several micro-batches at a time take turns block by block: each block is recomputed for one of them at a
+    time, or has its parameters gathered for all of them and then freed (ZeRO-3)."""
+    return hybrid.copies > 1 and (hybrid.recompute != "none" or hybrid.zero_stage == 3)
 
 
 def block_ends(blocks: Sequence[object], communicates: Sequence[bool]) -> set[int]:

@@ -116,11 +116,6 @@ class Hybrid:
         return SCHEDULES[self.schedule]
 
     @property
-    def rounds(self) -> int:
-        """How often per step the program of a rank without pipeline runs: for ``copies`` micro-batches at a time."""
-        return self.micro_batches // self.copies
-
-    @property
     def is_plain(self) -> bool:
         """Whether a step is one forward and one backward of the whole program."""
         return self.micro_batches == 1 and self.stages == 1
@@ -160,15 +155,9 @@ class Hybrid:
 
     @property
     def alternates(self) -> bool:
-        """Whether several micro-batches at a time alternate within blocks, where activations travel. Recomputed blocks
-        are one piece."""
+        """Whether several micro-batches at a time alternate within blocks, where activations travel. Where blocks are
+        recomputed, these are one piece, and micro-batches take turns (`schedule.multi_copy.takes_turns`)."""
         return self.copies > 1 and self.recompute == "none"
-
-    @property
-    def takes_turns(self) -> bool:
-        """Whether several micro-batches at a time take turns block by block: each block is recomputed for one of them
-        at a time, or has its parameters gathered for all of them and then freed (ZeRO-3)."""
-        return self.copies > 1 and (self.recompute != "none" or self.zero_stage == 3)
 
     @property
     def keeps_gathered(self) -> bool:
