@@ -126,8 +126,9 @@ def fit(
     tiers = places_in(offload)
     if unknown := [tier for tier in tiers if isinstance(tier, str) and tier not in PLACES]:
         raise InputError(f"--offload has {unknown[0]!r}: give some of {', '.join(PLACES)}, with commas between them")
-    limits: dict[str, Any] = {name: bytes_of(text) for name, text in (("memory_limit_bytes", memory_limit), (
-        "host_memory_limit_bytes", host_memory_limit)) if text is not None}
+    limits: dict[str, Any] = {name: bytes_of(text, option) for name, option, text in (
+        ("memory_limit_bytes", "--memory-limit", memory_limit),
+        ("host_memory_limit_bytes", "--host-memory-limit", host_memory_limit)) if text is not None}
     found = autoparallel.fit(
         lambda batch: load_model(model, batch, sequence_length, dtype), cluster, devices=devices, most=most,
         tiers=tiers, software=software, time_limit_s=time_limit, told=tell,

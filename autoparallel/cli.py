@@ -121,7 +121,8 @@ def plan(
             zero_stage=zero_stage, recompute=recompute, reduce_dtype=reduce_dtype,
             bucket_bytes=bucket_bytes, copies=copies, pieces=pieces, offload=_tiers(offload),
             offload_fraction=offload_fraction, step_in_backward=step_in_backward or None,
-            host_memory_limit_bytes=bytes_of(host_memory_limit), disk_limit_bytes=bytes_of(disk_limit),
+            host_memory_limit_bytes=bytes_of(host_memory_limit, "--host-memory-limit"),
+            disk_limit_bytes=bytes_of(disk_limit, "--disk-limit"),
             progress=progress,
         )
         if output is not None:  # first: what follows may fail

@@ -91,6 +91,8 @@ def test_a_baseline_is_refused_with_a_zero_stage_that_it_has_not(baseline: str, 
     with pytest.raises(PlanError, match=f"which zero_stage={zero} has not"):
         options_of({"baseline": baseline, "zero_stage": zero})
     assert options_of({"baseline": baseline, "zero_stage": 0 if zero else 3}).baseline == baseline
+    with pytest.raises(PlanError, match="take baseline='fsdp', or"):
+        options_of({"baseline": "ddp", "offload": "parameters"})
 
 
 def test_an_interrupted_plan_says_that_nothing_is_written(capsys: pytest.CaptureFixture[str]) -> None:

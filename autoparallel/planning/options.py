@@ -327,6 +327,10 @@ def options_of(given: Mapping[str, Any]) -> Options:
                         "or leave it out")
     _check_storage(given.get("baseline"), given.get("zero_stage"))
     if given.get("zero_stage") is None and _moves_parameters(given.get("offload")):
+        if given.get("baseline") not in (None, "fsdp"):
+            raise PlanError(f"offload={given['offload']!r} keeps parameters in shards (zero_stage=3), and "
+                            f"baseline={given['baseline']!r} whole on all data-parallel ranks: take baseline='fsdp', "
+                            "or offload='host'")
         given["zero_stage"] = 3    # which alone fetches for each use
     return Options(**given)
 

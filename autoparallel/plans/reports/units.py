@@ -36,8 +36,8 @@ def seconds_str(seconds: float) -> str:
     return f"{_three(seconds / scale)} {unit}"
 
 
-def bytes_of(text: str | None) -> float | None:
-    """Bytes of text such as "70GiB" or "1TB"; None of None. Raises InputError."""
+def bytes_of(text: str | None, option: str = "--memory-limit") -> float | None:
+    """Bytes of text such as "70GiB" or "1TB", the value of an ``option``; None of None. Raises InputError."""
     if text is None:
         return None
     number = text.rstrip("BbIiKkMmGgTt ")
@@ -45,7 +45,7 @@ def bytes_of(text: str | None) -> float | None:
     try:
         return float(number) * _UNITS[unit]
     except (ValueError, KeyError):
-        raise InputError(f"cannot read the memory limit {text!r}: write for example 70GiB") from None
+        raise InputError(f"cannot read {option} {text!r}: write for example 70GiB") from None
 
 
 def bytes_str(count: float) -> str:
