@@ -31,6 +31,7 @@ from autoparallel.plans.reports.summary import summary
 from autoparallel.plans.reports.units import bytes_str, seconds_str
 from cost_models import Cluster
 from cost_models.memory import TrainingState
+from tests.support.captured import plan_of
 from tests.support.reported import HIDDEN, SEQUENCE, TOKENS, VOCABULARY, Block, another, graph, left, made
 
 BATCH, LAYERS = TOKENS // SEQUENCE, 8
@@ -76,6 +77,13 @@ def test_frozen_weights_have_no_gradients_and_states() -> None:
     cluster, size = Cluster.load("h100-sxm", num_devices=4), 4 * 512 * 512
     found = usual_plans(Splits(capture(model, (x,), {})), cluster, Options(memory_limit_bytes=size - 1.0), 0.0)
     assert next(one for one in found.left_out if one.by_hand == "dp=4").least_bytes == size
+
+
+def test_ranks_in_vain_are_told() -> None:
+    vain, shared = (plan_of("llama", Cluster.load("h100-sxm", num_devices=2), mesh_shape=(2,), **options).summary()
+                    for options in ({}, {"baseline": "ddp"}))
+    assert vain.startswith("2 ranks that compute the same") and "One device would be as fast" in vain
+    assert "One device" not in shared
 
 
 def test_a_limit_beyond_the_device_is_told() -> None:

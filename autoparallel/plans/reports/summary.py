@@ -33,7 +33,7 @@ MUCH_EXPOSED, MUCH_MOVED = 0.1, 0.2
 
 def summary(report: Report) -> Report:
     """The report with its summary."""
-    which, why = f"{report.title}." + _unusual(report) + _shares(report), why_no_other(report)
+    which, why = f"{report.title}." + _in_vain(report) + _unusual(report) + _shares(report), why_no_other(report)
     fast, full, costs = _speed(report), f"{_memory(report.memory)}{_state(report)}", tuple(_costs(report.speed))
     job, of_it = _job(report), _work(report)
     where, error = f"{_where(report)}.", _error(report.speed)
@@ -45,6 +45,12 @@ def summary(report: Report) -> Report:
               Answer("cost", costs), Answer("step", (where,)), Answer("how sure", (*error, proof)), *why.answers)
     return replace(report, summary=tuple(line for line in lines if line),
                    first_screen=tuple(answer for answer in screen if answer.entries))
+
+
+def _in_vain(report: Report) -> str:
+    """That more than one device gain nothing, where all ranks compute the same."""
+    roles = {axis.role for axis in report.axes if axis.size > 1}
+    return " One device would be as fast: sharing the work saves less than sending costs." * (roles == {"replicated"})
 
 
 def _unusual(report: Report) -> str:
