@@ -36,7 +36,7 @@ from tests.support.captured import graph_of, plan_of
         ((8,), {"baseline": "ddp"}), ((4, 2), {"baseline": "fsdp", "recompute": "full"}),
         ((8,), {"baseline": "fsdp", "recompute": "selective", "reduce_dtype": "bfloat16"}),
         ((8,), {"baseline": "fsdp", "micro_batches": 4, "reduce_dtype": "float32"}),
-        ((4, 2), {"baseline": "sequence_parallel", "micro_batches": 2}),
+        ((4, 2), {"baseline": "fsdp", "micro_batches": 2, "zero_stage": 3}),
     ]),
 ])
 def test_no_part_of_a_step_is_lost(mesh_shape: tuple[int, ...], options: dict[str, Any]) -> None:

@@ -252,14 +252,15 @@ class StepCosts:
 
     def sums_s(self, use: TensorUse) -> np.ndarray:
         """Seconds per step of accumulating a parameter's gradients over micro-batches (two reads and a write each; with
-        a separate accumulator one read of the gradient, a read and a write of the accumulator). By (source strategy,
-        target strategy)."""
+        a separate accumulator one read of the gradient, a read and a write of the accumulator). Those of micro-batches
+        at a time are of gathered parameters, and so are all below ZeRO-2. By (source strategy, target strategy)."""
         source, target = self.space.strategy_sets[use.source], self.space.strategy_sets[use.target]
         rows, columns = source.outputs[use.output], target.inputs[use.position]
-        if self.counts.hybrid.zero_stage >= 2:  # gradients of stored shards
-            held = np.broadcast_to(self.prices.local_bytes(use.meta, rows)[:, None], (len(rows), len(columns)))
-        else:  # gradients of gathered parameters
-            held = np.broadcast_to(self.prices.local_bytes(use.meta, columns)[None], (len(rows), len(columns)))
+        hybrid, stored = self.counts.hybrid, self.prices.local_bytes(use.meta, rows)[:, None]
+        read = self.prices.local_bytes(use.meta, columns)[None]
+        rounds = hybrid.micro_batches // hybrid.copies
+        share = (rounds - 1) / max(1, hybrid.micro_batches - 1) if hybrid.zero_stage >= 2 else 0.0
+        held = np.broadcast_to(share * stored + (1 - share) * read, (len(rows), len(columns)))
         device, apart = self.prices.device, self.counts.accumulator_bytes(use.meta) / use.meta.dtype.itemsize
         profile, width = self.prices.cluster.profile, use.meta.dtype.itemsize
         each = profile.sum_bytes(width, apart * width) / width if profile is not None else 1 + 2 * apart if apart else 3
