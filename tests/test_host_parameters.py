@@ -89,6 +89,9 @@ def fetched(recompute: str, copies: int) -> tuple[int, int, int, float]:
 
     with patch.object(fetching.Fetches, "forward", lambda *given: counted(forward(*given))), \
             patch.object(regather, "begin_copies", lambda *given: again_counted(again(*given))):
+        with torch.no_grad():
+            parallel(*args, **kwargs)
+        every = 0
         parallel.step(*args, **kwargs)
     assert parallel.plan.known is not None and parallel.plan.known.memory is not None
     memory = parallel.plan.known.memory

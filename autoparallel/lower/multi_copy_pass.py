@@ -7,7 +7,7 @@ segment begins:
     forward     copy 0: compute, begin    copy 1: compute, begin    copy 0: await, compute, begin    copy 1: await, ...
 
 Backward runs in reverse order of forward, so it overlaps as well. (MindSpore calls this multi-copy, Domino the same.)
-Segments that end with blocks (`takes_turns`) are the schedule of L2L (Pudipeddi et al. 2020).
+Segments that end with blocks (`runs_by_block`) are the schedule of L2L (Pudipeddi et al. 2020).
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from autoparallel.kernels.async_communication import (
 )
 from autoparallel.kernels.rng import random_op, random_op_of_copy
 from autoparallel.layout import COLLECTIVES
-from autoparallel.schedule.multi_copy import block_ends, rounds_of, segment_order, takes_turns
+from autoparallel.schedule.multi_copy import block_ends, rounds_of, runs_by_block, segment_order
 from autoparallel.schedule.step_config import Hybrid
 
 
@@ -84,7 +84,7 @@ def _common(nodes: Sequence[FxNode], shared: Sequence[FxNode], views: bool) -> s
 def _segments(nodes: Sequence[FxNode], common: set[FxNode], hybrid: Hybrid) -> list[_Segment]:
     """The program of one copy. Of each decision first its nodes ``common`` to all copies, then its redistribution steps
     of activations, which end segments."""
-    if not takes_turns(hybrid):
+    if not runs_by_block(hybrid):
         return _alternating(nodes, common)
     if not hybrid.alternates:
         return [_Segment(body=run) for run in _runs_of_blocks(nodes, lambda members: False)]

@@ -215,7 +215,7 @@ class CandidateSpace:
             zero = fixed.zero_stage if fixed.zero_stage is not None else max(1, h.zero_stage)
             for hybrid in self._valid(micro_batches, 1, 1, h.schedule, zero, "none", copies=2):
                 yield Candidate(hybrid, shape)
-        for (micro_batches, copies), again in itertools.product(self._for_turns(h), self.recompute):
+        for (micro_batches, copies), again in itertools.product(self._for_blocks(h), self.recompute):
             for hybrid in self._valid(micro_batches, 1, 1, h.schedule, 3, again, copies=copies):
                 yield Candidate(hybrid, best.mesh_shape)
 
@@ -224,9 +224,9 @@ class CandidateSpace:
         free = h.stages == 1 and self.fixed.copies is None and self.fixed.recompute in (None, "none")
         return [m for m in self.micro_batches(1) if m in (h.micro_batches, 2 * h.micro_batches)] if free else []
 
-    def _for_turns(self, h: Hybrid) -> list[tuple[int, int]]:
-        """Numbers of micro-batches, near those of a ZeRO-3 configuration, with how many of them take turns block by
-        block: all, or two, which need less memory."""
+    def _for_blocks(self, h: Hybrid) -> list[tuple[int, int]]:
+        """Numbers of micro-batches, near those of a ZeRO-3 configuration, with how many of them run block by block at a
+        time: all, or two, which need less memory."""
         free = h.stages == 1 and h.zero_stage == 3 and self.fixed.copies is None
         near = {h.micro_batches, 2 * h.micro_batches} - {1} if free else ()
         return [(m, copies) for m in self.micro_batches(1) if m in near for copies in sorted({2, m}) if not m % copies]

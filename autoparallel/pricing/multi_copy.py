@@ -8,7 +8,7 @@ from collections.abc import Callable, Collection, Sequence
 from typing import NamedTuple, Protocol
 
 from autoparallel.pricing.rank_reads import RankReads, Timed, TimedStep
-from autoparallel.schedule.multi_copy import block_ends, rounds_of, segment_order, takes_turns
+from autoparallel.schedule.multi_copy import block_ends, rounds_of, runs_by_block, segment_order
 
 #: What happens at a decision.
 At = Callable[[int], None]
@@ -102,24 +102,24 @@ class MultiCopyRound:
             pending[copy] = _begin(step, gradients, segment.start, "gradients of activations")
 
     def _read_in(self, number: int, marked: Collection[int]) -> list[int]:
-        """Of the decisions that segment ``number`` reads parameters for, those that do something then."""
+        """The decisions at which segment ``number`` reads parameters (``marked``) or views of them."""
         return [index for index in self.segments[number].reads if index in marked or index in self.shared_views]
 
 
-def turns(reads: RankReads) -> list[tuple[int, int]]:
-    """The (start, stop) of the decisions that several micro-batches at a time run block by block, one after the other
-    (`takes_turns`); else all decisions are one such run."""
+def block_ranges(reads: RankReads) -> list[tuple[int, int]]:
+    """The ranges (start, stop) of decisions that each micro-batch of a round runs before any of them runs the next
+    (`runs_by_block`); without that one range, of all decisions."""
     space, hybrid = reads.space, reads.counts.hybrid
     ops = [decision.index for decision in space.decisions if decision.kind in ("op", "shared_read")]
     sends = [hybrid.alternates and any(begun for _, begun in rounds_of(reads.paths.get(index, ()), _communicates))
              for index in ops]
-    ends = block_ends([space.blocks[index] for index in ops], sends) if takes_turns(hybrid) else ()
+    ends = block_ends([space.blocks[index] for index in ops], sends) if runs_by_block(hybrid) else ()
     return list(itertools.pairwise([0, *(ops[number] for number in sorted(ends)), len(space)]))
 
 
 def _segments(reads: RankReads, decisions: int) -> list[_Segment]:
     found, awaited, local, start, first = list[_Segment](), list[TimedStep](), list[TimedStep](), 0, 0
-    ends = {stop for _, stop in turns(reads)} - {decisions}
+    ends = {stop for _, stop in block_ranges(reads)} - {decisions}
     for index in sorted({*reads.paths, *ends}):
         if index in ends:
             found.append(_Segment(awaited, start, index, local, (), range(first, index)))

@@ -20,7 +20,7 @@ from typing import NamedTuple
 from autoparallel.pricing.activation_steps import ActivationSteps, Running, runs
 from autoparallel.pricing.backward_reads import BackwardReads
 from autoparallel.pricing.leaves import Leaves
-from autoparallel.pricing.multi_copy import At, MultiCopyRound, turns
+from autoparallel.pricing.multi_copy import At, MultiCopyRound, block_ranges
 from autoparallel.pricing.problem import SpacePricer
 from autoparallel.pricing.rank_reads import (
     RankReads,
@@ -353,12 +353,12 @@ class RankStep:
         """One forward pass; calls ``before`` at the marked decisions."""
         if self.multi_copy is not None:
             return self.multi_copy.forward(step, self.seconds.forward_s, self.count, marked, before)
-        for part, number in itertools.product(self._turns, range(self.copies)):
+        for part, number in itertools.product(self._ranges, range(self.copies)):
             self._forward_of(step, part, () if number else marked, before)
 
     @cached_property
-    def _turns(self) -> Sequence[tuple[int, int]]:
-        return turns(self.reads)
+    def _ranges(self) -> Sequence[tuple[int, int]]:
+        return block_ranges(self.reads)
 
     def _forward_of(self, step: StepTasks, part: tuple[int, int], marked: Collection[int],
                     before: Callable[[int], None]) -> None:
@@ -385,7 +385,7 @@ class RankStep:
         ``after`` at the marked decisions. ``sent``: the steps that it runs (default: all of `RankReads.sent`)."""
         if self.multi_copy is not None:
             return self.multi_copy.backward(step, self.seconds.backward_s, self.count, marked, (before, after, arrived))
-        for part, number in reversed(list(itertools.product(self._turns, range(self.copies)))):
+        for part, number in reversed(list(itertools.product(self._ranges, range(self.copies)))):
             asked = before if number == self.copies - 1 else _nothing
             made = (arrived, after) if number == 0 else (_nothing, _nothing)
             self._backward_of(step, part, marked, (asked, *made), sent)

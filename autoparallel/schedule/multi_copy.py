@@ -28,9 +28,9 @@ def segment_order(segments: int, copies: int) -> Iterator[tuple[int, int]]:
     return itertools.product(range(segments), range(copies))
 
 
-def takes_turns(hybrid: Hybrid) -> bool:
-    """Whether several micro-batches at a time take turns block by block: each block is recomputed for one of them at a
-    time, or has its parameters gathered for all of them and then freed (ZeRO-3)."""
+def runs_by_block(hybrid: Hybrid) -> bool:
+    """Whether several micro-batches at a time run block by block: each block is recomputed for one of them at a time,
+    or its parameters are gathered for all of them and then freed (ZeRO-3)."""
     return hybrid.copies > 1 and (hybrid.recompute != "none" or hybrid.zero_stage == 3)
 
 

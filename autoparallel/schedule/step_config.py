@@ -156,7 +156,7 @@ class Hybrid:
     @property
     def alternates(self) -> bool:
         """Whether several micro-batches at a time alternate within blocks, where activations travel. Where blocks are
-        recomputed, these are one piece, and micro-batches take turns (`schedule.multi_copy.takes_turns`)."""
+        recomputed, each is one piece (`schedule.multi_copy.runs_by_block`)."""
         return self.copies > 1 and self.recompute == "none"
 
     @property

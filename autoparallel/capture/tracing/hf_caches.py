@@ -21,7 +21,8 @@ from torch.distributed.tensor import DTensor, Replicate
 
 from autoparallel.errors import InputError
 
-#: Where a layer has a tensor: an attribute, or an attribute's key, of those that are dicts (states by number).
+#: The place of a tensor in a layer: (attribute, `_ITSELF`), or (attribute, key) in an attribute that is a dict of
+#: states.
 Place = tuple[str, Any]
 #: Per layer: its class, its tensors' places, its other attributes.
 Layers = tuple[tuple[type, tuple[Place, ...], dict[str, Any]], ...]

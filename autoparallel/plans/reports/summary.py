@@ -48,9 +48,9 @@ def summary(report: Report) -> Report:
 
 
 def _in_vain(report: Report) -> str:
-    """That more than one device gain nothing, where all ranks compute the same."""
+    """That more devices gain nothing, where all ranks compute the same."""
     roles = {axis.role for axis in report.axes if axis.size > 1}
-    return " One device would be as fast: sharing the work saves less than sending costs." * (roles == {"replicated"})
+    return " One device would be as fast." if roles == {"replicated"} else ""
 
 
 def _unusual(report: Report) -> str:

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from autoparallel.plans.plan import Plan
 from autoparallel.plans.record import Workload
 from autoparallel.plans.roles import AxisRole, products_of, roles_of
-from autoparallel.schedule.multi_copy import takes_turns
+from autoparallel.schedule.multi_copy import runs_by_block
 from autoparallel.schedule.step_config import Hybrid
 
 ZERO = {1: "ZeRO-1", 2: "ZeRO-2", 3: "ZeRO-3 (FSDP)"}
@@ -207,7 +207,7 @@ def _product(axes: Iterable[AxisWords]) -> int:
 
 
 def _how_at_a_time(h: Hybrid) -> str:
-    ways = ["interleave"] * h.alternates + ["take turns block by block"] * takes_turns(h)
+    ways = ["interleave"] * h.alternates + ["run block by block"] * runs_by_block(h)
     return " and ".join(ways)
 
 
