@@ -325,20 +325,21 @@ def options_of(given: Mapping[str, Any]) -> Options:
     if given.get("step_in_backward") and given.get("offload") in (None, "none"):
         raise PlanError("step_in_backward=True is of states outside of the device: put them there, as offload='host', "
                         "or leave it out")
-    _check_storage(given.get("baseline"), given.get("zero_stage"))
-    if given.get("zero_stage") is None and _moves_parameters(given.get("offload")):
-        if given.get("baseline") not in (None, "fsdp"):
-            raise PlanError(f"offload={given['offload']!r} keeps parameters in shards (zero_stage=3), and "
-                            f"baseline={given['baseline']!r} whole on all data-parallel ranks: take baseline='fsdp', "
-                            "or offload='host'")
+    fetches = given.get("zero_stage") is None and _moves_parameters(given.get("offload"))
+    if fetches:
         given["zero_stage"] = 3    # which alone fetches for each use
+    _check_storage(given.get("baseline"), given.get("zero_stage"), given["offload"] if fetches else None)
     return Options(**given)
 
 
-def _check_storage(baseline: str | None, zero_stage: int | None) -> None:
-    """Raises PlanError for a baseline that stores parameters otherwise than a ZeRO stage does."""
+def _check_storage(baseline: str | None, zero_stage: int | None, offload: Any) -> None:
+    """Raises PlanError for a baseline that stores parameters otherwise than a ZeRO stage does. ``offload``: the option
+    that asks for the stage, if no other does."""
     if baseline is None or zero_stage is None or (baseline == "fsdp") == (zero_stage > 0):
         return
+    if offload is not None:
+        raise PlanError(f"offload={offload!r} keeps parameters in shards (zero_stage=3), and baseline={baseline!r} "
+                        "whole on all data-parallel ranks: take baseline='fsdp', or offload='host'")
     has = "in shards" if baseline == "fsdp" else "whole on all data-parallel ranks"
     instead = "'ddp'" if baseline == "fsdp" else "'fsdp', or a plan by hand, as by_hand='dp=4,tp=2,zero=1'"
     raise PlanError(f"baseline={baseline!r} has training state {has}, which zero_stage={zero_stage} has not: leave "

@@ -16,7 +16,7 @@ from autoparallel.capture.tracing.hf_caches import takes_static_cache
 from autoparallel.errors import InputError
 from autoparallel.runtime.agree import decide_once
 from autoparallel.runtime.generation_caches import Caches
-from autoparallel.runtime.generation_media import media_of, repeated
+from autoparallel.runtime.generation_media import methods_of_media
 from autoparallel.runtime.state import State
 
 
@@ -80,16 +80,6 @@ def generating(module: Any, original: Any) -> Any:
         generates = self._state.caches is not None and self.config.is_encoder_decoder
         return Encoder(self, found) if generates and found is not self else found
 
-    @functools.wraps(original._expand_inputs_for_generation)
-    def expand(self: Any, expand_size: int = 1, is_encoder_decoder: bool = False, input_ids: Any = None,
-               **call: Any) -> Any:
-        repeats_features = getattr(original, "_supports_mm_encoder_outputs", lambda _: False)(self)  # in place of media
-        media = media_of(call) if expand_size > 1 and repeats_features else {}
-        more = repeated(self.config, media, input_ids, expand_size) if media else {}
-        call.update(dict.fromkeys(media))
-        ids, call = original._expand_inputs_for_generation(self, expand_size, is_encoder_decoder, input_ids, **call)
-        return ids, {**call, **more}
-
     @functools.wraps(original.resize_token_embeddings)
     def resize(self: Any, new_num_tokens: int | None = None, *args: Any, **kwargs: Any) -> Any:
         rows = self.get_input_embeddings().weight.shape[0]
@@ -98,10 +88,6 @@ def generating(module: Any, original: Any) -> Any:
                              f"for {rows}\n  Resize the model before it is given to autoparallel.compile.")
         return original.resize_token_embeddings(self, new_num_tokens, *args, **kwargs)
 
-    def encodes_media_before(self: Any, *args: Any, **kwargs: Any) -> bool:
-        """Whether ``generate`` calls encoders of images before the prompt: the prompt's program has them."""
-        return False
-
     def compiles(self: Any, *args: Any, **kwargs: Any) -> bool:
         """Whether ``generate`` compiles the model by torch.compile: it is compiled already."""
         return False
@@ -109,10 +95,8 @@ def generating(module: Any, original: Any) -> Any:
     def namespace(members: dict[str, Any]) -> None:
         members.update({name: decoding(getattr(original, name)) for name in ("_sample", "_beam_search")})
         members.update(forward=forward, generate=generate, _prepare_cache_for_generation=prepare_cache,
-                       get_encoder=get_encoder, _expand_inputs_for_generation=expand,
-                       resize_token_embeddings=resize,
-                       _supports_mm_encoder_outputs=encodes_media_before, _valid_auto_compile_criteria=compiles,
-                       __doc__=module.__doc__)
+                       get_encoder=get_encoder, resize_token_embeddings=resize, _valid_auto_compile_criteria=compiles,
+                       __doc__=module.__doc__, **methods_of_media(original))
 
     return types.new_class(f"Parallel{original.__name__}", (module, original), {}, namespace)
 

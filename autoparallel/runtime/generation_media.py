@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import torch
@@ -10,6 +11,27 @@ from autoparallel.errors import InputError
 
 _TOKENS = ("image_token_id", "image_token_index", "video_token_id", "video_token_index", "audio_token_id",
            "audio_token_index")
+
+
+def methods_of_media(original: Any) -> dict[str, Any]:
+    """The methods of a model's class by which ``generate`` handles images, videos and sound, by name: encoders of
+    media run in the prompt's program, not before it."""
+
+    @functools.wraps(original._expand_inputs_for_generation)
+    def expand(self: Any, expand_size: int = 1, is_encoder_decoder: bool = False, input_ids: Any = None,
+               **call: Any) -> Any:
+        repeats_features = getattr(original, "_supports_mm_encoder_outputs", lambda _: False)(self)  # in place of media
+        media = media_of(call) if expand_size > 1 and repeats_features else {}
+        more = repeated(self.config, media, input_ids, expand_size) if media else {}
+        call.update(dict.fromkeys(media))
+        ids, call = original._expand_inputs_for_generation(self, expand_size, is_encoder_decoder, input_ids, **call)
+        return ids, {**call, **more}
+
+    def encodes_before(self: Any, *args: Any, **kwargs: Any) -> bool:
+        """Whether ``generate`` calls encoders of media before the prompt."""
+        return False
+
+    return {"_expand_inputs_for_generation": expand, "_supports_mm_encoder_outputs": encodes_before}
 
 
 def media_of(call: dict[str, Any]) -> dict[str, torch.Tensor]:
@@ -37,4 +59,4 @@ def repeated(config: Any, media: dict[str, torch.Tensor], ids: torch.Tensor | No
     return {name: value.repeat_interleave(times, dim=0) for name, value in media.items()}
 
 
-__all__ = ["media_of", "repeated"]
+__all__ = ["media_of", "methods_of_media", "repeated"]
