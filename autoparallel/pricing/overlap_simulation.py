@@ -121,8 +121,9 @@ class RankStep:
         step, pending = StepTasks(), Pending()
         self.begin(step, pending)
         for number in range(self.rounds - 1 if each and self.count > 1 else 0):
-            self.forward(step, pending, first=number == 0)
-            self.backward(step, pending, last=False)
+            one = self if number else self._first()
+            one.forward(step, pending, first=number == 0)
+            one.backward(step, pending, last=False)
         last = self if each or self.count == 1 else self._last_of_several(step, pending)
         last.forward(step, pending, first=self.count == 1)
         last.backward(step, pending, last=True)
@@ -139,13 +140,18 @@ class RankStep:
             step.compute((self.count - 1) * (self._round_s() - hidden) + (1 - self.adds) * sum(self._sums_s.values()),
                          ("micro-batches before the last", TOP, TOP))
             return self
-        first, others = copy(self), copy(self)
+        first, others = self._first(), copy(self)
         others.count = self.rounds / (self.rounds - 1)
-        first.adds = 0.0 if self.copies == 1 else 1 / self.rounds
         others.adds = 1 - first.adds
         first.forward(step, pending)
         first.backward(step, pending, last=False)
         return others
+
+    def _first(self) -> RankStep:
+        """The first of several rounds, which adds to no earlier gradients."""
+        first = copy(self)
+        first.adds = 0.0 if self.copies == 1 else 1 / self.rounds
+        return first
 
     def begin(self, step: StepTasks, pending: Pending) -> None:
         """Before all micro-batches: read the parameters that these do not read themselves; launch the gathers of stored
