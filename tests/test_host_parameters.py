@@ -31,6 +31,7 @@ from tests.support.tiers import slow
 @pytest.mark.ranks
 @pytest.mark.parametrize(("case", "shape", "options", "norm", "calls"), [
     ("llama", (4,), {}, 0.5, 1),
+    ("llama", (2,), {"micro_batches": 2, "recompute": "offload"}, None, 1),
     ("gpt2", (1,), {"micro_batches": 4, "recompute": "full"}, None, 1),
     ("llama", (2, 2), {"micro_batches": 2, "recompute": "full"}, 0.5, 2),
     ("llama", (1,), {"micro_batches": 4, "copies": 4, "recompute": "full"}, None, 1),
@@ -57,7 +58,8 @@ def test_equal_to_parameters_on_the_device(ranks: Any, case: str, shape: tuple[i
         counted, predicted = after["memory"]
         assert counted["device"] == counted["disk"] == 0 and counted["host"] <= 1.05 * predicted + 8192
     most, predicted = max(after["memory"][0]["host"] for after in moved), moved[0]["memory"][1]
-    assert most == pytest.approx(predicted, rel=0.05, abs=8192)
+    if options.get("recompute") != "offload":    # whose saved tensors are not of the optimizer
+        assert most == pytest.approx(predicted, rel=0.05, abs=8192)
     if norm is None and calls == 1:
         expected = train_reference(CASES[case], "adamw", num_steps=3, batch_size=8)
         everything = Trained(0, [], {}, expected.parameters | moved[0]["whole"], {})

@@ -223,7 +223,6 @@ def test_messages_between_stages_on_several_ranks(replicas: tuple[int, ...], sch
     ({"recompute": "some"}, ("unknown recompute 'some'", "selective")),
     ({"recompute_blocks": ("a",)}, ("of the blocks ['a']", "'full'")),
     ({"recompute": "full", "recompute_blocks": ()}, ("name some",)),
-    ({"recompute": "offload", "zero_stage": 3}, ("zero_stage=3", "zero_stage=2 or recompute='full'")),
     ({"zero_stage": 4}, ("unknown zero_stage 4",)),
     ({"stages": 3, "pipeline_ranks": 2}, ("3 pipeline stages on 2 ranks", "a multiple of 2")),
     ({"stages": 4, "pipeline_ranks": 2, "micro_batches": 4}, ("one stage per rank", "interleaved")),

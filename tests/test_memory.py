@@ -17,7 +17,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import autoparallel
 from autoparallel.errors import InfeasibleError
-from autoparallel.kernels import recomputed
+from autoparallel.kernels import saved_on_host
 from autoparallel.kernels.host_copies import Copies
 from autoparallel.plans import Prediction
 from autoparallel.runtime.stage_module import StageModule
@@ -64,14 +64,14 @@ def measure(case_name: str, mesh_shape: tuple[int, ...], options: Options) -> tu
     states = [local(p) for p in parallel.parameters()]
     stored = {storage(x) for x in states}
     live, most, on_host = LiveBytes(), 0, list[torch.Tensor]()
-    begin = recomputed.begin
+    begin = saved_on_host.begin
 
-    def recorded(values: Sequence[torch.Tensor], device: torch.device) -> Copies:
-        copies = begin(values, device)
+    def recorded(values: Sequence[torch.Tensor], device: torch.device, held: bool) -> Copies:
+        copies = begin(values, device, held=held)
         on_host.extend(copies.values)
         return copies
 
-    recomputed.begin = recorded  # type: ignore[assignment]
+    saved_on_host.begin = recorded  # type: ignore[assignment]
     modules: set[StageModule] = set()
     forward = StageModule.forward
 
@@ -95,7 +95,7 @@ def measure(case_name: str, mesh_shape: tuple[int, ...], options: Options) -> tu
             loss = case.loss(parallel(*args, **kwargs))  # and not the other outputs, which the caller may keep
             most = live.total(without=[*states, *on_host])
             del loss
-    recomputed.begin = begin
+    saved_on_host.begin = begin
     state = sum(ADAMW_TENSORS * local(p).numel() * p.element_size() for p in parallel.parameters())
     predicted = parallel.plan.prediction
     return predicted.state_bytes, predicted.activation_bytes, float(state), float(most)
@@ -123,6 +123,9 @@ PLANS: list[Any] = [
     slow("llama", (4,), {"baseline": "fsdp", "recompute": "selective", "zero_stage": 2}, 0.05),
     slow("llama", (4,), {"baseline": "fsdp", "recompute": "offload", "zero_stage": 1}, 0.05),
     ("llama", (2, 2), {"recompute": "offload"}, 0.05),
+    ("llama", (4,), {"baseline": "fsdp", "recompute": "offload", "zero_stage": 3}, 0.05),
+    slow("llama", (2, 2), {"baseline": "fsdp", "recompute": "offload", "zero_stage": 3, "micro_batches": 4,
+                           "pipeline_stages": 2}, 0.05),
     slow("bert", (4,), {"micro_batches": 2, "recompute": "offload"}, 0.05),
     ("bert", (4,), {"zero_stage": 3, "baseline": "fsdp"}, 0.05),
     # What a mixture of experts makes inside is kept, though nothing needs its result; with recompute its products are.
@@ -230,8 +233,9 @@ def test_offload_trades_memory_for_copies() -> None:
 
 @pytest.mark.slow
 def test_copies_of_activations_to_the_host_run_beside_forward() -> None:
-    """Over a fast link forward hides them; over a slow one what exceeds forward counts. Backward waits for each copy
-    back. Where host and device are one memory nothing is hidden."""
+    """Over a fast link forward and backward hide them; over a slow one what exceeds these counts: twice as many
+    go as come back, since the last of two blocks is on the device still. Where host and device are one memory, forward
+    makes all copies."""
     machine = Cluster.load("h100-sxm", num_devices=4, software="none")
     assert machine.host.to_device_bytes_per_s == machine.host.from_device_bytes_per_s
 
@@ -242,10 +246,9 @@ def test_copies_of_activations_to_the_host_run_beside_forward() -> None:
 
     kept = planned(1)
     fast, slow_link = (planned(factor, ",recompute=offload") for factor in (1e3, 1e-4))
-    assert fast.forward_s == pytest.approx(kept.forward_s)
-    back = slow_link.backward_s - kept.backward_s
-    assert back > 10 * kept.forward_s
-    assert slow_link.forward_s - kept.forward_s == pytest.approx(back - kept.forward_s, rel=0.05)
+    assert fast.forward_s == pytest.approx(kept.forward_s) and fast.backward_s == pytest.approx(kept.backward_s)
+    assert slow_link.backward_s > 10 * kept.forward_s
+    assert slow_link.forward_s == pytest.approx(2 * slow_link.backward_s, rel=0.1)
     local = Cluster.load("local-cpu", num_devices=4)
     one, other = (plan_of("llama", local, by_hand=f"dp=4{more}").prediction for more in ("", ",recompute=offload"))
-    assert other.forward_s - one.forward_s == pytest.approx(other.backward_s - one.backward_s, rel=0.05)
+    assert other.forward_s > one.forward_s and other.backward_s == pytest.approx(one.backward_s)

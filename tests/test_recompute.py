@@ -34,6 +34,8 @@ from tests.support.tiers import slow
     ("bert", {"recompute": "full", "micro_batches": 4, "zero_stage": 3}),
     ("llama", {"recompute": "full", "micro_batches": 2, "pipeline_stages": 2, "schedule": "zero_bubble"}),
     slow("gpt2", {"recompute": "offload", "micro_batches": 2}),
+    ("bert", {"recompute": "offload", "micro_batches": 4, "zero_stage": 3}),
+    slow("llama", {"recompute": "offload", "micro_batches": 4, "zero_stage": 3, "pipeline_stages": 2}),
     ("llama", {"recompute": "offload", "micro_batches": 2, "pipeline_stages": 2, "schedule": "zero_bubble"}),
 ])
 def test_recompute(ranks: Any, case_name: str, options: Options) -> None:
@@ -51,7 +53,8 @@ def called(case_name: str, options: Options) -> tuple[float, Any]:
 
 
 @pytest.mark.parametrize("options", [
-    {"recompute": "offload"}, {"zero_stage": 3, "baseline": "fsdp"}, {"zero_stage": 3, "recompute": "full"},
+    {"recompute": "offload"}, {"recompute": "offload", "zero_stage": 3, "baseline": "fsdp"},
+    {"zero_stage": 3, "baseline": "fsdp"}, {"zero_stage": 3, "recompute": "full"},
     slow({"recompute": "full"}), slow({"recompute": "selective"})])
 def test_a_call_recomputes_and_gathers_again_too(ranks: Any, options: Options) -> None:
     reference = train_reference(CASES["gpt2"], "sgd", num_steps=STEPS)

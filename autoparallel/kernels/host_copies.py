@@ -20,10 +20,11 @@ HOST = torch.device("cpu")
 
 
 class Copies:
-    """Copies that have begun: ``values``, on one device or the host, to be read after `ready`."""
+    """Copies that have begun: ``values``, on one device or the host, to be read after `ready`. ``far``: the device of
+    the sources or copies."""
 
-    def __init__(self, values: Values, event: Any = None) -> None:
-        self.values, self._event = values, event
+    def __init__(self, values: Values, event: Any = None, far: torch.device = HOST) -> None:
+        self.values, self._event, self._far = values, event, far
 
     def ready(self) -> Values:
         """The copies: those on the host when they are there, those on the device for the current stream, which
@@ -43,22 +44,36 @@ class Copies:
         if self._event is not None:
             self._event.synchronize()
 
-    def back(self, device: torch.device) -> Copies:
-        """Copies of these on ``device``, from when they are there; on a CPU, these."""
-        return self if self._event is None else begin(self.values, device, after=self._event)
+    def free_sources(self) -> None:
+        """Let the sources' memory be used again by what the device's current stream does next, which waits for these
+        copies (of `begin` with ``held``)."""
+        if self._event is not None:
+            torch.accelerator.current_stream(self._far).wait_event(self._event)
+
+    def back(self, which: Sequence[int]) -> Copies:
+        """Copies of some of these on the device that they came from, from when they are there; on a CPU, these. The
+        current stream, which reads them, also has their memory."""
+        values = tuple(self.values[number] for number in which)
+        if self._event is None:
+            return Copies(values)
+        return begin(values, self._far, after=self._event, held=True)
 
 
 def begin(sources: Sequence[torch.Tensor], device: torch.device, into: Sequence[torch.Tensor] | None = None,
-          after: Any = None) -> Copies:
+          after: Any = None, held: bool = False) -> Copies:
     """Begin copies of ``sources``, all on the host or on one device, to the memory of ``device``: to new tensors, or
     ``into`` others there, of the same shapes. They are read and written when the current stream has got here, and
     ``after`` an event. A thread has a current stream of its own: one that copies for another runs `under` that one's.
+    ``held``: the caller keeps sources on a device until `Copies.free_sources`, and copies there until `Copies.ready`;
+    so no stream but the current one has their memory, and it is free for it at once.
     """
     far = _far(device, sources)
     if far is None:
         made = tuple(torch.empty(x.shape, dtype=x.dtype) for x in sources) if into is None else tuple(into)
         return Copies(tuple(one.copy_(x.detach()) for one, x in zip(made, sources, strict=True)))
     stream = _stream(far, device.type != "cpu")
+    if held and into is None and device.type != "cpu":
+        into = [torch.empty_like(x, device=device) for x in sources]
     stream.wait_stream(torch.accelerator.current_stream(far))
     if after is not None:
         stream.wait_event(after)
@@ -67,10 +82,10 @@ def begin(sources: Sequence[torch.Tensor], device: torch.device, into: Sequence[
         for one, x in zip(copies, sources, strict=True):
             one.copy_(x.detach(), non_blocking=all(y.device.type != "cpu" or y.is_pinned() for y in (one, x)))
         event = stream.record_event()
-    for value in (*sources, *(into or ())):
+    for value in () if held else (*sources, *(into or ())):
         if value.device.type != "cpu":
             value.record_stream(stream)
-    return Copies(copies, event)
+    return Copies(copies, event, far)
 
 
 def current(device: torch.device) -> Any:

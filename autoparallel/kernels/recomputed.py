@@ -1,10 +1,9 @@
-"""Activation recompute and offload of a block."""
+"""Activation recompute of a block."""
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -13,7 +12,6 @@ from torch.fx import GraphModule
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 from autoparallel.kernels import groups, numbers, rng
-from autoparallel.kernels.host_copies import HOST, Copies, begin
 from autoparallel.kernels.regather import gathers_parameter
 
 #: Ops whose results "selective" recompute keeps (`KEPT_CLASSES` in pricing is the same list for prices).
@@ -23,8 +21,8 @@ KEPT = ("aten::mm", "aten::addmm", "aten::bmm", "aten::baddbmm", "aten::_scaled_
 
 
 class Recomputed(nn.Module):
-    """A block recomputed in backward, with the same random numbers, number arguments and axes (``mode`` "full" or
-    "selective"), or whose saved tensors are offloaded to the host ("offload").
+    """A block recomputed in backward, with the same random numbers, number arguments and axes. ``mode``: "full" or
+    "selective".
 
     ``in_parts``: backward runs in several parts (zero bubble); the recomputed tensors are kept until the last part."""
 
@@ -33,9 +31,6 @@ class Recomputed(nn.Module):
         self.body, self.mode, self.in_parts = body, mode, in_parts
 
     def forward(self, *values: torch.Tensor) -> Any:
-        if self.mode == "offload":
-            with on_host(values):
-                return self.body(*values)
         axes, seeds, given = groups.bound(), rng.call_seeds(), numbers.call_numbers()
 
         def run(*again: torch.Tensor) -> Any:
@@ -81,30 +76,6 @@ class _Again:
 
 def _unused(_: None) -> torch.Tensor:
     raise AssertionError("backward goes through the first run only")
-
-
-@contextmanager
-def on_host(own: Sequence[torch.Tensor]) -> Iterator[None]:
-    """Offload the tensors that autograd saves inside to host memory, each tensor once, and copy them back at their use.
-    ``own``, kept alive elsewhere, stay. (torch's `save_on_cpu` moves all of them, at every save.)"""
-    kept = {value.untyped_storage().data_ptr() for value in own}
-    moved: dict[Any, tuple[torch.Tensor, Copies]] = {}  # holds the tensor, so that its address is not reused
-
-    def pack(value: torch.Tensor) -> Any:
-        address = value.untyped_storage().data_ptr()
-        if address in kept or not value.numel():
-            return value.detach()
-        key = address, value.storage_offset(), value.shape, value.stride(), value.dtype
-        if key not in moved:
-            moved[key] = value, begin([value], HOST)
-        return value.device, moved[key][1]
-
-    def unpack(packed: Any) -> torch.Tensor:
-        return packed if isinstance(packed, torch.Tensor) else packed[1].back(packed[0]).ready()[0]
-
-    with torch.autograd.graph.saved_tensors_hooks(pack, unpack):
-        yield
-    moved.clear()
 
 
 def _policy(context: Any, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:

@@ -90,13 +90,14 @@ def regathering(bucket_bytes: float) -> Iterator[None]:
     `BackwardGathers` finds with ``bucket_bytes``."""
     token = _run.set(_Run(bucket_bytes))
     try:
-        with torch.autograd.graph.saved_tensors_hooks(_pack, _unpack):
+        with torch.autograd.graph.saved_tensors_hooks(pack, unpack):
             yield
     finally:
         _run.reset(token)
 
 
-def _pack(tensor: torch.Tensor) -> torch.Tensor | _Saved:
+def pack(tensor: torch.Tensor) -> torch.Tensor | _Saved:
+    """What autograd keeps of a tensor: the recipe of a gathered one, or the tensor."""
     kept, run = _kept(tensor), _run.get()
     if run is None or not isinstance(kept, _View):
         return tensor.detach()  # an op that saves its own result would otherwise be a reference cycle
@@ -104,7 +105,8 @@ def _pack(tensor: torch.Tensor) -> torch.Tensor | _Saved:
     return _Saved(run, kept)
 
 
-def _unpack(saved: torch.Tensor | _Saved) -> torch.Tensor:
+def unpack(saved: torch.Tensor | _Saved) -> torch.Tensor:
+    """The tensor, for backward; gathered again if it is a recipe."""
     if not isinstance(saved, _Saved):
         return saved
     with torch.no_grad():

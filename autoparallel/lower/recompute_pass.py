@@ -2,7 +2,7 @@
 
 A block is a contiguous run of nodes under one index of a module list (`capture.blocks`). "full" recomputes all of it,
 collectives included; "selective" keeps results of matrix products, attention and collectives; "offload" recomputes
-nothing and keeps saved tensors in host memory.
+nothing and keeps saved tensors in the host's memory (`kernels.saved_on_host`).
 """
 
 from __future__ import annotations
@@ -20,16 +20,20 @@ from autoparallel.kernels import gathered_once
 from autoparallel.kernels.collectives import item
 from autoparallel.kernels.recomputed import Recomputed
 from autoparallel.kernels.regather import begin_fetches, begin_gathers, end, gather, gather_parameter
+from autoparallel.kernels.saved_on_host import OffloadedBlock, SavedInOrder
 from autoparallel.lower import overlap_pass
 
 
 def with_recompute(program: GraphModule, mode: str, block_of: Callable[[FxNode], object],
                    in_parts_of_backward: bool = False) -> GraphModule:
-    """The same program with each contiguous run of a block's nodes as a `Recomputed` module.
+    """The same program with each contiguous run of a block's nodes as a `Recomputed` module, or an `OffloadedBlock`.
 
     ``mode``: "full", "selective" or "offload"; ``block_of``: the block of a node, None for nodes that are not
     recomputed; ``in_parts_of_backward``: backward runs in several parts (zero bubble).
     """
+    if mode == "offload":
+        order, numbers = SavedInOrder(ahead=not in_parts_of_backward), itertools.count()
+        return in_parts(program, block_of, lambda body, _: OffloadedBlock(body, order, next(numbers) == 0))
     return in_parts(program, block_of, lambda body, _: Recomputed(body, mode, in_parts_of_backward))
 
 

@@ -16,7 +16,7 @@ from autoparallel.planning.joint_candidates import JointSearch, Kept
 from autoparallel.planning.joint_search import search_jointly
 from autoparallel.planning.one_mesh import RECOMPUTE_TRIES, ROUGH_S, plan_on
 from autoparallel.planning.options import Options
-from autoparallel.planning.recompute import fewest_recomputed
+from autoparallel.planning.recompute import less_recomputed
 from autoparallel.planning.stage_replicas import is_uneven, on_several_ranks
 from autoparallel.planning.study import JointStudy
 from autoparallel.plans import Combinations, Hybrid, Plan
@@ -69,15 +69,14 @@ def plan_jointly(split: Splits, cluster: Cluster, mesh_shape: Sequence[int] | No
         return made
 
     def recompute_less(plan: Plan, deadline: float, seconds: float, search: str = options.search) -> Plan:
-        def with_blocks(again: tuple[str, ...]) -> Plan:
-            hybrid = replace(plan.hybrid, recompute_blocks=again)
+        def made(hybrid: Hybrid) -> Plan:
             candidate = Candidate(hybrid, plan.mesh_shape, first=plan.strategies_on)
             return in_full(candidate, min(seconds, deadline - clock.now()), search)
 
         micro = split(plan.hybrid.micro_batches)
         space = StrategySpace(micro.body, plan.mesh_shape)
         blocks = stages_of(space, micro.loss, plan.hybrid).blocks(space)
-        return fewest_recomputed(plan, blocks, with_blocks, deadline)
+        return less_recomputed(plan, blocks, made, deadline, options.saves_on_host)
 
     found = search_jointly(graph, cluster, fixed, options.optimizer, options.limit_bytes(cluster),
                            options.time_limit_s, in_full, recompute_less if open_ else None,
@@ -88,13 +87,14 @@ def plan_jointly(split: Splits, cluster: Cluster, mesh_shape: Sequence[int] | No
         ends = min(deadline, clock.now() + FEWER_S)
         best = recompute_less(best, ends, options.time_limit_s / RECOMPUTE_TRIES)
     evidence, seen = best.evidence, found.survey
+    bound_s = None if open_ and best.hybrid.recompute == "offload" else seen.bound_s    # of other combinations
     counts = Combinations(len(seen.candidates), seen.without_plan, found.planned, seen.pruned, seen.left)
     seconds = {**evidence.seconds, "joint": clock.now() - started}
     others = tuple(alternative_of(best, other) for other in found.runners_up)
     recorder = None if best.recorder is None else partial(_with_others, best.recorder, found.trials, others)
     study = None if best.study is None else JointStudy(best.study, found.runners_up)
     why = f"{INTERRUPTED}; {evidence.stop_reason}" if found.interrupted else evidence.stop_reason
-    return replace(best, evidence=replace(evidence, seconds=seconds, step_bound_s=seen.bound_s,
+    return replace(best, evidence=replace(evidence, seconds=seconds, step_bound_s=bound_s,
                                           combinations=counts, stop_reason=why),
                    recorder=recorder, study=study)
 

@@ -53,12 +53,13 @@ def fastest_tier(options: Options, cluster: Cluster, make: Make, state: StateOf 
                  ) -> Plan:
     """The fastest of the plans by ``make`` with states on the device, on the host in part or whole, and with parameters
     there; on disk only where none of these fits: states alone, then gradients and parameters on the host, then these on
-    disk too. Where parameters leave, those of as few of the ``blocks`` (their paths) as memory requires alone are tried
-    too; and with the largest of ``tables`` (name and bytes, the largest first) looked up on the host, as few as memory
-    requires, or all. Tiers are left out where memory does not bind, where ``state`` (all parameters, gradients and
-    optimizer states under some options, in bytes) exceeds what its hosts have, where the cluster's description does
-    not say how fast they are, or where ``bounds`` rule them out: then parts of the states are tried first, and what
-    more leaves the device only where it may be faster. Raises InfeasibleError (that of the device) if none fits."""
+    disk too. Saved tensors may be on the host where recompute costs more. Where parameters leave, those of as few of
+    the ``blocks`` (their paths) as memory requires alone are tried too; and with the largest of ``tables`` (name and
+    bytes, the largest first) looked up on the host, as few as memory requires, or all. Tiers are left out where memory
+    does not bind, where ``state`` (all parameters, gradients and optimizer states under some options, in bytes) exceeds
+    what its hosts have, where the cluster's description does not say how fast they are, or where ``bounds`` rule them
+    out: then parts of the states are tried first, and what more leaves the device only where it may be faster. Raises
+    InfeasibleError (that of the device) if none fits."""
     return _Tiers(options, cluster, make, state, bounds, blocks, tables).fastest()
 
 
@@ -69,12 +70,13 @@ class _Tiers:
                  blocks: Sequence[str], tables: Sequence[tuple[str, int]]) -> None:
         self.blocks = blocks
         self.options, self.make, self.cluster, self.state, self.bounds = options, make, cluster, state, bounds
-        self.tables = _worth_moving(tables, options) if options.looks_up else []
+        self.tables = _worth_moving(tables, options) if options.op_by_op else []
         self.most_s = math.inf    # of a plan that is of use
         self.ends = clock.now() + options.time_limit_s
         self.tiers = [tier for tier in _known(cluster) if tier in options.tiers]
         self.nothing = f"the description of {cluster.name} has no rates of its hosts for offload='host' or 'disk'"
         self.found, self.why = list[Plan](), list[str]()
+        self.saves_on_host = options.op_by_op and "host" in self.tiers
 
     def fastest(self) -> Plan:
         try:
@@ -204,7 +206,8 @@ class _Tiers:
     def _within(self, tier: str | Mapping[str, str], fraction: float | None = None) -> Options:
         """The options of plans with states in a tier, with the time that is left."""
         left = max(LEAST_SHARE * self.options.time_limit_s, self.ends - clock.now())
-        within = replace(self.options, offload=tier, offload_fraction=fraction, time_limit_s=left)
+        within = replace(self.options, offload=tier, offload_fraction=fraction, time_limit_s=left,
+                         saves_on_host=self.saves_on_host)
         if within.tier.moves_parameters and within.by_hand is None:
             within = replace(within, zero_stage=3 if within.zero_stage is None else within.zero_stage)
         return within

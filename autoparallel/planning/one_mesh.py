@@ -31,7 +31,7 @@ from autoparallel.planning.facts import block_paths, facts_of, whole_state
 from autoparallel.planning.faster_pieces import in_faster_pieces, tell_of_pieces
 from autoparallel.planning.offloading import fastest_tier, tier_limits
 from autoparallel.planning.options import Options
-from autoparallel.planning.recompute import fewest_recomputed
+from autoparallel.planning.recompute import less_recomputed
 from autoparallel.planning.study import TIME_LIMIT_S, Study
 from autoparallel.planning.unequal_hosts import shares_of
 from autoparallel.plans import Evidence, Hybrid, Plan, Prediction, apply_pins, pin_strings
@@ -277,8 +277,7 @@ def _plan_recomputing(space: StrategySpace, micro: MicroBatches, cluster: Cluste
     except InfeasibleError:
         whole = make(replace(hybrid, recompute="full"))
     blocks = stages_of(space, micro.loss, whole.hybrid).blocks(space)
-    return fewest_recomputed(whole, blocks, lambda again: make(replace(whole.hybrid, recompute_blocks=again)),
-                             started + options.time_limit_s)
+    return less_recomputed(whole, blocks, make, started + options.time_limit_s, options.saves_on_host)
 
 
 def _naming_pins(error: InfeasibleError, pricer: SpacePricer, options: Options) -> InfeasibleError:

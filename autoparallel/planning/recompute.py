@@ -1,19 +1,60 @@
-"""recompute="auto": the fewest recomputed blocks that memory allows."""
+"""recompute="auto": the fewest recomputed blocks that memory allows, or blocks whose saved tensors go to the host."""
 
 from __future__ import annotations
 
 import math
 from bisect import bisect_right
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
+from dataclasses import replace
 
 from autoparallel import clock
 from autoparallel.errors import InfeasibleError, SearchError
 from autoparallel.plans import Hybrid, Plan
 from autoparallel.schedule.in_flight import in_flight
 
+#: The share of a step from which on recompute is worth a search for plans with saved tensors on the host.
+WORTH_MOVING = 0.01
+#: Of paths in order, so many.
+Pick = Callable[[Sequence[str], int], Sequence[str]]
+
+
+def less_recomputed(whole: Plan, blocks: Sequence[Sequence[str]], make: Callable[[Hybrid], Plan],
+                    deadline: float = math.inf, saves_on_host: bool = False) -> Plan:
+    """The fastest plan found with less recompute than ``whole``, which recomputes all ``blocks`` (paths by stage):
+    with fewer of them; or, if ``saves_on_host``, with the saved tensors of as few as memory requires on the host. Until
+    ``deadline`` of `clock`."""
+    def of(how: Plan, pick: Pick, until: float) -> Plan:
+        return fewest_recomputed(how, blocks, lambda some: make(replace(how.hybrid, recompute_blocks=some)), until,
+                                 pick=pick)
+
+    half = (clock.now() + deadline) / 2 if saves_on_host else deadline
+    best = whole if whole.hybrid.recompute == "offload" else of(whole, first, half)
+    p, recomputes = best.prediction, best.hybrid.recompute != "offload"
+    if not saves_on_host or best.hybrid.puts_off_weights or (recomputes and p.recompute_s < WORTH_MOVING * p.step_s):
+        return best
+    with suppress(InfeasibleError, SearchError):
+        away = whole if not recomputes else make(replace(whole.hybrid, recompute="offload", recompute_blocks=None))
+        best = min(best, of(away, spread, deadline), key=lambda plan: plan.prediction.step_s)
+    return best
+
+
+def first(paths: Sequence[str], number: int) -> Sequence[str]:
+    """The first of them: what is recomputed late in backward leaves room for what is kept."""
+    return paths[:number]
+
+
+def spread(paths: Sequence[str], number: int) -> Sequence[str]:
+    """At equal distances, so that what comes between hides copies; the last, if possible, not among them.
+
+    >>> spread("abcdef", 2), spread("abcd", 3)
+    (['a', 'd'], ['a', 'b', 'c'])
+    """
+    return [paths[at * len(paths) // number] for at in range(number)]
+
 
 def fewest_recomputed(whole: Plan, blocks: Sequence[Sequence[str]], make: Callable[[tuple[str, ...]], Plan],
-                      deadline: float = float("inf"), none_bytes: float | None = None) -> Plan:
+                      deadline: float = math.inf, none_bytes: float | None = None, pick: Pick = first) -> Plan:
     """The fastest plan found that recomputes some blocks; ``whole`` recomputes all of them.
 
     A stage with h micro-batches in flight holds the activations of a block h times. Every rank of the pipeline keeps
@@ -21,7 +62,7 @@ def fewest_recomputed(whole: Plan, blocks: Sequence[Sequence[str]], make: Callab
     later ones. The largest b for which ``make(paths of recomputed blocks)`` finds a plan within the memory limit of
     ``whole`` is searched until `clock` reaches ``deadline``: where the line through the peaks of two plans reaches the
     limit, and every third time by bisection. ``none_bytes``: the peak without recompute, if it is known. At least one
-    block is recomputed; a stage recomputes its first blocks.
+    block is recomputed; a stage recomputes those that ``pick`` takes.
     """
     held = [in_flight(whole.hybrid, stage) for stage in range(len(blocks))]
     sizes, limit_bytes = [len(of_stage) for of_stage in blocks], whole.prediction.limit_bytes or math.inf
@@ -35,7 +76,7 @@ def fewest_recomputed(whole: Plan, blocks: Sequence[Sequence[str]], make: Callab
         tries += 1
         kept = _kept(whole.hybrid, sizes, held, budgets[middle])
         again = tuple(path for of_stage, some in zip(blocks, kept, strict=True)
-                      for path in of_stage[: len(of_stage) - some])
+                      for path in pick(of_stage, len(of_stage) - some))
         try:
             made = make(again)
         except (InfeasibleError, SearchError):  # does not fit, or no plan was found in time

@@ -40,8 +40,17 @@ class UseTimes(NamedTuple):
     backward: int
 
 
+class Offloads(NamedTuple):
+    """How often per step a saved value is copied to the host, and back."""
+
+    there: int
+    back: int
+
+
 #: One collective per gradient, in its own dtype.
 ALONE = Summing()
+#: Of a value that stays on the device.
+NO_OFFLOADS = Offloads(0, 0)
 
 
 class ExecutionCounts:
@@ -140,17 +149,22 @@ class ExecutionCounts:
         spares = self.gathers_again(use) and self.blocks.of[use.target] is None
         return self.saved.skips(use) if spares else None
 
-    def offloads(self, index: int) -> int:
-        """How often per step the op's results are moved to the host and back."""
-        if self.hybrid.recompute != "offload" or not self.saved.inside(index):
-            return 0
-        return self.count(index) * self.multiplicities[index] if index in self.saved.first_need else 0
+    def offloads(self, index: int) -> Offloads:
+        """How often per step the op's results are copied to the host and back."""
+        leaves = self.hybrid.recompute == "offload" and self.saved.inside(index) and index in self.saved.first_need
+        return self._offloads(index) if leaves else NO_OFFLOADS
 
-    def offloads_copy(self, use: TensorUse) -> int:
-        """How often per step a redistributed copy is moved to the host and back."""
-        if self.hybrid.recompute != "offload" or self.of_parameter[use.source] or not self.saved.copy_is_away(use):
-            return 0
-        return self.count(use.target) * self.multiplicities[use.target]
+    def offloads_copy(self, use: TensorUse) -> Offloads:
+        """How often per step a redistributed copy is copied to the host and back."""
+        leaves = self.hybrid.recompute == "offload" and not self.of_parameter[use.source]
+        return self._offloads(use.target) if leaves and self.saved.copy_is_away(use) else NO_OFFLOADS
+
+    def _offloads(self, index: int) -> Offloads:
+        """Of what a decision saves. The last block is there still when backward follows its forward at once."""
+        some, block, at_once = self.multiplicities[index], self.blocks.left[index], self.in_flight == [1]
+        stays = at_once and block is not None and self.blocks.behind[block] is None
+        there = self.count(index) * some
+        return Offloads(there, self.count(index) * (some - stays))
 
     def summing(self, use: TensorUse) -> Summing:
         """How the gradients of the value that a use reads are summed: in buckets or not, and in which dtype."""

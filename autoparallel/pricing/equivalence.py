@@ -43,7 +43,7 @@ class Equivalence:
             facts += [_numbered(counts.stages_of), [index in counts.unused for index in range(count)]]
         if counts.hybrid.recompute != "none":
             facts += [[index in counts.blocks.runs_again for index in range(count)],
-                      list(map(counts.offloads, range(count)))]
+                      _numbered(map(counts.offloads, range(count)))]
         return _equivalent(facts)
 
     @cached_property
@@ -53,7 +53,7 @@ class Equivalence:
         facts: list[Sequence[Any] | np.ndarray] = [self.decisions[sources], outputs, self.decisions[targets],
                                                    positions]
         if counts.hybrid.recompute != "none" or counts.hybrid.zero_stage == 3:
-            facts += [list(map(counts.reads_again, uses)), list(map(counts.offloads_copy, uses))]
+            facts += [list(map(counts.reads_again, uses)), _numbered(map(counts.offloads_copy, uses))]
         if counts.hybrid.alternates:
             facts.append(np.array(counts.views, bool)[sources])
         return _equivalent(facts)

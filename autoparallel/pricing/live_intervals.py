@@ -15,6 +15,7 @@ from typing import NamedTuple
 import numpy as np
 
 from autoparallel.pricing.counts import ExecutionCounts
+from autoparallel.pricing.recomputing import Block
 from autoparallel.pricing.saved_values import last_uses
 from autoparallel.strategies.space import TensorUse
 
@@ -190,10 +191,23 @@ class Liveness:
         held = self._by_stage(self.counts.in_flight.__getitem__)[decisions] - np.where(savers > last, late, 0)
         count = np.where(inside, put_off, held) + gradients
         found.put(numbers, start + decisions, start + turning + 1 - decisions, self._held[decisions] * count)
-        in_block = np.array([self.blocks.of[index] is not None for index in decisions.tolist()], bool)
+        in_block = np.array([self.blocks.left[index] is not None for index in decisions.tolist()], bool)
         again = in_block & inside & (put_off + gradients == 0)
-        ends = np.array([self.blocks.last[self.blocks.of[index]] for index in decisions[again].tolist()], np.int64)
-        found.put(numbers[again], start[again] + turning - ends, start[again] + turning + 1 - decisions[again], 1)
+        known = {block: self._there_from(block) for block in self.blocks.last}
+        there = np.array([known[self.blocks.left[index]] for index in decisions[again].tolist()], np.int64)
+        found.put(numbers[again], start[again] + np.maximum(decisions[again], there),
+                  start[again] + turning + 1 - decisions[again], 1)
+
+    def _there_from(self, block: Block) -> int:
+        """When the values that backward of a block reads are on the device: from its recompute on; or, on their way
+        from the host, from backward of the block behind it; those of the last one since forward."""
+        turning = 2 * self._num_decisions
+        if self.hybrid.recompute != "offload":
+            return turning - self.blocks.last[block]
+        behind = self.blocks.behind[block]
+        if behind is None:
+            return 0
+        return turning - self.blocks.last[block if self.hybrid.puts_off_weights else behind]
 
     def _parameter_interval(self, use: TensorUse) -> LiveInterval | None:
         """The live interval of a gathered parameter: of the step with several micro-batches; from forward to backward
@@ -202,7 +216,7 @@ class Liveness:
         if self.hybrid.zero_stage < 3 and not self.hybrid.is_plain:
             copies = 2 if sums_gradients(self.counts, use) else 1  # and its gradient
             return LiveInterval((start, start + turning + 1), self.counts.held[use.source] * copies)
-        if self.hybrid.zero_stage < 3 and self.blocks.of[use.target] is not None and (
+        if self.hybrid.zero_stage < 3 and self.blocks.left[use.target] is not None and (
                 self.blocks.again(use.target) or self.saved.copy_is_kept(use)):
             return LiveInterval((start + use.target, start + turning + 1 - use.target), self.counts.held[use.target])
         return self._gathered_copy_interval(use) if self.counts.prefetches(use) else None
@@ -216,7 +230,7 @@ class Liveness:
         if self.counts.gathers_again(use):
             read_last = own[0] if several else use.target
             return LiveInterval((start + turning - before[1], start + turning - read_last + 1))
-        held = several or self.blocks.of[use.target] is not None    # a recomputed block holds it to its end
+        held = several or self.blocks.left[use.target] is not None    # which holds it to its end
         last = own[1] if held else use.target
         return LiveInterval((start + before[0], start + last + 1))
 

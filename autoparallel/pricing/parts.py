@@ -279,11 +279,11 @@ def add_host_bytes(pricer: SpacePricer, strategies: Sequence[Strategy], stages: 
     if counts.hybrid.recompute != "offload":
         return
     for decision in space.decisions:
-        if counts.offloads(decision.index):
+        if counts.offloads(decision.index).there:
             num_bytes = float(pricer.costs.decision_bytes(decision.index)[numbers[decision.index]])
             _hold(counts, stages, counts.stages_of[decision.index], num_bytes * counts.held[decision.index])
     for use in space.uses:
-        if counts.offloads_copy(use):
+        if counts.offloads_copy(use).there:
             num_bytes = float(pricer.prices.redistribution.use_copies(use)[numbers[use.source], numbers[use.target]])
             _hold(counts, stages, counts.stages_of[use.target], num_bytes * counts.held[use.target])
 
@@ -313,8 +313,8 @@ def _add_use(pricer: SpacePricer, strategies: Sequence[Strategy], move: Move, co
             stage.lookups_backward += summed_s
         elif space.blocks[use.target]:
             stage.ahead_backward.add(Ahead(summed_s, summed_s))
-    if counts.offloads_copy(use):
-        there, back = pricer.costs.offload_copy_s(use)
+    if counts.offloads_copy(use).there:
+        there, back = pricer.costs.activations.of_copy(use)
         stage.forward += count * float(there[ends])
         stage.backward += count * float(back[ends])
     if pricer.costs.parameters.fetches(use):

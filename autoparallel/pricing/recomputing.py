@@ -27,9 +27,9 @@ class Recomputing(NamedTuple):
 class RecomputedBlocks:
     """The recomputed or offloaded blocks of a strategy graph, whose decisions run on ``stages_of``.
 
-    ``of``: by decision, its block (None: not recomputed). ``first``, ``last``: by block, its first and last decision.
-    ``gathered``: by decision, the block whose parameters are gathered together (`Hybrid.gathers_blocks`), also
-    where it is not recomputed.
+    ``left``: by decision, its block, if that is recomputed or offloaded (None: neither); ``of``: if it is recomputed.
+    ``last``: by block, its last decision. ``gathered``: by decision, the block whose parameters are gathered together
+    (`Hybrid.gathers_blocks`), also where it is not recomputed.
     """
 
     def __init__(self, space: StrategySpace, hybrid: Hybrid, stages_of: Sequence[tuple[int, ...]],
@@ -37,10 +37,10 @@ class RecomputedBlocks:
         self.space, self.hybrid, self.how = space, hybrid, how
         self.some = hybrid.recompute != "none"
         whole = [(stages[0], path) if path else None for stages, path in zip(stages_of, space.blocks, strict=True)]
-        self.of = [block if block and self.some and hybrid.recomputed(block[1]) else None for block in whole]
-        self.gathered = whole if hybrid.gathers_blocks else self.of
-        self.last = {block: index for index, block in enumerate(self.of) if block is not None}
-        self.first = {block: index for index, block in reversed(list(enumerate(self.of))) if block is not None}
+        self.left = [block if block and self.some and hybrid.recomputed(block[1]) else None for block in whole]
+        self.of = self.left if hybrid.recompute != "offload" else [None] * len(whole)
+        self.gathered = whole if hybrid.gathers_blocks else self.left
+        self.last = {block: index for index, block in enumerate(self.left) if block is not None}
 
     def around(self, index: int) -> tuple[int, int]:
         """(first, last) decision of the block with which a decision's parameters are gathered; outside blocks the
@@ -58,7 +58,7 @@ class RecomputedBlocks:
 
     def again(self, index: int) -> bool:
         """Whether recompute runs the decision again in backward."""
-        if self.of[index] is None or self.hybrid.recompute == "offload":
+        if self.of[index] is None:
             return False
         rule = self.space.strategy_sets[index].rule
         if self.hybrid.recompute == "selective" and self.how.core_only:
@@ -67,7 +67,7 @@ class RecomputedBlocks:
 
     def away(self, index: int) -> bool:
         """Whether the decision's results leave the device between forward and backward (recomputed or offloaded)."""
-        return self.again(index) or (self.hybrid.recompute == "offload" and self.of[index] is not None)
+        return self.again(index) or (self.hybrid.recompute == "offload" and self.left[index] is not None)
 
     @cached_property
     def runs_again(self) -> frozenset[int]:
@@ -82,10 +82,19 @@ class RecomputedBlocks:
         parts."""
         if not self.how.early_stop or self.hybrid.puts_off_weights:
             return {block: last + 1 for block, last in self.last.items()}
-        found = dict.fromkeys(self.last, 0)
+        found = dict.fromkeys(self.last if self.hybrid.recompute != "offload" else (), 0)
         for block, index in self.starts.items():
             rule = self.space.strategy_sets[index].rule
             found[block] = index + (rule is not None and rule.keeps_own)
+        return found
+
+    @cached_property
+    def behind(self) -> dict[Block, Block | None]:
+        """By offloaded block, the next one of its stage, during whose backward it comes back (None: it is the last)."""
+        found, last = dict[Block, Block | None](), dict[int, Block]()
+        for block in sorted(self.last, key=self.last.__getitem__, reverse=True):
+            found[block] = last.get(block[0])
+            last[block[0]] = block
         return found
 
     @cached_property

@@ -11,6 +11,7 @@ import numpy as np
 from autoparallel.capture import TensorMeta
 from autoparallel.pricing.counts import ExecutionCounts
 from autoparallel.pricing.equivalence import Equivalence
+from autoparallel.pricing.host_activations import HostActivations
 from autoparallel.pricing.memo import Memo
 from autoparallel.pricing.op_costs import dtype_name, share_of_work
 from autoparallel.pricing.redistribution_costs import PricedStep
@@ -18,13 +19,13 @@ from autoparallel.pricing.tier_costs import TierCosts
 from autoparallel.pricing.unit_costs import Prices
 from autoparallel.strategies.space import Strategy, TensorUse
 from autoparallel.strategies.sparse_tables import as_stored
-from cost_models import Cluster, collectives, compute
+from cost_models import compute
 
 
 class StepCost(NamedTuple):
     """Seconds of a decision in a step on one rank, by strategy; shape (strategies,) each.
 
-    ``forward``: with moves of results to the host. ``again``: recompute. ``backward``: with moves from the host.
+    ``forward``: with exposed copies of results to the host. ``again``: recompute. ``backward``: with those back.
     ``summed``: a parameter's gradients over the pipeline ranks that hold it. ``moved``: them to the host, as far as
     backward does not hide it. ``update``: by the optimizer.
     """
@@ -81,6 +82,7 @@ class StepCosts:
         self.tiers = TierCosts(prices, counts, self.memo)
         self.gradients, self.parameters, self.states = self.tiers.gradients, self.tiers.parameters, self.tiers.states
         self.lookups = self.tiers.lookups
+        self.activations = HostActivations(prices, counts, self.memo, self.decision_bytes)
 
     # --- seconds of decisions ---------------------------------------------------------------------------------------
 
@@ -105,7 +107,7 @@ class StepCosts:
                                  again=(times[0] - times[1]) * (found.forward + found.there),
                                  backward=times[1] * (found.backward + found.back))
         if kind == "op":
-            price, (there, back) = prices.op_of(index), self.offload_s(index)
+            price, (there, back) = prices.op_of(index), self.activations.of(index)
             return cost._replace(forward=times[1] * price.forward_s + there,
                                  again=(times[0] - times[1]) * price.forward_s,
                                  backward=times[1] * price.backward_s + back)
@@ -146,34 +148,6 @@ class StepCosts:
         chain = there.chains[index]
         return self.memo.once(("shared_read", id(s), readers, chain, id(there)),
                               lambda: there.costs.sum_s(s, readers, chain))
-
-    def offload_s(self, index: int) -> tuple[np.ndarray, np.ndarray]:
-        """Seconds per step of moving an op's results, by strategy: to the host, as far as forward does not hide it, and
-        back for backward, which waits for each copy at its use."""
-        if not (times := self.counts.offloads(index)):
-            return self._nothing(len(self.space.strategy_sets[index].strategies))
-        there, back = _moved_s(self.prices.cluster, times, self.decision_bytes(index))
-        return self._copies_exposed() * there, back
-
-    def offload_copy_s(self, use: TensorUse) -> tuple[np.ndarray, np.ndarray]:
-        """As `offload_s`, for a use's redistributed copy; by (source strategy, target strategy)."""
-        times = self.counts.offloads_copy(use)
-        there, back = _moved_s(self.prices.cluster, times, self.prices.redistribution.use_copies(use))
-        return self._copies_exposed() * there, back
-
-    def _copies_exposed(self) -> float:
-        """The share of copies of activations to the host that exceeds forward, beside which they run on a stream of
-        their own, if both are divided evenly over the devices; all of them where host and device are one memory."""
-        def found() -> float:
-            ops = [decision.index for decision in self.space.decisions if decision.kind == "op"]
-            cluster = self.prices.cluster
-            moved_s = sum(float(_moved_s(cluster, times, self.decision_bytes(index))[0].min()) for index in ops
-                          if (times := self.counts.offloads(index)))
-            beside_s = sum(self.counts.op_times(index)[1] * float(self.prices.op_of(index).forward_s.min())
-                           for index in ops)
-            return max(0.0, 1 - beside_s / moved_s) if moved_s else 0.0
-
-        return 1.0 if self.prices.cluster.host.shared_memory else self.memo.once("exposed copies", found)
 
     def _nothing(self, size: int) -> tuple[np.ndarray, np.ndarray]:
         return self.memo.once(("nothing", size), lambda: (np.zeros(size),) * 2)
@@ -237,7 +211,9 @@ class StepCosts:
             found = self.prices.redistribution.use_s(use, counted, summing)
             if skips is not None:
                 found = np.where(skips, self.prices.redistribution.use_s(use, once, summing), found)
-            found = found + (self.sums_s(use) if sums else 0.0) + (sum(self.offload_copy_s(use)) if moves else 0.0)
+            found = found + (self.sums_s(use) if sums else 0.0)
+            if moves.there:
+                found = found + sum(self.activations.of_copy(use))
             if self.parameters.fetches(use):
                 there, back = self.tiers.fetch_s(use, self.of)
                 found = found + (there + back)[:, None]
@@ -313,8 +289,3 @@ class StepCosts:
         if source == target:
             return ()
         return self.prices.redistribution.steps(use.meta, source, target, self.counts.summing(use))
-
-
-def _moved_s(cluster: Cluster, times: int, num_bytes: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    seconds = [times * collectives.host_copy_s(num_bytes, cluster, to_device) for to_device in (False, True)]
-    return np.where(num_bytes > 0, seconds[0], 0.0), np.where(num_bytes > 0, seconds[1], 0.0)

@@ -88,9 +88,6 @@ class Hybrid:
                             "say how ('selective' or 'full')")
         if self.zero_stage not in (0, 1, 2, 3):
             raise PlanError(f"unknown zero_stage {self.zero_stage!r}; there are 0, 1, 2 and 3")
-        if self.zero_stage == 3 and self.recompute == "offload":
-            raise PlanError("zero_stage=3 gathers parameters again for backward, and recompute='offload' would move "
-                            "them to the host: take zero_stage=2 or recompute='full'")
         if self.offload.moves_parameters:
             _check_fetches(self)
         if self.on_host:

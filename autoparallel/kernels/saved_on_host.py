@@ -1,0 +1,158 @@
+"""Tensors that autograd saves for backward of a block, in the memory of the host until then.
+
+A block's tensors leave once its forward has ended, while later blocks compute, and stay on the device until the next
+block that offloads has ended too: two blocks' are there at most. They come back while backward of that next block runs;
+those of the last one are still there when backward begins. What ZeRO-3 gathers again is left to `regather`.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+from torch.fx import GraphModule
+
+from autoparallel.kernels import regather
+from autoparallel.kernels.host_copies import HOST, Copies, begin
+
+
+class SavedInOrder:
+    """What the blocks of one program have saved, in the order of its forward. ``ahead``: each block's tensors are
+    fetched while backward of the block behind it runs; else each at its use (of a backward in two parts)."""
+
+    def __init__(self, ahead: bool) -> None:
+        self.ahead = ahead
+        self._last: Callable[[], _Saved | None] = lambda: None    # the block that has ended last
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> SavedInOrder:
+        return SavedInOrder(self.ahead)
+
+    def run(self, body: GraphModule, values: Sequence[torch.Tensor], is_first: bool) -> Any:
+        """The results of a block; what autograd saves in it goes to the host. ``values``: its inputs, which others
+        keep; ``is_first``: of this forward."""
+        last = self._last()
+        saved = _Saved(last if self.ahead and not is_first else None, self.ahead, values)
+        with torch.autograd.graph.saved_tensors_hooks(saved.pack, _unpack):
+            made = body(*values)
+        saved.leave(made)
+        if last is not None:
+            last.let_go()
+        self._last = weakref.ref(saved)
+        return made
+
+
+class OffloadedBlock(nn.Module):
+    """A block whose saved tensors are on the host between forward and backward (recompute="offload")."""
+
+    def __init__(self, body: GraphModule, order: SavedInOrder, is_first: bool) -> None:
+        super().__init__()
+        self.body, self.order, self.is_first = body, order, is_first
+
+    def forward(self, *values: torch.Tensor) -> Any:
+        return self.order.run(self.body, values, self.is_first) if torch.is_grad_enabled() else self.body(*values)
+
+
+@dataclass(frozen=True)
+class _View:
+    """In place of a tensor that autograd saved: a view of storage ``number`` of a block."""
+
+    saved: _Saved
+    number: int
+    dtype: torch.dtype
+    size: torch.Size
+    stride: tuple[int, ...]
+    offset: int
+
+    def of(self, whole: torch.Tensor) -> torch.Tensor:
+        made = torch.empty(0, dtype=self.dtype, device=whole.device)
+        return made.set_(whole.untyped_storage(), self.offset, self.size, self.stride)
+
+
+class _Saved:
+    """The storages that one run of a block saved, each as a flat tensor, by number. ``before``: those of the block
+    before it, to be fetched while backward of this one runs; ``inputs``: of the block."""
+
+    def __init__(self, before: _Saved | None, ahead: bool, inputs: Sequence[torch.Tensor]) -> None:
+        self._before, self._ahead = before, ahead
+        self._kept = {_address(value) for value in inputs}
+        self._numbers: dict[int, int] = {}    # by storage, while the block runs
+        self._here: dict[int, torch.Tensor] = {}    # on the device
+        self._uses: list[int] = []    # reads left in backward
+        self._away: dict[int, int] = {}    # the place of what leaves among the copies
+        self._copies: Copies | None = None
+        self._coming: tuple[Sequence[int], Copies] | None = None
+
+    def pack(self, value: torch.Tensor) -> Any:
+        """What autograd keeps in place of a tensor."""
+        again = regather.pack(value)
+        if not isinstance(again, torch.Tensor) or not value.numel() or _address(value) in self._kept:
+            return again
+        storage = value.untyped_storage()
+        number = self._numbers.setdefault(_address(value), len(self._uses))
+        if number == len(self._uses):
+            self._here[number] = torch.empty(0, dtype=torch.uint8, device=value.device).set_(storage)
+            self._uses.append(0)
+        self._uses[number] += 1
+        return _View(self, number, value.dtype, value.shape, value.stride(), int(value.storage_offset()))
+
+    def leave(self, results: Sequence[torch.Tensor]) -> None:
+        """Begin copies of all but the block's ``results``, which others keep too."""
+        stay = {self._numbers.get(_address(value)) for value in results}
+        leaving = [number for number in self._here if number not in stay]
+        self._away = {number: place for place, number in enumerate(leaving)}
+        if leaving:
+            self._copies = begin([self._here[number] for number in leaving], HOST, held=True)
+        self._numbers.clear()
+
+    def let_go(self) -> None:
+        """Free what has left the device, as soon as the copies are made."""
+        if self._copies is not None and self._coming is None and self._away.keys() & self._here.keys():
+            self._copies.free_sources()
+            self._here = {number: one for number, one in self._here.items() if number not in self._away}
+
+    def fetch(self) -> None:
+        """Begin copies to the device of what backward will read."""
+        numbers = [number for number in self._away if self._uses[number] and number not in self._here]
+        if self._coming is None and numbers:
+            self._coming = numbers, self._back(numbers)
+
+    def read(self, view: _View) -> torch.Tensor:
+        """A tensor, for backward; the block before begins to come."""
+        number = view.number
+        if number not in self._away:
+            return view.of(self._here[number])
+        if not self._uses[number] or not (self._ahead or number in self._here):
+            return view.of(self._back([number]).ready()[0])
+        self.fetch()
+        if self._before is not None:
+            self._before.fetch()
+            self._before = None
+        if number not in self._here:
+            assert self._coming is not None
+            (numbers, copies), self._coming = self._coming, None
+            self._here.update(zip(numbers, copies.ready(), strict=True))
+        whole = self._here[number]
+        self._uses[number] -= 1
+        if not self._uses[number]:
+            del self._here[number]
+        return view.of(whole)
+
+    def _back(self, numbers: Sequence[int]) -> Copies:
+        assert self._copies is not None
+        return self._copies.back([self._away[number] for number in numbers])
+
+
+def _address(value: torch.Tensor) -> int:
+    """The address of a tensor's storage object, which an empty one has too."""
+    return value.untyped_storage()._cdata
+
+
+def _unpack(packed: Any) -> torch.Tensor:
+    return packed.saved.read(packed) if isinstance(packed, _View) else regather.unpack(packed)
+
+
+__all__ = ["OffloadedBlock", "SavedInOrder"]

@@ -1,0 +1,140 @@
+"""Saved tensors on the host: each storage once, two blocks' on the device at most, the block before fetched ahead."""
+
+from __future__ import annotations
+
+import copy
+import gc
+import weakref
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+import torch
+from torch import fx, nn
+
+from autoparallel.kernels import saved_on_host
+from autoparallel.kernels.host_copies import Copies
+from autoparallel.kernels.saved_on_host import OffloadedBlock, SavedInOrder
+
+BLOCKS = 4
+
+
+class Block(nn.Module):
+    """Saves its inputs, which others keep, what the sine reads, ``wide``, ``rows``, its view's result, and its own."""
+
+    def __init__(self, scale: float) -> None:
+        super().__init__()
+        self.scale = scale
+
+    def forward(self, x: torch.Tensor, weight: torch.Tensor) -> tuple[torch.Tensor]:
+        wide = torch.sin(x @ weight)
+        rows = wide.view(-1).exp()
+        return ((wide * rows.view(wide.shape) * self.scale + x).tanh(),)
+
+
+def blocks(ahead: bool = True) -> list[OffloadedBlock]:
+    order = SavedInOrder(ahead)
+    return [OffloadedBlock(fx.symbolic_trace(Block(1 + 0.1 * n)), order, n == 0) for n in range(BLOCKS)]
+
+
+def inputs() -> tuple[torch.Tensor, torch.Tensor]:
+    torch.manual_seed(0)
+    return torch.randn(3, 8, requires_grad=True), torch.randn(8, 8, requires_grad=True)
+
+
+def run(modules: Sequence[nn.Module], x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+    for module in modules:
+        (x,) = module(x, weight)
+    return x.square().sum()
+
+
+@pytest.mark.parametrize("ahead", [True, False])
+def test_gradients_are_those_of_the_blocks(ahead: bool) -> None:
+    """Also of a second backward, of a forward beside another's backward, of a copy, and without gradients."""
+    plain = [Block(1 + 0.1 * n) for n in range(BLOCKS)]
+    x, weight = inputs()
+    wanted = torch.autograd.grad(run(plain, x, weight), (x, weight))
+    modules = blocks(ahead)
+    first, second = (run(modules, x, weight) for _ in range(2))
+    for loss in (first, first, second, run(copy.deepcopy(nn.ModuleList(modules)), x, weight)):  # type: ignore[arg-type]
+        found = torch.autograd.grad(loss, (x, weight), retain_graph=loss is first)
+        assert all(torch.equal(a, b) for a, b in zip(found, wanted, strict=True))
+    with torch.no_grad():
+        assert torch.equal(run(modules, x, weight), first)
+
+
+class Far(Copies):
+    """Copies that tell what happens to them."""
+
+    def __init__(self, values: Sequence[torch.Tensor], number: int, told: list[tuple[str, int]]) -> None:
+        super().__init__(tuple(value.clone() for value in values))
+        self.number, self.told = number, told
+
+    def free_sources(self) -> None:
+        self.told.append(("free", self.number))
+
+    def back(self, which: Sequence[int]) -> Copies:
+        self.told.append(("fetch", self.number))
+        return Copies(tuple(self.values[number].clone() for number in which))
+
+
+@pytest.fixture
+def told(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, int]]:
+    """What happens to each block's copies, in order, as if the host were far."""
+    found: list[tuple[str, int]] = []
+
+    def begin(values: Sequence[torch.Tensor], device: torch.device, held: bool) -> Copies:
+        assert held
+        number = sum(what == "leave" for what, _ in found) % BLOCKS
+        found.append(("leave", number))
+        assert sum(value.nbytes for value in values) == 3 * (3 * 8 * 4)    # each storage once, and no result
+        return Far(values, number, found)
+
+    monkeypatch.setattr(saved_on_host, "begin", begin)
+    return found
+
+
+def test_two_blocks_are_there_and_the_one_before_comes_ahead(told: list[tuple[str, int]]) -> None:
+    modules, (x, weight) = blocks(), inputs()
+    loss = run(modules, x, weight)
+    assert told == [("leave", 0), ("leave", 1), ("free", 0), ("leave", 2), ("free", 1), ("leave", 3), ("free", 2)]
+    told.clear()
+    loss.backward()
+    assert told == [("fetch", 2), ("fetch", 1), ("fetch", 0)]    # the last is there still
+    told.clear()
+    run(modules, x, weight)
+    assert told.count(("free", 3)) == 0    # that of the first forward was read
+
+
+def test_the_last_block_of_a_forward_leaves_when_another_forward_follows(told: list[tuple[str, int]]) -> None:
+    modules, (x, weight) = blocks(), inputs()
+    first = run(modules, x, weight)
+    told.clear()
+    second = run(modules, x, weight)
+    assert told[:2] == [("leave", 0), ("free", 3)]
+    told.clear()
+    first.backward()
+    assert told == [("fetch", 3), ("fetch", 2), ("fetch", 1), ("fetch", 0)]
+    told.clear()
+    second.backward()
+    assert told == [("fetch", 2), ("fetch", 1), ("fetch", 0)]
+
+
+def test_in_two_parts_each_tensor_comes_at_its_use(told: list[tuple[str, int]]) -> None:
+    modules, (x, weight) = blocks(ahead=False), inputs()
+    loss = run(modules, x, weight)
+    told.clear()
+    torch.autograd.grad(loss, x, retain_graph=True)
+    once = len(told)
+    torch.autograd.grad(loss, weight)
+    assert {number for _, number in told[:once]} == {0, 1, 2} and len(told) > once
+
+
+def test_nothing_is_kept_of_a_forward_without_backward() -> None:
+    modules, (x, weight) = blocks(), inputs()
+    loss: Any = run(modules, x, weight)
+    last = weakref.ref(modules[0].order._last())
+    assert last() is not None
+    del loss
+    gc.collect()
+    assert last() is None
