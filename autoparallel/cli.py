@@ -352,7 +352,7 @@ def manifest(
     gpus: Annotated[bool, typer.Option(help="whether each process (of servers' jobs: each worker) takes a GPU")] = True,
     servers: Annotated[int, typer.Option(min=0, help="parameter servers, for kubeflow: a job of a scheduler, servers "
                                          "and workers, without a plan")] = 0,
-    workers: Annotated[int, typer.Option(min=1, help="workers of --servers")] = 1,
+    workers: Annotated[int | None, typer.Option(min=1, help="workers of --servers; 1 by default")] = None,
     claim: Annotated[str | None, typer.Option(help="PersistentVolumeClaim for the servers' checkpoint_dir")] = None,
     output: Annotated[Path | None, typer.Option(help="write it here instead of printing it")] = None,
 ) -> None:
@@ -361,13 +361,15 @@ def manifest(
     autoparallel manifest plan.json --to slurm --nodes 4 -- python train.py
     autoparallel manifest --to kubeflow --servers 2 --workers 8 --image me/train:1 -- python train.py
     """
-    from autoparallel.launch.manifest import Job, manifest
+    from autoparallel.launch.manifest import Job, check_options, manifest
     from autoparallel.launch.role_manifest import RoleJob, role_manifest
     from autoparallel.plans import Plan
 
     plan_cli.check_output(output)
+    check_options(to, words, servers > 0, {"--image": image, "--hosts": hosts, "--nodes": nodes, "--claim": claim,
+                                           "--workers": workers})
     if servers:
-        text = role_manifest(to, RoleJob(name, servers, workers, tuple(words), image, gpus, claim))
+        text = role_manifest(to, RoleJob(name, servers, workers or 1, tuple(words), image, gpus, claim))
     else:
         named = _hosts(hosts)
         job = Job(name, Plan.load(words[0]), str(Path(words[0]).resolve()), nodes or len(named) or 1, tuple(words[1:]),
@@ -382,7 +384,12 @@ def manifest(
 def _hosts(text: str | None) -> tuple[str, ...]:
     from autoparallel.launch.rank_table import table_hosts
 
-    return () if not text else table_hosts(Path(text[1:])) if text.startswith("@") else tuple(text.split(","))
+    if not text or text.startswith("@"):
+        return table_hosts(Path(text[1:])) if text else ()
+    named = tuple(host.strip() for host in text.split(","))
+    if not all(named):
+        raise InputError(f"--hosts {text} names a host without an address: write addresses with , between them, a,b")
+    return named
 
 
 @app.command()
@@ -425,6 +432,9 @@ def verify_plan(
     from autoparallel import verification
 
     *plans, model = given
+    if late := next((word for word in given if word.startswith("-")), None):
+        raise InputError(f"{late} stands after --, where only the model may: write autoparallel verify {late} ... "
+                         "plan.json -- MODEL")
     if len(plans) > 1 or (plans and plan is not None):
         raise InputError(f"verify takes one plan and one model, not {' '.join(given)}: write autoparallel verify "
                          "plan.json -- MODEL")

@@ -260,6 +260,17 @@ def test_a_batch_that_deepspeed_refuses_is_refused(tmp_path: Path) -> None:
         autoparallel.import_plan(path)
 
 
+@pytest.mark.parametrize(("name", "text", "said"), [
+    ("ds.json", '{"train_batch_size": 16, "train_micro_batch_size_per_gpu": 3}', "16 is no multiple of"),
+    ("a.yaml", "distributed_type: FSDP\nnum_processes: -3\n", "num_processes is -3"),
+    ("m.sh", "--tensor-model-parallel-size 2 --micro-batch-size 0", "micro_batch is 0"),
+])
+def test_numbers_that_cannot_be_are_not_passed_over(name: str, text: str, said: str, tmp_path: Path) -> None:
+    (tmp_path / name).write_text(text)
+    with pytest.raises(PlanError, match=said):
+        autoparallel.import_plan(tmp_path / name)
+
+
 def test_devices_that_a_file_does_not_have_are_refused(tmp_path: Path) -> None:
     [path] = autoparallel.export_plan(planned("dp=2,tp=2"), "deepspeed").save(tmp_path)
     with pytest.raises(PlanError, match="and the cluster has 8 devices"):

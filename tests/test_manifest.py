@@ -255,9 +255,37 @@ def test_rank_tables_number_devices_host_by_host(plan_file: Path) -> None:
     ("slurm", {"command": ()}, "write the command of a rank after --"),
     ("kubeflow", {"image": None}, "containers need an image"),
     ("ray", {"command": ("train.sh",)}, "Ray's workers run a script of Python"),
-    ("mpi", {"nodes": 2}, "2 hosts are needed and ['localhost'] given"),
+    ("mpi", {"nodes": 2}, "--nodes is 2 and --hosts names 1 (localhost)"),
     ("skypilot", {"gpus": True}, "has devices that SkyPilot has no name for"),
 ])
 def test_impossible_options_are_refused(to: str, options: dict[str, Any], said: str, plan_file: Path) -> None:
     with pytest.raises(LaunchError, match=re.escape(said)):
         manifest(to, job_of(plan_file, **options))
+
+
+@pytest.mark.parametrize(("words", "said"), [
+    ("PLAN --to slurm --hosts a,b -- python a.py", "--to slurm does not use --hosts"),
+    ("PLAN --to mpi --hosts a --image i -- python a.py", "--to mpi does not use --image"),
+    ("PLAN --to slurm --workers 3 -- python a.py", "does not use --workers: leave it out (it is for --servers)"),
+    ("PLAN --to mpi --hosts a,,b -- python a.py", "names a host without an address"),
+    ("PLAN --to ranktable --hosts a,b -- python a.py", "a rank table has no command: leave -- python a.py out"),
+    ("--to slurm -- python a.py", "python is no plan's file: write it before the --"),
+    ("PLAN --to kubeflow --servers 2 --image i -- python a.py", "a job with --servers has no plan"),
+    ("--to kubeflow --servers 2 --image i --nodes 2 -- python a.py", "a job with --servers does not use --nodes"),
+])
+def test_no_option_is_left_out_in_silence(words: str, said: str, plan_file: Path) -> None:
+    made = CliRunner().invoke(app, ["manifest", *words.replace("PLAN", str(plan_file)).split()])
+    assert said in str(made.exception), made.output
+
+
+def test_spaces_between_hosts_are_no_part_of_their_names(plan_file: Path) -> None:
+    words = ["manifest", str(plan_file), "--to", "mpi", "--hosts", "a, b", "--", "python", "a.py"]
+    made = CliRunner().invoke(app, words)
+    assert "\na slots=2\nb slots=2\n" in made.stdout
+
+
+@pytest.mark.parametrize("to", ["kubeflow", "pytorchjob", "jobset"])
+def test_kubernetes_expands_nothing_in_the_command(to: str, plan_file: Path) -> None:
+    """It takes $(NAME) for a variable and $$ for a dollar; other platforms give the script what was written."""
+    text = manifest(to, job_of(plan_file, command=("python", "a.py", "--name=$(HOSTNAME) $$")))
+    assert "--name=$$(HOSTNAME) $$$$" in text

@@ -11,7 +11,7 @@ from torch import nn
 from typer.testing import CliRunner
 
 from autoparallel.cli import app
-from autoparallel.errors import InputError
+from autoparallel.errors import AutoparallelError
 from autoparallel.selftest import checks
 from autoparallel.selftest.checks import Check
 from autoparallel.selftest.job import Request, _worst, as_page
@@ -86,8 +86,8 @@ def test_the_page_shows_failures_first() -> None:
 
 @pytest.mark.parametrize(("request_", "said"), [
     ({"models": ("resnet",)}, "unknown model 'resnet'; there are mlp, images"),
-    ({"ranks": 1}, "at least two processes"),
+    ({"ranks": 1}, "at least two processes"), ({"backends": ("tpu",)}, "unknown backend 'tpu'"),
     ({"minutes": 0.0}, "--minutes 0.0: give a positive number")])
 def test_requests_are_checked(request_: dict[str, object], said: str) -> None:
-    with pytest.raises(InputError, match=said):
+    with pytest.raises(AutoparallelError, match=said):
         Request(**{"ranks": 2, "minutes": 1.0, **request_})       # type: ignore[arg-type]

@@ -145,3 +145,15 @@ def test_one_correction_halves_the_error(ranks: Any, tmp_path: Path) -> None:
     for before, after, same in ranks(4).run(verified, str(tmp_path / "corrected.toml")):
         assert same
         assert after <= 0.5 * before, (before, after)
+
+
+def test_options_after_the_dashes_are_named() -> None:
+    result = CliRunner().invoke(app, ["verify", "plan.json", "--", "train:job", "--ranks", "2"])
+    assert isinstance(result.exception, InputError) and "--ranks stands after --" in str(result.exception)
+
+
+@pytest.mark.ranks
+def test_an_error_of_ours_on_a_local_rank_is_one_message() -> None:
+    """Not the traceback of a process: `main` tells it with exit code 2."""
+    result = CliRunner().invoke(app, ["verify", "no_such_module:job", "--ranks", "2"])
+    assert isinstance(result.exception, InputError) and "no_such_module:job" in str(result.exception)

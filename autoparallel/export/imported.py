@@ -99,7 +99,7 @@ def _megatron(text: str, origin: str, num_devices: int | None) -> Imported:
         "ep": ep_by_hand(flags.ep, flags.tp if flags.etp == 1 else 1, dp), "zero": zero,
         "shards": dp // instances if instances > 1 and dp is not None else None, "virtual": _virtual(flags),
         "sequence_parallel": flags.on("sequence-parallel") and flags.tp > 1,
-        "micro_batch": flags.number("micro-batch-size") if flags.on("micro-batch-size") else None,
+        "micro_batch": flags.number("micro-batch-size") if "micro-batch-size" in flags.given else None,
         "recompute": _recompute(flags)}
     known_instances = {_INSTANCES, "outer-dp-sharding-strategy"} if instances > 1 else set[str]()
     ignored = [f"--{name}" for name in flags.given if name in _OTHERS and name not in known_instances]
@@ -137,6 +137,10 @@ def _deepspeed(text: str, origin: str, num_devices: int | None) -> Imported:
     stages = (data.get("pipeline") or {}).get("stages", 1)
     shards = zero.get("mics_shard_size", -1)
     again = data.get("activation_checkpointing")
+    if isinstance(micro, int) and isinstance(batch := data.get("train_batch_size"), int) and (
+            micro < 1 or batch < 1 or batch % micro):
+        raise PlanError(f"{origin}: train_batch_size {batch} is no multiple of train_micro_batch_size_per_gpu {micro}, "
+                        "which DeepSpeed refuses")
     values: dict[str, Any] = {
               "dp": _ranks_of(data, origin), "tp": max(1, (data.get("tensor_parallel") or {}).get("autotp_size", 1)),
               "zero": stage,
@@ -183,6 +187,9 @@ def _accelerate(text: str, origin: str, num_devices: int | None) -> Imported:
 
     tp, cp = size("tp"), size("cp") * size("sp")
     ranks = data.get("num_processes") if isinstance(data.get("num_processes"), int) else None
+    if ranks is not None and (ranks < 1 or ranks % (tp * cp)):
+        raise PlanError(f"{origin}: num_processes is {ranks}: give a multiple of the tensor- and context-parallel "
+                        f"ranks, {tp * cp}")
     left = None if ranks is None else max(1, ranks // (tp * cp))
     is_fsdp = data["distributed_type"] == "FSDP"
     shards = size("dp_shard", 1 if sizes else left or 1) if is_fsdp else 1

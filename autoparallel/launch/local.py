@@ -6,17 +6,19 @@ import logging
 import os
 import pickle
 import socket
-from collections.abc import Callable
+from collections.abc import Callable, MutableMapping
+from contextlib import suppress
 from typing import Any
 
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 
-from autoparallel.errors import LaunchError, shown
+from autoparallel.errors import AutoparallelError, LaunchError, PeerError, shown
 from autoparallel.kernels.groups import destroy_groups
 
 _LOG = logging.getLogger("autoparallel")
+_FAILED = "failed"  # with a rank: the key of the error that it raised
 
 
 def free_port() -> int:
@@ -29,7 +31,8 @@ def free_port() -> int:
 def launch(function: Callable[..., Any], num_ranks: int, *args: Any, device: str | None = None) -> list[Any]:
     """Run ``function(*args)`` on ``num_ranks`` local processes with a process group; returns what each rank returned.
 
-    ``function`` must be importable by name. An exception on any rank is raised here with that rank's traceback.
+    ``function`` must be importable by name. An exception on any rank is raised here: one of ours as it is (of several
+    the one that is no PeerError), others with that rank's traceback.
     ``device``: "cpu" (gloo; the ranks see no GPU), or "cuda": a GPU each (NCCL), or, where there are fewer, shared in
     turn (gloo, which does not send GPU memory from one rank to another: no pipelines). None: "cuda" where there is a
     GPU each, else "cpu". Raises LaunchError for "cuda" without a GPU.
@@ -42,8 +45,20 @@ def launch(function: Callable[..., Any], num_ranks: int, *args: Any, device: str
         _LOG.warning("%d processes were asked for and there are %d GPUs: they run on the CPU", num_ranks, gpus)
     with mp.get_context("spawn").Manager() as manager:
         results = manager.dict()
-        mp.spawn(_rank_main, (num_ranks, used, free_port(), function, args, results), nprocs=num_ranks, join=True)
+        try:
+            mp.spawn(_rank_main, (num_ranks, used, free_port(), function, args, results), nprocs=num_ranks, join=True)
+        except mp.ProcessRaisedException as error:
+            raise _told(results, error) from error
         return [pickle.loads(results[rank]) for rank in range(num_ranks)]
+
+
+def _told(results: MutableMapping[Any, bytes], error: mp.ProcessRaisedException) -> Exception:
+    """Our own error that ended the ranks, which needs no traceback; else the process's."""
+    if (_FAILED, error.error_index) not in results:
+        return error
+    ours = [pickle.loads(text) for key, text in results.items() if isinstance(key, tuple)]
+    first: Exception = pickle.loads(results[_FAILED, error.error_index])
+    return next((one for one in (first, *ours) if not isinstance(one, PeerError)), error)
 
 
 def _rank_main(rank: int, num_ranks: int, gpus: int, port: int, function: Callable[..., Any], args: Any, results: Any
@@ -57,5 +72,9 @@ def _rank_main(rank: int, num_ranks: int, gpus: int, port: int, function: Callab
     dist.init_process_group(backend, init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=num_ranks)
     try:
         results[rank] = pickle.dumps(function(*args))    # so that the manager need not import what it is made of
+    except AutoparallelError as error:
+        with suppress(Exception):                        # one that cannot be pickled is told with its traceback
+            results[_FAILED, rank] = pickle.dumps(error)
+        raise
     finally:
         destroy_groups()

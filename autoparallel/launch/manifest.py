@@ -146,7 +146,7 @@ def ray(job: Job) -> str:
 
 def kubeflow(job: Job) -> str:
     """A TrainJob for Kubeflow Trainer's runtime ``torch-distributed``, and a ConfigMap with the plan."""
-    trainer = {"image": image_of(job.image), "command": ["torchrun", "--no-python", "--", *job.command],
+    trainer = {"image": image_of(job.image), "command": ["torchrun", "--no-python", "--", *literal(job.command)],
                "numNodes": job.nodes, "numProcPerNode": job.per_node, "env": [_plan_variable()],
                **_resources(job, "resourcesPerNode")}
     volume = {"name": "plan", "configMap": {"name": f"{job.name}-plan"}}
@@ -163,7 +163,7 @@ def kubeflow(job: Job) -> str:
 def pytorchjob(job: Job) -> str:
     """A PyTorchJob: torchrun in each pod, which reads the operator's PET_* variables; and a ConfigMap."""
     replica = {"restartPolicy": "OnFailure", "template": {"spec": _pod(
-        job, "pytorch", ["torchrun", "--no-python", "--", *job.command], [])}}
+        job, "pytorch", ["torchrun", "--no-python", "--", *literal(job.command)], [])}}
     replicas = {"Master": {"replicas": 1, **replica},
                 **({"Worker": {"replicas": job.nodes - 1, **replica}} if job.nodes > 1 else {})}
     return _with_plan(job, {
@@ -177,7 +177,7 @@ def jobset(job: Job) -> str:
         "fieldPath": "metadata.annotations['batch.kubernetes.io/job-completion-index']"}}}
     command = ["torchrun", f"--nnodes={job.nodes}", f"--nproc-per-node={job.per_node}", "--node-rank=$(NODE_RANK)",
                f"--master-addr={job.name}-workers-0-0.{job.name}", f"--master-port={PORT}", "--no-python", "--",
-               *job.command]
+               *literal(job.command)]
     pod = {**_pod(job, "node", command, [index]), "restartPolicy": "Never"}
     spec = {"parallelism": job.nodes, "completions": job.nodes, "completionMode": "Indexed", "backoffLimit": 0,
             "template": {"spec": pod}}
@@ -204,9 +204,38 @@ def manifest(to: str, job: Job) -> str:
     return FORMATS[to](job)
 
 
+def check_options(to: str, words: Sequence[str], servers: bool, given: Mapping[str, object]) -> None:
+    """Raises LaunchError for what the file would leave out of the words and of the options ``given`` (None: not
+    given)."""
+    if servers and words and words[0].endswith((".json", ".json.gz")):
+        raise LaunchError(f"a job with --servers has no plan: leave {words[0]} out, and write the command after --")
+    if not servers and words and not words[0].endswith((".json", ".json.gz")) and not Path(words[0]).exists():
+        raise LaunchError(f"{words[0]} is no plan's file: write it before the --, as in autoparallel manifest "
+                          f"plan.json --to {to} -- python train.py")
+    if to == "ranktable" and len(words) > 1:
+        raise LaunchError(f"a rank table has no command: leave -- {shlex.join(words[1:])} out")
+    images = ("kubeflow", "pytorchjob", "jobset", "skypilot")
+    reads = {"--image": servers or to in images, "--hosts": not servers and to in ("mpi", "ranktable"),
+             "--nodes": not servers, "--claim": servers, "--workers": servers}
+    instead = {"--image": f"it is for {', '.join(images)}", "--nodes": "--servers and --workers say how many",
+               "--hosts": "it is for mpi and ranktable" + ("" if servers else "; --nodes says how many there are"),
+               "--claim": "it is for --servers", "--workers": "it is for --servers"}
+    for name, value in given.items():
+        if value is not None and to in FORMATS and not reads[name]:
+            what = "a job with --servers" if servers else f"--to {to}"
+            raise LaunchError(f"{what} does not use {name}: leave it out ({instead[name]})")
+
+
+def literal(words: Sequence[str]) -> list[str]:
+    """Words for a container's command, where Kubernetes takes $(NAME) for a variable, and $$ for one dollar."""
+    return [word.replace("$", "$$") for word in words]
+
+
 def _hosts(job: Job) -> Sequence[str]:
     if len(set(job.hosts)) != job.nodes:
-        raise LaunchError(f"{job.nodes} hosts are needed and {list(job.hosts)} given: --hosts a,b names them all")
+        named = ", ".join(job.hosts) or "none"
+        raise LaunchError(f"--nodes is {job.nodes} and --hosts names {len(set(job.hosts))} ({named}): write "
+                          "--hosts a,b with the address of each, once")
     return job.hosts
 
 
@@ -269,4 +298,4 @@ def yaml_of(*documents: Mapping[str, Any]) -> str:
     return str(yaml.safe_dump_all(documents, sort_keys=False, width=120))
 
 
-__all__ = ["FORMATS", "PORT", "Job", "check_name", "image_of", "manifest", "yaml_of"]
+__all__ = ["FORMATS", "PORT", "Job", "check_name", "check_options", "image_of", "literal", "manifest", "yaml_of"]

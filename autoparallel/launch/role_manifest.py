@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from autoparallel.errors import LaunchError
-from autoparallel.launch.manifest import PORT, check_name, image_of, yaml_of
+from autoparallel.launch.manifest import PORT, check_name, image_of, literal, yaml_of
 from autoparallel.launch.roles import INDEX, ROLE, ROLES, SERVERS, WORKERS
 
 STATE_FOLDER = "/var/lib/autoparallel"
@@ -57,7 +57,7 @@ def role_manifest(to: str, job: RoleJob) -> str:
     jobs = [_replicated(job, role) for role in ROLES]
     spec = {"mlPolicy": {"numNodes": job.workers}, "template": {"spec": {
         "network": {"enableDNSHostnames": True, "subdomain": job.name}, "replicatedJobs": jobs}}}
-    trainer = {"image": image_of(job.image), "command": list(job.command), "numNodes": job.workers,
+    trainer = {"image": image_of(job.image), "command": literal(job.command), "numNodes": job.workers,
                **({"resourcesPerNode": {"limits": {"nvidia.com/gpu": "1"}}} if job.gpus else {})}
     return yaml_of(
         {"apiVersion": _API, "kind": "TrainingRuntime", "metadata": {"name": runtime}, "spec": spec},
@@ -67,7 +67,7 @@ def role_manifest(to: str, job: RoleJob) -> str:
 
 
 def _replicated(job: RoleJob, role: str) -> Mapping[str, Any]:
-    container: dict[str, Any] = {"name": "node", "image": image_of(job.image), "command": list(job.command),
+    container: dict[str, Any] = {"name": "node", "image": image_of(job.image), "command": literal(job.command),
                                  "env": _variables(job, role)}
     pod: dict[str, Any] = {"restartPolicy": "OnFailure", "containers": [container]}
     if role == "server":

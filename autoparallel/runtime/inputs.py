@@ -21,7 +21,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
 
 from autoparallel.errors import InputError, PlanError, shown
-from autoparallel.runtime.failing import all_of, is_same
+from autoparallel.runtime.failing import all_of, is_same, naming_peers
 
 #: The first calls, all of which are checked.
 FIRST_CALLS = 3
@@ -161,12 +161,14 @@ def _compare(named: Sequence[tuple[str, Any]], local: Sequence[bool], compared: 
 def all_have(text: str, device: torch.device, right: str | None = None) -> str | None:
     """None if all ranks have the same text (equal to ``right``, if given); else each text with its ranks.
 
-    All ranks call this.
+    All ranks call this. Raises PeerError where one of them has gone.
     """
-    if dist.get_world_size() == 1 or is_same(hash_of(text), device):
-        return None if right is None or text == right else text
+    with naming_peers():
+        if dist.get_world_size() == 1 or is_same(hash_of(text), device):
+            return None if right is None or text == right else text
+        every = all_of(text)
     ranks: dict[str, list[int]] = {}
-    for rank, theirs in enumerate(all_of(text)):
+    for rank, theirs in enumerate(every):
         if theirs != right:
             ranks.setdefault(theirs, []).append(rank)
     return "; ".join(f"{theirs} (on ranks {some})" for theirs, some in ranks.items())

@@ -17,6 +17,7 @@ from typing import Any
 
 import torch
 
+from autoparallel.backends import chosen
 from autoparallel.errors import AutoparallelError, InputError
 from autoparallel.selftest.checks import Check, equality, failure, prediction, race
 from autoparallel.selftest.subjects import SUBJECTS
@@ -41,6 +42,8 @@ class Request:
     def __post_init__(self) -> None:
         if unknown := [name for name in self.models if name not in SUBJECTS]:
             raise InputError(f"unknown model {unknown[0]!r}; there are {', '.join(SUBJECTS)}")
+        for name in self.backends:
+            chosen(name, "cuda" if torch.cuda.device_count() and self.device != "cpu" else "cpu")
         if self.ranks < 2:
             raise InputError(f"--ranks {self.ranks}: communication needs at least two processes")
         if self.device not in (None, "cpu", "cuda") or (self.device == "cuda" and not torch.cuda.device_count()):
