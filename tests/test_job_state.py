@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import socket
 from itertools import chain
 from pathlib import Path
 from typing import Any
@@ -17,6 +19,7 @@ from torch.utils.data import Dataset
 
 import autoparallel
 from autoparallel.errors import AutoparallelError
+from autoparallel.runtime.checkpoint.job import Checkpoint, _cleared, _warn_of_others
 from tests.support.ranks import mesh_of
 from tests.support.tiers import slow
 
@@ -194,3 +197,22 @@ def test_an_optimizer_with_an_empty_group_goes_on(mesh_of_one: Any, tmp_path: Pa
     assert [(group["lr"], len(group["params"])) for group in loaded.param_groups] == [(0.5, 0), (0.2, 1)]
     (before,), (after,) = optimizer.state.values(), loaded.state.values()
     assert torch.equal(before["exp_avg"].full_tensor(), after["exp_avg"].full_tensor())
+
+
+def test_jobs_that_save_to_one_folder_do_not_mix_their_files(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """Each writes to a folder of its own, and leaves that of a process that runs; and is told of the other."""
+    host = socket.gethostname()
+    names = f"{host}-{os.getppid()}.", f"{host}-{2**30}.", ""
+    alive, dead, old = (tmp_path / f".step-3.{name}partial" for name in names)
+    for folder in (alive, dead, old, tmp_path / ".step-4.partial"):
+        folder.mkdir()
+    made = _cleared(tmp_path, 3)
+    assert {path.name for path in tmp_path.iterdir()} == {alive.name, made.name, ".step-4.partial"}
+    assert made.name == f".step-3.{host}-{os.getpid()}.partial" and _cleared(tmp_path, 3) == made
+    theirs = Checkpoint(9, tmp_path / "step-9", 1, (1,), ("model",), "")
+    theirs.path.mkdir()
+    (theirs.path / "about.json").write_text(theirs.text())
+    for _ in range(2):
+        _warn_of_others(tmp_path, [theirs])
+    assert [record.message.count("another job saves to") for record in caplog.records] == [1]
+    assert "it has written step-9 while this one ran" in caplog.text

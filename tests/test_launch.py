@@ -250,6 +250,9 @@ def test_arguments_of_the_command_that_look_like_torchrun_s_are_the_command_s() 
 @pytest.mark.parametrize(("words", "said"), [
     (["--", "no-such-command"], "cannot start no-such-command"),
     (["--nodes", "2", "--", "ls"], "2 hosts need --master host:port"),
+    (["--node-rank", "1", "--", "ls"], "--node-rank is 1 and --nodes 1"),
+    (["--nodes", "2", "--master", "host0:port", "--", "ls"], "--master is host0:port: write host:port"),
+    (["--nodes", "2", "--master", ":29500", "--", "ls"], "--master is :29500: write host:port"),
     (["missing.json", "--", "ls"], "cannot read the plan file missing.json"),
 ])
 def test_launches_that_cannot_be_are_refused(words: list[str], said: str) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import os
+import re
 import shutil
 import sys
 from collections.abc import Callable, Sequence
@@ -41,6 +42,9 @@ def run_command(command: Sequence[str], *, plan: Path | None = None, ranks: int 
                           "autoparallel launch plan.json -- python train.py")
     if nodes > 1 and master is None:
         raise LaunchError(f"{nodes} hosts need --master host:port, the address of the first one, the same on all")
+    if node_rank >= nodes and min_nodes is None:
+        raise LaunchError(f"--node-rank is {node_rank} and --nodes {nodes}: give --nodes, the number of hosts, and on "
+                          "each another number from 0 on")
     count = _count(plan, ranks, nodes)
     _check_elastic(count, nodes, min_ranks, min_nodes)
     if plan is not None:
@@ -67,15 +71,17 @@ def run_command(command: Sequence[str], *, plan: Path | None = None, ranks: int 
 
 
 def _hosts(nodes: int, min_nodes: int | None, node_rank: int, master: str | None) -> list[str]:
-    """torchrun's arguments for the hosts of the job."""
+    """torchrun's arguments for the hosts of the job. Raises LaunchError for a ``master`` that is no address."""
     if nodes == 1:
         return ["--standalone"]
-    host, _, port = (master or "").partition(":")
+    found = re.fullmatch(r"(\[[0-9a-fA-F:.]+\]|[\w.-]+)(?::(\d{1,5}))?", master or "")
+    if found is None or not 0 < (port := int(found[2] or 29500)) < 2**16:
+        raise LaunchError(f"--master is {master}: write host:port, for example host0:29500")
     if min_nodes is None:
-        return [f"--nnodes={nodes}", f"--node-rank={node_rank}", f"--master-addr={host}",
-                f"--master-port={port or 29500}"]
+        return [f"--nnodes={nodes}", f"--node-rank={node_rank}", f"--master-addr={found[1].strip('[]')}",
+                f"--master-port={port}"]
     return [f"--nnodes={min_nodes}:{nodes}", "--rdzv-backend=c10d", "--rdzv-id=autoparallel",
-            f"--rdzv-endpoint={host}:{port or 29500}", f"--rdzv-conf=is_host={int(node_rank == 0)}"]
+            f"--rdzv-endpoint={found[1]}:{port}", f"--rdzv-conf=is_host={int(node_rank == 0)}"]
 
 
 def _check_elastic(ranks: int, nodes: int, min_ranks: int | None, min_nodes: int | None) -> None:

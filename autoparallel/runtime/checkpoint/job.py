@@ -12,9 +12,11 @@ import os
 import pickle
 import re
 import shutil
+import socket
+import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import Future
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from copy import deepcopy
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -44,6 +46,11 @@ IN_OTHERS = "autoparallel"
 _NAME = re.compile(r"step-(\d+)")
 #: Before the name of a checkpoint that is being removed.
 _REMOVED = ".removed-"
+#: Seconds after which a folder that another host has begun to write, and does not go on with, is of a broken save.
+_QUIET_S = 3600.0
+#: Checkpoints that this process has saved, or told of, by when; and when it began.
+_SAVED: dict[Path, int] = {}
+_BEGAN_NS = time.time_ns()
 
 
 @dataclass(frozen=True)
@@ -134,8 +141,7 @@ class Job:
         self.finish()
         home = Path(folder).absolute()      # the script may change its directory while a thread writes
         made_equally("a checkpoint", lambda: None, lambda _: f"step {number} of {sorted(others)} in {home.name}")
-        target, written = home / f"step-{number}", home / f".step-{number}.partial"
-        decide_once(lambda: _cleared(written))
+        target, written = home / f"step-{number}", decide_once(lambda: _cleared(home, number))
         with self._state.together.call():
             contents = self._contents(optimizer, others)
         about = Checkpoint(number, target, dist.get_world_size(), tuple(self._state.position.whole.shape),
@@ -303,11 +309,43 @@ def _no_file(folder: Path) -> Path:
     return folder
 
 
-def _cleared(folder: Path) -> None:
-    _no_file(folder.parent)
-    if folder.exists():
-        shutil.rmtree(folder)
-    folder.mkdir(parents=True)
+def _cleared(home: Path, number: int) -> Path:
+    """An empty folder to write a checkpoint into, named by this process: two jobs that save to one folder must not mix
+    their files. Removes what broken saves of this step have left, and no other job's."""
+    _no_file(home)
+    host, own = socket.gethostname(), f"{socket.gethostname()}-{os.getpid()}"
+    for left in home.glob(f".step-{number}.*partial"):
+        writer = left.name.removeprefix(f".step-{number}.").removesuffix("partial").removesuffix(".")
+        its_host, _, process = writer.rpartition("-")
+        if its_host == host:
+            is_others = writer != own and _runs(int(process))
+        else:
+            last_s = max(path.stat().st_mtime for path in (left, *left.iterdir()))
+            is_others = its_host != "" and time.time() - last_s < _QUIET_S
+        if not is_others:
+            shutil.rmtree(left)
+    made = home / f".step-{number}.{own}.partial"
+    made.mkdir(parents=True)
+    return made
+
+
+def _runs(process: int) -> bool:
+    with suppress(PermissionError):  # of another user: it runs
+        try:
+            os.kill(process, 0)
+        except ProcessLookupError:
+            return False
+    return True
+
+
+def _warn_of_others(home: Path, found: Iterable[Checkpoint]) -> None:
+    """Warn, once of each, of checkpoints that another process has saved here since this one has begun to."""
+    times = {one.path: (one.path / "about.json").stat().st_mtime_ns for one in found}
+    if others := [path for path, when in times.items() if when > _BEGAN_NS and _SAVED.get(path) != when]:
+        _SAVED.update(times)
+        _LOG.warning("another job saves to %s, too: it has written %s while this one ran. Each removes and replaces "
+                     "the other's checkpoints: give each job a folder of its own", home,
+                     ", ".join(path.name for path in others))
 
 
 def _published(written: Path, about: Checkpoint, plan: Plan, keep: int | None) -> Checkpoint:
@@ -317,9 +355,11 @@ def _published(written: Path, about: Checkpoint, plan: Plan, keep: int | None) -
     (written / "about.json").write_text(about.text())
     for left in about.path.parent.glob(f"{_REMOVED}*"):
         shutil.rmtree(left)
+    _warn_of_others(about.path.parent, checkpoints(about.path.parent))
     if about.path.exists():
         _remove(about.path)
     written.replace(about.path)
+    _SAVED[about.path] = (about.path / "about.json").stat().st_mtime_ns
     found = [one for one in checkpoints(about.path.parent) if one.step != about.step]
     for old in found[: len(found) + 1 - keep if keep else 0]:
         _remove(old.path)
