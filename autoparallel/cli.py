@@ -167,10 +167,12 @@ def demo(
 
 checkpoint_app = typer.Typer(help="Checkpoints of parallel.save, without ranks.", no_args_is_help=True)
 app.add_typer(checkpoint_app, name="checkpoint")
+SavedIn = Annotated[Path, typer.Argument(help="the folder given to parallel.save, or one checkpoint in it")]
+Step = Annotated[int | None, typer.Option(help="which one; else the newest")]
 
 
 @checkpoint_app.command()
-def inspect(folder: Path, step: Annotated[int | None, typer.Option(help="which one; else the newest")] = None) -> None:
+def inspect(folder: SavedIn, step: Step = None) -> None:
     """Say what a checkpoint has."""
     from autoparallel.runtime.checkpoint.offline import contents
 
@@ -184,7 +186,7 @@ def inspect(folder: Path, step: Annotated[int | None, typer.Option(help="which o
 
 
 @checkpoint_app.command()
-def verify(folder: Path, step: Annotated[int | None, typer.Option(help="which one; else the newest")] = None) -> None:
+def verify(folder: SavedIn, step: Step = None) -> None:
     """Read all weights; fails where one cannot be read, or has values that are not finite."""
     from autoparallel.runtime.checkpoint.offline import contents
     from autoparallel.runtime.checkpoint.offline import verify as read_all
@@ -197,10 +199,10 @@ def verify(folder: Path, step: Annotated[int | None, typer.Option(help="which on
 
 @checkpoint_app.command()
 def convert(
-    folder: Path,
-    output: Annotated[Path, typer.Argument(help="a folder for safetensors files")],
-    step: Annotated[int | None, typer.Option(help="which one; else the newest")] = None,
-    max_shard_size: Annotated[str, typer.Option(help="of a file")] = "5GB",
+    folder: SavedIn,
+    output: Annotated[Path, typer.Argument(help="a new or empty folder for safetensors files")],
+    step: Step = None,
+    max_shard_size: Annotated[str, typer.Option(help="of a file, at most, as 500MB or 5GB")] = "5GB",
 ) -> None:
     """Write a checkpoint's weights as safetensors files, under the model's names."""
     from autoparallel.runtime.checkpoint.offline import contents, to_safetensors

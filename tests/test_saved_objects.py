@@ -15,7 +15,9 @@ from torch.distributed.checkpoint.api import CheckpointException
 import autoparallel
 from autoparallel.errors import InputError
 from autoparallel.runtime.checkpoint import job
-from autoparallel.runtime.checkpoint.job import checkpoints
+from autoparallel.runtime.checkpoint.files import Entry
+from autoparallel.runtime.checkpoint.job import Checkpoint, checkpoints
+from autoparallel.runtime.checkpoint.offline import Contents, to_safetensors
 from tests.support.ranks import mesh_of
 
 
@@ -245,3 +247,16 @@ def test_a_file_is_no_folder_of_checkpoints(mesh_of_one: Any, tmp_path: Path) ->
             action(file)
 
 
+
+
+def test_a_checkpoint_that_cannot_be_read_becomes_no_file_of_zeros(tmp_path: Path) -> None:
+    lost = Checkpoint(1, tmp_path / "step-1", 1, (1,), ("model",), "")
+    broken = Contents(lost, (Entry("w", torch.float32, (4,)),), 0)
+    (tmp_path / "empty").mkdir()
+    for output in (tmp_path / "new", tmp_path / "empty"):
+        with pytest.raises(InputError, match="w to w cannot be read"):
+            to_safetensors(broken, output)
+    assert [path.name for path in tmp_path.rglob("*")] == ["empty"]
+    (tmp_path / "file").write_text("")
+    with pytest.raises(InputError, match="file cannot be written: File exists: give a folder in which you may write"):
+        to_safetensors(broken, tmp_path / "file")

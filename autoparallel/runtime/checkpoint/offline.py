@@ -7,6 +7,7 @@ import warnings
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from tempfile import TemporaryDirectory
 
 import torch
 import torch.distributed.checkpoint as dcp
@@ -14,7 +15,7 @@ from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
 from autoparallel.errors import InputError
-from autoparallel.runtime.checkpoint.files import Entry, Writer, bytes_of, split
+from autoparallel.runtime.checkpoint.files import INDEX, Entry, Writer, bytes_of, split
 from autoparallel.runtime.checkpoint.job import IN_OTHERS, Checkpoint, newest, reason
 
 _AT_A_TIME = 2**30  # bytes of tensors that are read together
@@ -81,18 +82,37 @@ def verify(found: Contents) -> list[str]:
 
 
 def to_safetensors(found: Contents, output: str | os.PathLike[str], max_shard_size: int | str = "5GB") -> None:
-    """Write the weights as safetensors files, under the model's names. Raises InputError if there are files."""
-    folder = Path(output)
-    if folder.exists() and any(folder.iterdir()):
-        raise InputError(f"{folder} has files: give an empty folder, or one that is not there yet")
-    folder.mkdir(parents=True, exist_ok=True)
-    writer, finished = Writer(folder, found.weights, bytes_of(max_shard_size)), False
+    """Write the weights as safetensors files, under the model's names; none, if one cannot be read. Raises InputError
+    then, for a folder that has files, and where it cannot be written."""
+    folder, limit = Path(output), bytes_of(max_shard_size)
     try:
-        for name, value in read(found):
-            writer.write(name, value)
-        finished = True
-    finally:
-        writer.close(finished)
+        is_new = not folder.exists()
+        folder.mkdir(parents=True, exist_ok=True)
+        if any(folder.iterdir()):
+            raise InputError(f"{folder} has files: give an empty folder, or one that is not there yet")
+        try:
+            _write(found, folder, limit)
+        except BaseException:
+            if is_new:
+                folder.rmdir()
+            raise
+    except OSError as error:
+        raise InputError(f"{folder} cannot be written: {error.strerror or error}: give a folder in which you may "
+                         f"write, on a disk with {found.weight_bytes} bytes left") from error
+
+
+def _write(found: Contents, folder: Path, limit: int) -> None:
+    """Files have zeros where nothing was written yet, so that they get their places at the end."""
+    with TemporaryDirectory(dir=folder, prefix=".partial-") as made:
+        writer, finished = Writer(Path(made), found.weights, limit), False
+        try:
+            for name, value in read(found):
+                writer.write(name, value)
+            finished = True
+        finally:
+            writer.close(finished)
+        for file in sorted(Path(made).iterdir(), key=lambda file: file.name == INDEX):
+            file.replace(folder / file.name)
 
 
 __all__ = ["Contents", "contents", "read", "to_safetensors", "verify"]
