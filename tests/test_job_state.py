@@ -204,7 +204,8 @@ def test_jobs_that_save_to_one_folder_do_not_mix_their_files(tmp_path: Path, cap
     host = socket.gethostname()
     names = f"{host}-{os.getppid()}.", f"{host}-{2**30}.", ""
     alive, dead, old = (tmp_path / f".step-3.{name}partial" for name in names)
-    for folder in (alive, dead, old, tmp_path / ".step-4.partial"):
+    dead_too = tmp_path / f".step-5.{host}-{2**30}.partial"
+    for folder in (alive, dead, dead_too, old, tmp_path / ".step-4.partial"):
         folder.mkdir()
     made = _cleared(tmp_path, 3)
     assert {path.name for path in tmp_path.iterdir()} == {alive.name, made.name, ".step-4.partial"}

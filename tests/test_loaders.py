@@ -14,7 +14,8 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.utils.data import DataLoader, Dataset, default_collate, get_worker_info
 
 import autoparallel
-from autoparallel.errors import AutoparallelError
+from autoparallel.errors import AutoparallelError, PeerError
+from autoparallel.runtime import failing, inputs
 from autoparallel.runtime.batches import tell_of_rest
 from tests.support.ranks import mesh_of
 from tests.support.tiers import slow
@@ -360,3 +361,19 @@ def wrong_parts() -> str:
 def test_a_part_that_is_no_part_is_refused_on_all_ranks(ranks: Any) -> None:
     for message in ranks(4).run(wrong_parts):
         assert "part(0, ...)['x'] has other values than sample 0 has there" in message
+
+
+def test_a_rank_that_left_is_named_where_loaders_compare(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Between calls of the module, whose own errors name it."""
+
+    def closed(*_: object) -> bool:
+        raise RuntimeError("Connection closed by peer")
+
+    def lost(error: BaseException) -> None:
+        raise PeerError("rank 1 failed: its script has ended", 1) from error
+
+    monkeypatch.setattr(inputs, "is_same", closed)
+    monkeypatch.setattr(failing, "lost", lost)
+    monkeypatch.setattr(dist, "get_world_size", lambda: 2)
+    with pytest.raises(PeerError, match="its script has ended"):
+        inputs.all_have("step 4", torch.device("cpu"))

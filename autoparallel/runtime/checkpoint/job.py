@@ -44,6 +44,8 @@ _VERSION = 1
 #: Of the folder within checkpoints of other libraries' loops (transformers' Trainer, accelerate).
 IN_OTHERS = "autoparallel"
 _NAME = re.compile(r"step-(\d+)")
+#: Of a folder in which a checkpoint is being written: step, host, process (earlier versions: the step alone).
+_PARTIAL = re.compile(r"\.step-(\d+)\.(?:(.*)-(\d+)\.)?partial")
 #: Before the name of a checkpoint that is being removed.
 _REMOVED = ".removed-"
 #: Seconds after which a folder that another host has begun to write, and does not go on with, is of a broken save.
@@ -311,18 +313,20 @@ def _no_file(folder: Path) -> Path:
 
 def _cleared(home: Path, number: int) -> Path:
     """An empty folder to write a checkpoint into, named by this process: two jobs that save to one folder must not mix
-    their files. Removes what broken saves of this step have left, and no other job's."""
+    their files. Removes what broken saves have left, and nothing that a process which runs may still write."""
     _no_file(home)
     host, own = socket.gethostname(), f"{socket.gethostname()}-{os.getpid()}"
-    for left in home.glob(f".step-{number}.*partial"):
-        writer = left.name.removeprefix(f".step-{number}.").removesuffix("partial").removesuffix(".")
-        its_host, _, process = writer.rpartition("-")
-        if its_host == host:
-            is_others = writer != own and _runs(int(process))
+    for left in home.glob(".step-*partial"):
+        if (found := _PARTIAL.fullmatch(left.name)) is None:
+            continue
+        step, its_host, process = found.groups()
+        if its_host == host and int(process) != os.getpid():
+            is_broken = not _runs(int(process))
+        elif its_host in (None, host):
+            is_broken = int(step) == number
         else:
-            last_s = max(path.stat().st_mtime for path in (left, *left.iterdir()))
-            is_others = its_host != "" and time.time() - last_s < _QUIET_S
-        if not is_others:
+            is_broken = time.time() - max(path.stat().st_mtime for path in (left, *left.iterdir())) > _QUIET_S
+        if is_broken:
             shutil.rmtree(left)
     made = home / f".step-{number}.{own}.partial"
     made.mkdir(parents=True)
