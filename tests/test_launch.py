@@ -9,11 +9,14 @@ import sys
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import pytest
+import torch
 
 import autoparallel
 from autoparallel.errors import AutoparallelError, LaunchError
+from autoparallel.kernels import groups
 from autoparallel.launch.environment import Identity, identity_of, set_torch_variables
 from autoparallel.launch.local import free_port
 from tests.support.launching import clean_environment, guide, guides_model, loss_of_one_process, mpirun_of, output_of
@@ -284,3 +287,14 @@ def test_a_rank_that_ends_before_it_compiles_is_told(tmp_path: Path) -> None:
                           timeout=100)
     assert done.returncode == 1
     assert "PeerError: rank 1 failed: its script has ended, and others wait" in done.stdout + done.stderr
+
+
+def test_a_process_of_this_host_that_has_ended_is_found() -> None:
+    """By its number: os._exit says nothing, and others would wait for it until the time limit of the group."""
+    store = torch.distributed.HashStore()
+    assert groups.rank_that_ended(store) is None
+    groups.say_here(store, 0)
+    assert groups.rank_that_ended(store) is None
+    with patch("os.getpid", lambda: 2**30):
+        groups.say_here(store, 1)
+    assert groups.rank_that_ended(store) == 1

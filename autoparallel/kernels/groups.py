@@ -5,6 +5,8 @@ Emitted programs name axes; `bind` resolves the names on a mesh. The one file th
 
 from __future__ import annotations
 
+import os
+import socket
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
@@ -62,6 +64,31 @@ def bind(mesh: DeviceMesh) -> dict[str, Axis]:
 
 
 _LEFT = "autoparallel/left"
+
+
+def say_here(store: dist.Store, rank: int) -> None:
+    """Tell the ranks of this host which process this one is: one that ends by os._exit, or is killed, says nothing."""
+    with suppress(OSError, RuntimeError):  # (no /proc: not Linux)
+        store.append(_beside(), f"{rank}:{os.getpid()} ")
+
+
+def rank_that_ended(store: dist.Store) -> int | None:
+    """A rank of this host that has said so and whose process has ended (None: none is known)."""
+    with suppress(OSError, RuntimeError):
+        said = store.get(_beside()).decode().split() if store.check([_beside()]) else []
+        for rank, process in (map(int, one.split(":")) for one in said):
+            try:
+                os.kill(process, 0)
+            except ProcessLookupError:
+                return rank
+            except PermissionError:
+                continue
+    return None
+
+
+def _beside() -> str:
+    """A key of the processes that see one another's numbers: of a host, and there of a container."""
+    return f"autoparallel/processes/{socket.gethostname()}/{Path('/proc/self/ns/pid').readlink()}"
 
 
 def say_leaving() -> None:

@@ -20,7 +20,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from autoparallel.errors import LaunchError, MeshError, shown
-from autoparallel.kernels.groups import destroy_groups, ordered_mesh, say_leaving
+from autoparallel.kernels.groups import destroy_groups, ordered_mesh, say_here, say_leaving
 from autoparallel.launch.environment import Identity, identity_of, is_scheduler
 from autoparallel.plans import Plan
 
@@ -192,6 +192,8 @@ def _join(identity: Identity | None, kind: str, backend: str | None, timeout: ti
     if store is not None:
         dist.init_process_group(backend, store=_of_attempt(store), rank=identity.rank, world_size=identity.size,
                                 timeout=timeout)
+        assert dist.group.WORLD is not None
+        say_here(dist.group.WORLD.get_group_store(), identity.rank)
     return local
 
 

@@ -180,9 +180,11 @@ def made_with_all(make: Callable[[], Any]) -> Any:
     threading.Thread(target=work, daemon=True, name="autoparallel group").start()
     while not done.wait(0.2):
         check_groups()
-        rank = groups.rank_that_left(_world().others_store)  # (the thread waits with the store's own connection)
-        if rank is not None and not done.wait(_PART_S):
-            raise PeerError(f"rank {rank} failed: its script has ended, and others wait to make a process group with "
+        store = _world().others_store                        # (the thread waits with the store's own connection)
+        rank, ended = groups.rank_that_left(store), groups.rank_that_ended(store)
+        if (rank is not None or ended is not None) and not done.wait(_PART_S):
+            rank, what = (ended or 0, "process") if rank is None else (rank, "script")
+            raise PeerError(f"rank {rank} failed: its {what} has ended, and others wait to make a process group with "
                             f"it\n{_NO_MORE}", rank)
     if errors:
         raise errors[0]
