@@ -69,7 +69,7 @@ _LEFT = "autoparallel/left"
 def say_here(store: dist.Store, rank: int) -> None:
     """Tell the ranks of this host which process this one is: one that ends by os._exit, or is killed, says nothing."""
     with suppress(OSError, RuntimeError):  # (no /proc: not Linux)
-        store.append(_beside(), f"{rank}:{os.getpid()} ")
+        store.append(_beside(), f"{rank}:{os.getpid()} ")  # type: ignore[attr-defined]
 
 
 def rank_that_ended(store: dist.Store) -> int | None:
