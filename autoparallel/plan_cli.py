@@ -268,7 +268,9 @@ def progress_line(phase: str, best_s: float, bound_s: float, left_s: float | Non
 def check_output(path: Path | None, option: str = "--output") -> None:
     """Raises InputError for a file that cannot be written, before the work of which it tells."""
     if path is not None and (path.is_dir() or not os.access(path if path.exists() else path.parent, os.W_OK)):
-        raise InputError(f"{option} {path} cannot be written: give a file in a folder that is there")
+        why = ("it is a folder" if path.is_dir() else f"there is no folder {path.parent}" if not path.parent.is_dir()
+               else "you may not write there")
+        raise InputError(f"{option} {path} cannot be written, {why}: give a file in a folder that is there")
 
 
 def check_page(path: Path | None) -> None:

@@ -369,7 +369,8 @@ def test_an_output_that_cannot_be_written_is_refused_before_the_work(tmp_path: P
     for output in (tmp_path / "no" / "file", tmp_path):
         found = CliRunner().invoke(app, [*command, "--output", str(output)])
         assert isinstance(found.exception, InputError)
-        assert f"--output {output} cannot be written" in str(found.exception)
+        assert f"--output {output} cannot be written, " in str(found.exception)
+        assert ("it is a folder" if output.is_dir() else "there is no folder") in str(found.exception)
 
 
 def makes_two(batch: int, length: int) -> Any:
