@@ -37,6 +37,16 @@ def test_defaults_of_in_place_ops_are_those_of_the_functional_ones() -> None:
     assert set(value.flatten().tolist()) <= {0.0, 1.0}
 
 
+@pytest.mark.parametrize("options", [(), (0.5,), (3.0, 2.0)])
+def test_normal_numbers_are_written_in_place(options: tuple[float, ...]) -> None:
+    """As `torch.distributions.Normal.rsample` draws, which autoencoders do."""
+    graph, x = captured(lambda x: torch.empty_like(x).normal_(*options) + x, X), torch.ones(4, 6)
+    torch.manual_seed(3)
+    (value,) = outputs(graph, x)
+    torch.manual_seed(3)
+    torch.testing.assert_close(value, torch.empty(4, 6).normal_(*options) + x)
+
+
 def test_in_place_ops_become_functional() -> None:
     assert traced(lambda x: (x + 1).add_(2).relu_(), X) == ["aten.add.Tensor"] * 2 + ["aten.relu.default"]
 

@@ -197,6 +197,8 @@ def _functional_twin(graph: Graph, node: Node) -> Node:
         diagonal = emit(graph, node, aten.diagonal.default, node.args[0])
         filled = emit(graph, node, aten.full_like.default, diagonal, node.args[1])
         return emit(graph, node, aten.diagonal_scatter.default, node.args[0], filled)
+    if node.target is aten.normal_.default and node.kwargs.get("generator") is None:
+        return _drawn_normal(graph, node)
     overload = _functional_overload(node)
     if overload is None:
         raise CaptureError(f"{node.target} writes in place and has no functional form{source_line(node)}")
@@ -206,6 +208,16 @@ def _functional_twin(graph: Graph, node: Node) -> Node:
     if twin.meta["val"].dtype != dtype:
         twin = emit(graph, node, aten.to.dtype, twin, dtype)
     return twin
+
+
+def _drawn_normal(graph: Graph, node: Node) -> Node:
+    """``x.normal_(mean, std)``, as `Normal.rsample` draws, has no functional op with rules; these draw the same
+    numbers."""
+    mean, std = (argument(node, name) for name in ("mean", "std"))
+    drawn = emit(graph, node, aten.randn_like.default, node.args[0])
+    if std != 1:
+        drawn = emit(graph, node, aten.mul.Tensor, drawn, std)
+    return drawn if mean == 0 else emit(graph, node, aten.add.Tensor, drawn, mean)
 
 
 def _left_out(node: Node, overload: Any) -> tuple[Any, ...]:
