@@ -243,6 +243,19 @@ def test_gradients_that_are_not_reset_after_a_step_are_told(pair: tuple[Any, Any
     assert len(told) == (0 if resets else 1), warned
 
 
+@pytest.mark.parametrize("set_to_none", [True, False])
+def test_gradients_of_another_loss_that_are_reset_before_a_step_are_not_told(pair: tuple[Any, Any], warned: list[str],
+                                                                             set_to_none: bool) -> None:
+    """A GAN's critic gets gradients of the generator's loss after its step."""
+    optimizer = torch.optim.SGD(pair[1].parameters(), lr=0.1)
+    for _ in range(3):
+        optimizer.zero_grad(set_to_none)
+        pair[1](X).sum().backward()
+        optimizer.step()
+        pair[1](X).sum().backward()
+    assert not any("has stepped with already" in line for line in warned), warned
+
+
 @pytest.mark.parametrize("name", ["none", "optimizer", "zeros"])
 def test_gradients_in_host_memory_that_are_not_reset_are_told(mesh_of_one: Any, warned: list[str], name: str) -> None:
     parallel = autoparallel.compile(Net(), mesh_of_one, example_inputs=(X,), offload="host")

@@ -7,7 +7,7 @@ with an alternative. (torch has a global hook for optimizers' steps, none for th
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable, Mapping, MutableMapping
+from collections.abc import Callable, Iterable, Mapping, MutableMapping
 from functools import cache
 from typing import Any, cast
 from weakref import WeakKeyDictionary, WeakSet, ref
@@ -48,6 +48,8 @@ REFUSED: Mapping[str, tuple[str, str]] = {
 _offloaded: MutableMapping[object, Mapping[int, Offload]] = WeakKeyDictionary()
 _passed: WeakSet[torch.optim.Optimizer] = WeakSet()
 _stepped: WeakSet[torch.optim.Optimizer] = WeakSet()
+#: Between an optimizer's first step and its second.
+_stale: MutableMapping[torch.optim.Optimizer, _Stale] = WeakKeyDictionary()
 
 
 def offload_states(owner: object, parameters: Mapping[int, Offload]) -> None:
@@ -66,6 +68,10 @@ def look_at_steps() -> None:
 def _check(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
     """The step hook: raises InputError on every rank, before any communication."""
     parameters = [p for group in optimizer.param_groups for p in group["params"]]
+    if optimizer in _stale and _stale.pop(optimizer).end() and dist.get_rank() == 0:
+        _LOG.warning("gradients are added to those that %s has stepped with already\n  Reset them after each step: "
+                     "optimizer.zero_grad(), or parallel.zero_grad(). (That of the model that was compiled does not: "
+                     "the parallel module has parameters of its own.)", type(optimizer).__name__)
     if all(p.grad is None for p in parameters):
         refuse_idle(optimizer, parameters)
     if optimizer in _passed:
@@ -120,30 +126,44 @@ def _laid_out(value: Tensor, parameter: DTensor) -> Tensor:
 
 
 def _look_at_reset(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
-    """After the first step: look whether its gradients are reset before others are added, and warn if not."""
+    """After the first step: look whether its gradients are reset before those of the second are added."""
     if optimizer in _stepped:
         return
     _stepped.add(optimizer)
     parameters: list[Tensor] = [p for group in optimizer.param_groups for p in group["params"]]
     watched = next((p for p in parameters if is_watched(p) and p.grad is not None), None)
-    if watched is None or watched.grad is None:
-        return
-    gradient, version, kept = ref(watched.grad), watched.grad._version, False
+    if watched is not None:
+        _stale[optimizer] = _Stale(watched)
 
-    def comes(_: Tensor) -> None:    # before a gradient is added; torch counts no version of zeros of several tensors
-        nonlocal kept
-        before.remove()
-        old = gradient()
-        kept = old is not None and old._version == version and _is_any(old)
 
-    def added(parameter: Tensor) -> None:
-        after.remove()
-        if kept and parameter.grad is not None and parameter.grad is gradient() and dist.get_rank() == 0:
-            _LOG.warning("gradients are added to those that %s has stepped with already\n  Reset them after each step: "
-                         "optimizer.zero_grad(), or parallel.zero_grad(). (That of the model that was compiled does "
-                         "not: the parallel module has parameters of its own.)", type(optimizer).__name__)
+class _Stale:
+    """Whether a gradient that an optimizer has stepped with is kept, and others are added to it, until the next step.
+    (Between them it may be: backward of a GAN's generator adds to the critic's, which are reset before they count.)"""
 
-    before, after = watched.register_hook(comes), watched.register_post_accumulate_grad_hook(added)
+    def __init__(self, parameter: Tensor) -> None:
+        assert parameter.grad is not None
+        self.parameter, self.version = parameter, parameter.grad._version
+        self.gradient: Callable[[], Tensor | None] = ref(parameter.grad)
+        self.is_added = False
+        self.hooks = (parameter.register_hook(self._comes), parameter.register_post_accumulate_grad_hook(self._added))
+
+    def _comes(self, _: Tensor) -> None:
+        """Before a gradient is added; torch counts no version of zeros of several tensors."""
+        old = self.gradient()
+        if old is None or not _is_any(old) or (not self.is_added and old._version != self.version):
+            self.end()
+
+    def _added(self, parameter: Tensor) -> None:
+        self.is_added = parameter.grad is not None and parameter.grad is self.gradient()
+        if not self.is_added:
+            self.end()
+
+    def end(self) -> bool:
+        """Before the next step: whether it steps with such a sum."""
+        for hook in self.hooks:
+            hook.remove()
+        gradient, self.gradient = self.gradient(), lambda: None
+        return self.is_added and gradient is not None and gradient is self.parameter.grad and _is_any(gradient)
 
 
 def _is_any(gradient: Tensor) -> bool:
