@@ -58,6 +58,8 @@ WRITES: dict[str, Callable[[Any], object]] = {
     "in place": lambda w: w[2:9].__imul__(2), "columns": lambda w: w[:, 2:5].mul_(3),
     "all": lambda w: w.view(-1).mul_(2),
     "part of a view": lambda w: w.view(-1)[3:200].mul_(0), "transposed": lambda w: w.t().mul_(2),
+    "mask": lambda w: w.__setitem__(w < 0, 7.0), "plain mask": lambda w: w.__setitem__(torch.eye(16).bool(), 0.5),
+    "mask of rows": lambda w: w.__setitem__(torch.arange(16) % 3 == 0, torch.tensor(2.0)),
     "diagonal": lambda w: w.diagonal().mul_(2), "chunk": lambda w: w.chunk(4)[2].zero_(),
 }
 
@@ -85,7 +87,7 @@ def test_a_write_to_a_part_is_done_or_refused(ranks: Any) -> None:
     """torch selects along a sharded dim from a gathered copy: what is written to that changes nothing."""
     for refused in ranks(2).run(write, "fsdp"):
         assert {"item", "rows", "row", "rows of data", "in place", "part of a view"} <= set(refused)
-        assert not {"columns", "all"} & set(refused)
+        assert not {"columns", "all", "mask", "plain mask", "mask of rows"} & set(refused)
     for refused in ranks(2).run(write, "ddp"):
         assert not refused
 
@@ -107,6 +109,7 @@ def draw(model: Any) -> Made:
         model.norm.bias.exponential_()
         model.first.bias.copy_(nn.functional.dropout(model.norm.bias, 0.5))
     made = gathered(model.named_parameters())
+    made.update(gathered([("sampled", model.first.weight.detach().softmax(0).multinomial(3).float())]))
     nn.init.eye_(model.last.weight)
     return {**made, "eye": gathered([("", model.last.weight)])[""], "state": torch.get_rng_state().float()}
 
@@ -121,6 +124,10 @@ def draw_after_other_seeds() -> None:
     torch.testing.assert_close(parallel.last.weight.to_local(), torch.empty(16, 16).normal_(
         generator=torch.Generator().manual_seed(0)))
     assert mesh.get_rank() == 0 or torch.equal(torch.get_rng_state(), before)
+    sampled = torch.multinomial(parallel.last.weight.detach().softmax(1), 2).to_local()
+    torch.manual_seed(0)
+    torch.empty(16, 16).normal_()
+    assert torch.equal(sampled, torch.multinomial(parallel.last.weight.to_local().detach().softmax(1), 2))
 
 
 def draw_on_other_meshes() -> None:

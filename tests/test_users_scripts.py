@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -64,12 +65,15 @@ def state(prefix: str, model: Any) -> Made:
 
 
 def averaged(model: Any) -> Made:
-    """The average begins after a step, whose gradients are there; its batch norm reads the data again."""
+    """The averages begin after a step, whose gradients are there; batch norm's statistics of the data, or averaged."""
     trained(model, 1)
-    average = AveragedModel(model, multi_avg_fn=get_ema_multi_avg_fn(0.7))
-    trained(model, 3, lambda: average.update_parameters(model))
+    with warnings.catch_warnings(action="error", category=FutureWarning):
+        average = AveragedModel(model, multi_avg_fn=get_ema_multi_avg_fn(0.7))
+    buffered = AveragedModel(model, multi_avg_fn=get_ema_multi_avg_fn(0.7), use_buffers=True)
+    trained(model, 3, lambda: (average.update_parameters(model), buffered.update_parameters(model)))
     update_bn([(X + 1,), (X + 2,)], average)
-    return {**state("model", model), **state("average", average), "loss": average.eval()(X, Y).detach()}
+    return {**state("model", model), **state("average", average), "loss": average.eval()(X, Y).detach(),
+            **state("buffered", buffered), "its loss": buffered.eval()(X, Y).detach()}
 
 
 def swapped(model: Any) -> Made:

@@ -19,7 +19,7 @@ from weakref import WeakValueDictionary
 
 import torch
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Replicate
+from torch.distributed.tensor import DTensor, Replicate, distribute_tensor
 
 from autoparallel.errors import InputError
 from autoparallel.runtime import interleaved
@@ -196,7 +196,20 @@ def _set_item(tensor: DTensor, index: Any, value: Any) -> None:
     if is_watched(tensor) and all(isinstance(i, _BASIC) for i in (index if isinstance(index, tuple) else (index,))):
         with torch.no_grad():
             _refuse_copy(_GET_ITEM(tensor, index), tensor)
+    number = not isinstance(value, torch.Tensor) or not value.dim()
+    if is_watched(tensor) and isinstance(index, torch.Tensor) and index.dtype == torch.bool and number:
+        tensor.masked_fill_(_laid_out(index, tensor), value)      # torch takes the shard for the whole, or refuses it
+        return
     _SET_ITEM(tensor, index, value)
+
+
+def _laid_out(mask: torch.Tensor, tensor: DTensor) -> Any:
+    """A mask of the first dims of a DTensor, or of all, in its placements."""
+    whole = mask.reshape(*mask.shape, *[1] * (tensor.dim() - mask.dim())).expand(tensor.shape)
+    if isinstance(whole, DTensor):
+        return whole
+    return distribute_tensor(whole.contiguous(), tensor.device_mesh, [Replicate()] * tensor.device_mesh.ndim,
+                             src_data_rank=None)
 
 
 def _refuse_copy(selected: Any, base: Any) -> None:

@@ -2,20 +2,25 @@
 
 torch takes a plain scalar for one that all ranks have, and then gives it a DTensor as its gradient, on which the plain
 tensors that it was computed from fail in backward. Here it becomes a DTensor by an op with a gradient, which is plain.
+
+Ops that write to lists take plain tensors beside DTensors, each with its like: averages of a model with its buffers
+(``AveragedModel(parallel, use_buffers=True)``) are written so.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import cache, wraps
+from functools import cache, partial, wraps
+from itertools import chain
 from typing import Any
 
 import torch
 from torch.distributed.tensor import DTensor, Replicate
 
-from autoparallel.runtime.dtensors import is_watched
+from autoparallel.runtime.dtensors import Handler, as_before, is_watched, set_handler
 
 _OPERATORS = ("add", "sub", "mul", "truediv", "pow")
+_LISTS = ("add", "sub", "mul", "div", "lerp", "copy", "addcmul", "addcdiv", "zero")
 
 
 @cache
@@ -24,6 +29,26 @@ def mix_scalars() -> None:
     for operator in _OPERATORS:
         for name in (f"__{operator}__", f"__r{operator}__", f"__i{operator}__"):
             setattr(DTensor, name, _mixing(getattr(DTensor, name)))
+
+
+@cache
+def mix_lists() -> None:
+    """Write so to lists, from now on, with DTensors on the meshes of parallel modules."""
+    packets = [getattr(torch.ops.aten, f"_foreach_{name}_") for name in _LISTS]
+    for op in chain.from_iterable((getattr(packet, name) for name in packet.overloads()) for packet in packets):
+        before: list[Handler | None] = []
+        before.append(set_handler(op, partial(_in_lists, before)))
+
+
+def _in_lists(before: list[Handler | None], op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    lists = [each for each in args if isinstance(each, (list, tuple))]
+    kinds = [[isinstance(value, DTensor) for value in each] for each in lists if isinstance(each[0], torch.Tensor)]
+    if len({*kinds[0]}) == 1 or any(kind != kinds[0] for kind in kinds) or not any(map(is_watched, lists[0])):
+        as_before(before, op, args, kwargs)
+        return
+    for sharded in (True, False):
+        op(*([value for value, kind in zip(each, kinds[0], strict=True) if kind == sharded]
+             if isinstance(each, (list, tuple)) else each for each in args), **kwargs)
 
 
 def _mixing(method: Callable[..., Any]) -> Callable[..., Any]:
@@ -38,4 +63,4 @@ def _mixing(method: Callable[..., Any]) -> Callable[..., Any]:
     return mixed
 
 
-__all__ = ["mix_scalars"]
+__all__ = ["mix_lists", "mix_scalars"]

@@ -23,7 +23,7 @@ from autoparallel.runtime.guards import Places, SharedAttributes
 from autoparallel.runtime.hints import add_hints
 from autoparallel.runtime.initialise import Keep, as_dtensor, container, elsewhere, live_elsewhere, outside, registered
 from autoparallel.runtime.interleaved_views import view_rightly
-from autoparallel.runtime.mixing import mix_scalars
+from autoparallel.runtime.mixing import mix_lists, mix_scalars
 from autoparallel.runtime.offload.gradients import HostGradients, leaves_by_itself
 from autoparallel.runtime.offload.mapped import MappedFiles
 from autoparallel.runtime.optimizers import look_at_steps, offload_states
@@ -51,6 +51,7 @@ def place(root: nn.Module, state: State, compiled: Compiled) -> None:
     view_rightly()
     add_hints()
     mix_scalars()
+    mix_lists()
     look_at_steps()
     _make_shared_groups(state, sorted(set(compiled.shared.values())))
     everywhere = (INVARIANT,) * mesh.ndim

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import warnings
 from copy import deepcopy
 from dataclasses import dataclass
 from operator import attrgetter
@@ -93,7 +94,9 @@ class State:
         made = memo[id(self)] = object.__new__(State)
         memo.update({id(shared): shared for shared in (self.together, *self.shared_groups.values())})
         memo[id(self.optimizers)] = WeakSet()
-        made.__dict__.update({**deepcopy(self.__dict__, memo), "keeps_away": False})
+        with warnings.catch_warnings():     # torch's, of copies of a call's structure
+            warnings.filterwarnings("ignore", r"`isinstance\(treespec, LeafSpec\)`", FutureWarning)
+            made.__dict__.update({**deepcopy(self.__dict__, memo), "keeps_away": False})
         return made
 
     def __reduce__(self) -> Any:

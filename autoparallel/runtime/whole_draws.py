@@ -31,7 +31,7 @@ _WRITTEN = (aten.normal_.default, aten.uniform_.default, aten.bernoulli_.float, 
             aten.arange.start_out)
 #: Ops whose result depends on their arguments' values, too.
 _READ = (aten.bernoulli.default, aten.bernoulli_.Tensor, aten.native_dropout.default, aten.normal.Tensor_float,
-         aten.normal.float_Tensor, aten.normal.Tensor_Tensor)
+         aten.normal.float_Tensor, aten.normal.Tensor_Tensor, aten.multinomial.default)
 #: Initialisers of `torch.nn.init` that look at the numbers that they drew, or write to places of the whole.
 _INITIALISERS = ("_no_grad_trunc_normal_", "sparse_", "orthogonal_", "dirac_")
 
@@ -88,8 +88,9 @@ def _whole(value: DTensor, reads: bool) -> Tensor:
 
 
 def _sharded(whole: Tensor, like: DTensor) -> DTensor:
-    """This rank's shard, laid out as ``like``; a summand's is whole."""
-    placements = [Replicate() if p.is_partial() else p for p in like.placements]
+    """This rank's shard, laid out as ``like``; a summand's is whole, and so is what has another shape."""
+    other = whole.shape != like.shape
+    placements = [Replicate() if other or p.is_partial() else p for p in like.placements]
     return distribute_tensor(whole, like.device_mesh, placements, src_data_rank=None)
 
 
