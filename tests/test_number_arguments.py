@@ -224,3 +224,43 @@ def test_numbers_of_a_model_on_the_meta_device_and_of_repeated_blocks() -> None:
     graph = capture_for_any(model, (x, 2.0), {}, [1])
     assert graph.numbers == (1,)
     assert is_same(with_values_in(graph, [x, 0.3]), capture(model, (x, 0.3)))
+
+
+class Reversed(torch.autograd.Function):
+    """Gradients are reversed, by a factor that a schedule changes."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, factor: Any) -> Tensor:
+        ctx.factor = factor
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Any:  # type: ignore[override]
+        return -ctx.factor * gradient, None
+
+
+class Adversarial(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(6, 4)
+
+    def forward(self, x: Tensor, factor: Any) -> Tensor:
+        return Reversed.apply(self.layer(x), factor).square().sum()
+
+
+def test_a_number_that_a_function_takes_is_told_to_be_given_as_a_tensor(mesh_of_one: Any,
+                                                                        caplog: pytest.LogCaptureFixture) -> None:
+    """Each value of a gradient reversal's schedule compiles the model again; as a tensor none does."""
+    torch.manual_seed(1)
+    model, x = Adversarial(), torch.ones(8, 6)
+    parallel = autoparallel.compile(copy.deepcopy(model), mesh_of_one, example_inputs=(x, 0.5))
+    for compiled, values in ((2, [0.5, 0.75, 0.9]), (1, map(torch.tensor, [0.5, 0.75, 0.9]))):
+        before = parallel._state.forms.compiled
+        for value in values:
+            for each in (model, parallel):
+                each.zero_grad()
+                each(x, value).backward()
+            torch.testing.assert_close(parallel.layer.weight.grad.full_tensor(), model.layer.weight.grad)
+        assert parallel._state.forms.compiled - before == compiled
+    (told,) = [record.getMessage() for record in caplog.records if "has a compiled form" in record.getMessage()]
+    assert "Reversed.apply takes it" in told and "torch.tensor(value)" in told

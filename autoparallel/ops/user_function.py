@@ -97,6 +97,9 @@ def _recorded(function: type[torch.autograd.Function], args: tuple[Any, ...]) ->
     tensors = [a for a in args if isinstance(a, torch.Tensor)]
     kept = tuple(None if isinstance(a, torch.Tensor) else a for a in args)
     for value in pytree.tree_leaves(kept):
+        if isinstance(value, (torch.SymFloat, torch.SymInt)):
+            raise CaptureError(f"{function.__name__}.apply takes it, and is recorded with its value; given as a "
+                               "tensor, torch.tensor(value), it is an input of one program")
         if not isinstance(value, PLAIN):
             raise CaptureError(f"{function.__name__}.apply is given a {type(value).__name__}, which may hide tensors\n"
                                "  Pass its tensors as arguments of their own; others must be numbers, strings, dtypes.")
