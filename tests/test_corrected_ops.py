@@ -109,6 +109,8 @@ def test_a_convolution_of_summands_adds_its_bias_once(ranks: Any) -> None:
 
 @pytest.mark.parametrize(("error", "hint"), [
     (RuntimeError("aten.add.Tensor got mixed torch.Tensor and DTensor, need to"), 'outputs="whole"'),
+    (RuntimeError("This backward function was compiled with non-empty donated buffers which"), 'backend="eager"'),
+    (RuntimeError("torch.compile with aot_autograd does not currently support double backward"), 'backend="eager"'),
     (NotImplementedError("Operator aten.histc does not have a sharding strategy registered."), "value.full_tensor()"),
     (RuntimeError("in-place operations that require placement changes are not supported."), "value.copy_("),
     (RuntimeError("trying to differentiate twice a function that was marked with @once_differentiable"), "baseline="),

@@ -22,6 +22,12 @@ _HINTS = (
      "torch does not write this into the shards of a DTensor.\n  Write to the whole: `whole = value.full_tensor()`, on "
      "all ranks, and then `with torch.no_grad(): value.copy_(distribute_tensor(whole, value.device_mesh, "
      "value.placements))`."),
+    ("compiled with non-empty donated buffers",
+     "The backward of a compiled program runs once: no retain_graph=True, no create_graph=True.\n  Add the losses up "
+     "before one backward, or compile with backend=\"eager\"."),
+    ("does not currently support double backward",
+     "Gradients of a compiled program are not differentiated again (create_graph=True).\n  Compile with "
+     "backend=\"eager\"."),
     ("marked with @once_differentiable",
      "Gradients of norms and of attention along a dim that a plan cuts are not differentiated again "
      "(create_graph=True).\n  Compile with a plan that cuts no such dim: baseline=\"ddp\" or \"fsdp\"."),
