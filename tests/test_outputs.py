@@ -150,6 +150,27 @@ def test_terms_of_parameters_are_added_to_a_plain_loss(ranks: Any, plan: str) ->
     ranks(2).run(regularise, plan)
 
 
+def clip_with_a_head(plan: str) -> None:
+    """A parallel backbone and a plain head, clipped together by torch's function."""
+    torch.manual_seed(1)
+    model, head = nn.Sequential(nn.Linear(10, 16), nn.Tanh(), nn.Linear(16, 5)), nn.Linear(5, 5)
+    parallel = autoparallel.compile(copy.deepcopy(model), mesh_of(2), outputs="whole", baseline=plan)
+    norms, heads = [], (head, copy.deepcopy(head))
+    for backbone, own in zip((model, parallel), heads, strict=True):
+        F.cross_entropy(own(backbone(X)), Y).backward()
+        norms.append(nn.utils.clip_grad_norm_([*backbone.parameters(), *own.parameters()], 0.01))
+    torch.testing.assert_close(*norms)
+    torch.testing.assert_close(heads[0].weight.grad, heads[1].weight.grad)
+    expected = gradients_of(model)
+    for name, gradient in gathered((n, p.grad) for n, p in parallel.named_parameters()).items():
+        torch.testing.assert_close(gradient, expected[name], rtol=1e-4, atol=1e-6)
+
+
+@pytest.mark.parametrize("plan", ["ddp", "fsdp"])
+def test_gradients_of_a_plain_head_are_clipped_together(ranks: Any, plan: str) -> None:
+    ranks(2).run(clip_with_a_head, plan)
+
+
 class Loss(nn.Module):
     def __init__(self) -> None:
         super().__init__()

@@ -4,7 +4,8 @@ torch takes a plain scalar for one that all ranks have, and then gives it a DTen
 tensors that it was computed from fail in backward. Here it becomes a DTensor by an op with a gradient, which is plain.
 
 Ops that write to lists take plain tensors beside DTensors, each with its like: averages of a model with its buffers
-(``AveragedModel(parallel, use_buffers=True)``) are written so.
+(``AveragedModel(parallel, use_buffers=True)``) are written so; so are norms taken, which `clip_grad_norm_` asks for of
+a parallel module's gradients and a plain head's.
 """
 
 from __future__ import annotations
@@ -38,6 +39,19 @@ def mix_lists() -> None:
     for op in chain.from_iterable((getattr(packet, name) for name in packet.overloads()) for packet in packets):
         before: list[Handler | None] = []
         before.append(set_handler(op, partial(_in_lists, before)))
+    norms: list[Handler | None] = []
+    norms.append(set_handler(torch.ops.aten._foreach_norm.Scalar, partial(_norms, norms)))
+
+
+def _norms(before: list[Handler | None], op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Norms of DTensors and plain tensors are all plain, for a norm of them. (Of DTensors alone they are DTensors.)"""
+    values = args[0]
+    if all(isinstance(value, DTensor) for value in values) or not any(map(is_watched, values)):
+        return as_before(before, op, args, kwargs)
+    parts = {kind: iter(op([value for value in values if isinstance(value, DTensor) == kind], *args[1:], **kwargs))
+             for kind in (True, False)}
+    found = (next(parts[isinstance(value, DTensor)]) for value in values)
+    return [norm.full_tensor() if isinstance(norm, DTensor) else norm for norm in found]
 
 
 def _in_lists(before: list[Handler | None], op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
