@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -10,6 +12,8 @@ from torch import nn
 from torch.distributed.tensor import Replicate
 
 import autoparallel
+from autoparallel.capture import capture
+from autoparallel.errors import CaptureError
 from autoparallel.kernels.norm import whole_batch_norm
 from autoparallel.pricing import Prices
 from cost_models import Cluster
@@ -105,3 +109,31 @@ def test_batch_norm_is_one_op_where_a_rank_has_the_whole_batch(ranks: Any, optio
         assert count == whole
         for name, value in expected.items():
             torch.testing.assert_close(found[name], value, rtol=1e-4, atol=1e-5)
+
+
+def synced(inputs: str) -> None:
+    """As scripts for DDP convert it, which torch runs on GPUs only."""
+    torch.manual_seed(2)
+    model, mesh = nn.Sequential(nn.Linear(6, 8), nn.BatchNorm1d(8), nn.Linear(8, 4)), mesh_of(2)
+    converted = nn.SyncBatchNorm.convert_sync_batchnorm(copy.deepcopy(model))
+    rows = torch.linspace(-1, 1, 48).view(8, 6).cos().cumsum(0)
+    mine = rows.chunk(2)[mesh.get_rank()] if inputs == "local" else rows
+    parallel = autoparallel.compile(converted, mesh, baseline="ddp", inputs=inputs, outputs="whole",
+                                    example_inputs=(mine,))
+    for module, batch in ((model, rows), (parallel, mine)):
+        module(batch).square().mean().backward()
+        module.eval()
+    torch.testing.assert_close(parallel(mine), model(rows))
+    torch.testing.assert_close(parallel[0].weight.grad.full_tensor(), model[0].weight.grad)
+
+
+@pytest.mark.parametrize("inputs", ["global", "local"])
+def test_synced_batch_norm_is_batch_norm(ranks: Any, inputs: str) -> None:
+    ranks(2).run(synced, inputs)
+
+
+def test_synced_batch_norm_of_some_ranks_is_refused() -> None:
+    model = nn.SyncBatchNorm(4, process_group=SimpleNamespace(size=lambda: 2))
+    with pytest.MonkeyPatch.context() as patched, pytest.raises(CaptureError, match="2 of 4 ranks"):
+        patched.setattr(torch.distributed, "get_world_size", lambda: 4)
+        capture(model, (torch.ones(8, 4),))

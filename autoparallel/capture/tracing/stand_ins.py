@@ -68,7 +68,8 @@ def traced_methods() -> Iterator[None]:
           _instead(eager_transforms, "grad_and_value_impl", gradient_of_function),
           _instead(eager_transforms, "_vjp_with_argnums", pullback),
           _instead(eager_transforms, "_jvp_with_argnums", pushforward),
-          _instead(_BatchNorm, "forward", _batch_norm), _instead(nn.Module, "to", _to),
+          _instead(_BatchNorm, "forward", _batch_norm), _instead(nn.SyncBatchNorm, "forward", _synced_batch_norm),
+          _instead(nn.Module, "to", _to),
           _instead(torch.autograd, "_engine_run_backward", _backward),
           _instead(wrapped, "mod_index", torch.ops.aten.index.Tensor)):
         for name in ("ones", "zeros", "full"):
@@ -163,6 +164,17 @@ def _batch_norm(norm: _BatchNorm, x: torch.Tensor) -> torch.Tensor:
         for running, batch in ((norm.running_mean, mean.flatten()), (norm.running_var, variance)):
             running.copy_(running * (1 - share) + batch * share)
     return torch.nn.functional.batch_norm(x, None, None, norm.weight, norm.bias, True, 0.0, norm.eps)
+
+
+def _synced_batch_norm(norm: nn.SyncBatchNorm, x: torch.Tensor) -> torch.Tensor:
+    """Batch norm of a program is of the rows of all ranks, whatever the plan, on every device. Raises CaptureError for
+    the statistics of some ranks."""
+    group = norm.process_group
+    if group is not None and group.size() != torch.distributed.get_world_size():
+        raise CaptureError(f"a SyncBatchNorm has a process group of {group.size()} of "
+                           f"{torch.distributed.get_world_size()} ranks, and a program's batch norm is of the rows of "
+                           "all ranks\n  Leave process_group out of convert_sync_batchnorm.")
+    return _batch_norm(norm, x)
 
 
 def _to(module: nn.Module, *args: Any, **kwargs: Any) -> nn.Module:
