@@ -77,7 +77,7 @@ def compile(model: nn.Module, mesh: DeviceMesh | int, example: Call | None, inpu
         if disk_path is not None:
             made_equally("a disk_path", partial(check_folder, disk_path), lambda _: "")
     eager = backend == backends.EAGER
-    options = replace(options, tiers=tiers_of(eager, disk_path is not None), op_by_op=eager)
+    options = replace(options, tiers=tiers_of(eager, disk_path is not None), looks_up=eager)
     if isinstance(mesh, int) and example is not None and plan is None:
         plan = _plan_on_devices(model, mesh, cluster, backend, inputs.of_all(*example, mesh), options)
         options = options.without_decided()

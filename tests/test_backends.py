@@ -88,10 +88,11 @@ FSDP: Way = ((4,), {"baseline": "fsdp"})
 
 RECOMPUTED: Way = ((2, 2), {"baseline": "fsdp", "recompute": "full", "zero_stage": 3})
 SELECTIVE: Way = ((4,), {"baseline": "ddp", "recompute": "selective"})    # attention is one op of several results
+OFFLOADED: Way = ((2, 2), {"baseline": "fsdp", "recompute": "offload", "zero_stage": 3})
 
 
-@pytest.mark.parametrize(("case_name", "way"), [("gpt2", RECOMPUTED), ("llama", SELECTIVE), slow("llama", RECOMPUTED),
-                                                 slow("llama", DDP)])
+@pytest.mark.parametrize(("case_name", "way"), [("gpt2", RECOMPUTED), ("llama", SELECTIVE), ("llama", OFFLOADED),
+                                                 slow("llama", RECOMPUTED), slow("llama", DDP)])
 def test_transformers_traced(ranks: Any, case_name: str, way: Way) -> None:
     check(ranks, case_name, way)
 
@@ -203,7 +204,7 @@ def test_pipelines(ranks: Any, options: dict[str, Any]) -> None:
 
 @pytest.mark.slow
 @pytest.mark.timeout(1600)
-@pytest.mark.parametrize("recompute", ["full", "selective"])
+@pytest.mark.parametrize("recompute", ["full", "selective", "offload"])
 @pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
 def test_recompute(ranks: Any, recompute: str, backend: str) -> None:
     check(ranks, "gpt2_dropout", ((4,), {"baseline": "ddp", "recompute": recompute}),
@@ -251,7 +252,7 @@ def test_other_backends_are_refused_by_name() -> None:
 
 
 @pytest.mark.parametrize(("hybrid", "message"), [
-    (Hybrid(recompute="offload"), "recompute='offload'"),
+    (Hybrid(4, copies=2), "copies=2"),
     (Hybrid(4, 2, 2, "zero_bubble", zero_stage=1), "zero_bubble"),
 ])
 def test_steps_that_graphs_cannot_run_are_refused(hybrid: Hybrid, message: str) -> None:

@@ -22,6 +22,7 @@ from autoparallel.backends.recompute import tag_blocks, tag_collectives_of_backw
 from autoparallel.backends.traced import mark_gathers, own_results, with_one_wait
 from autoparallel.backends.untraceable import why_not_traced
 from autoparallel.kernels import groups, rng
+from autoparallel.kernels.saved_on_host import SavedInOrder
 from autoparallel.lower.recompute_pass import in_parts
 
 _LOG = logging.getLogger("autoparallel")
@@ -32,7 +33,8 @@ class Lowering:
     """How a program is compiled.
 
     ``generates``: by Inductor, else run as it is traced. ``regathers``: backward gathers parameters again (ZeRO-3).
-    ``recompute``: "none", "selective" or "full", of the blocks that ``block_of`` names (None: not recomputed).
+    ``recompute``: "none", "selective" or "full", of the blocks that ``block_of`` names (None: not recomputed); or
+    "offload", of parts that are these blocks.
     ``bucket_bytes``: of gathers and reductions of parameters, at most. ``made``: what has been compiled, by what it is.
     """
 
@@ -51,15 +53,20 @@ def compiled(program: GraphModule, how: Lowering, part_of: Callable[[FxNode], ob
     Called within `groups.use` and `rng.use_seed`, like the program; all ranks make the same calls.
     """
     why = {node: reason for node in program.graph.nodes if (reason := why_not_traced(node)) is not None}
-    runs = _runs(program, how.block_of) if how.recompute != "none" else {}
+    offloads = how.recompute == "offload"
+    runs = _runs(program, how.block_of) if how.recompute != "none" and not offloads else {}
     for reason in sorted(set(why.values())):
         _LOG.warning("%s: runs node by node, between compiled graphs", reason)
 
     def part(node: FxNode) -> object:
         return None if node in why else part_of(node)
 
+    order = SavedInOrder(ahead=True)
+
     def made(body: GraphModule, members: Sequence[FxNode]) -> nn.Module:
-        return CompiledPart(body, how, [runs.get(node) for node in members])
+        compiled_part = CompiledPart(body, how, [runs.get(node) for node in members])
+        leaves = offloads and how.block_of(members[0]) is not None
+        return order.block(compiled_part) if leaves else compiled_part
 
     return in_parts(program, part, made)
 
@@ -113,7 +120,7 @@ class _Passes:
         """Say what backward computes, again or by itself."""
         mark_gathers(joint.graph, self.parameters)
         tag_collectives_of_backward(joint)
-        if self.how.recompute != "none":
+        if self.how.recompute in ("selective", "full"):
             tag_blocks(joint, self.how.recompute)
         if self.how.regathers:
             tag_gathers(joint)

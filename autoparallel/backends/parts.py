@@ -25,10 +25,12 @@ _PARAMETERS = (async_communication.begin_gathers, async_communication.begin_redu
 TOGETHER = 2
 
 
-def parts_of(graph: Graph, by_block: bool = True) -> Callable[[FxNode], object]:
-    """Returns a function: node -> the part of the program that it is compiled with: that of its block, "" outside
-    blocks (or if not ``by_block``); None if it is left out of compiled graphs, as communication of parameters is."""
-    parts = together(filter(None, (node.meta.get("block") for node in graph.nodes))) if by_block else {}
+def parts_of(graph: Graph, by_block: bool = True, neighbours: bool = True) -> Callable[[FxNode], object]:
+    """Returns a function: node -> the part of the program that it is compiled with: that of its block (``neighbours``:
+    and of those beside it, as `together` has them), "" outside blocks (or if not ``by_block``); None if it is left out
+    of compiled graphs, as communication of parameters is."""
+    blocks = [block for node in graph.nodes if (block := node.meta.get("block"))] if by_block else []
+    parts = together(blocks) if neighbours else {block: block for block in blocks}
 
     def part_of(node: FxNode) -> object:
         received = node.target is item and isinstance(node.args[0], FxNode) and node.args[0].target in _ENDS

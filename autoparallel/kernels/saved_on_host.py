@@ -13,8 +13,8 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+import torch.utils._pytree as pytree
 from torch import nn
-from torch.fx import GraphModule
 
 from autoparallel.kernels import regather
 from autoparallel.kernels.host_copies import HOST, Copies, begin
@@ -25,13 +25,18 @@ class SavedInOrder:
     fetched while backward of the block behind it runs; else each at its use (of a backward in two parts)."""
 
     def __init__(self, ahead: bool) -> None:
-        self.ahead = ahead
+        self.ahead, self._blocks = ahead, 0
         self._last: Callable[[], _Saved | None] = lambda: None    # the block that has ended last
 
     def __deepcopy__(self, memo: dict[int, Any]) -> SavedInOrder:
         return SavedInOrder(self.ahead)
 
-    def run(self, body: GraphModule, values: Sequence[torch.Tensor], is_first: bool) -> Any:
+    def block(self, body: nn.Module) -> OffloadedBlock:
+        """The next block of the program, in which ``body`` runs."""
+        self._blocks += 1
+        return OffloadedBlock(body, self, self._blocks == 1)
+
+    def run(self, body: nn.Module, values: Sequence[torch.Tensor], is_first: bool) -> Any:
         """The results of a block; what autograd saves in it goes to the host. ``values``: its inputs, which others
         keep; ``is_first``: of this forward."""
         last = self._last()
@@ -48,7 +53,7 @@ class SavedInOrder:
 class OffloadedBlock(nn.Module):
     """A block whose saved tensors are on the host between forward and backward (recompute="offload")."""
 
-    def __init__(self, body: GraphModule, order: SavedInOrder, is_first: bool) -> None:
+    def __init__(self, body: nn.Module, order: SavedInOrder, is_first: bool) -> None:
         super().__init__()
         self.body, self.order, self.is_first = body, order, is_first
 
@@ -99,9 +104,10 @@ class _Saved:
         self._uses[number] += 1
         return _View(self, number, value.dtype, value.shape, value.stride(), int(value.storage_offset()))
 
-    def leave(self, results: Sequence[torch.Tensor]) -> None:
+    def leave(self, results: Any) -> None:
         """Begin copies of all but the block's ``results``, which others keep too."""
-        stay = {self._numbers.get(_address(value)) for value in results}
+        kept = (value for value in pytree.tree_leaves(results) if isinstance(value, torch.Tensor))
+        stay = {self._numbers.get(_address(value)) for value in kept}
         leaving = [number for number in self._here if number not in stay]
         self._away = {number: place for place, number in enumerate(leaving)}
         if leaving:

@@ -20,7 +20,7 @@ from autoparallel.kernels import gathered_once
 from autoparallel.kernels.collectives import item
 from autoparallel.kernels.recomputed import Recomputed
 from autoparallel.kernels.regather import begin_fetches, begin_gathers, end, gather, gather_parameter
-from autoparallel.kernels.saved_on_host import OffloadedBlock, SavedInOrder
+from autoparallel.kernels.saved_on_host import SavedInOrder
 from autoparallel.lower import overlap_pass
 
 
@@ -32,8 +32,8 @@ def with_recompute(program: GraphModule, mode: str, block_of: Callable[[FxNode],
     recomputed; ``in_parts_of_backward``: backward runs in several parts (zero bubble).
     """
     if mode == "offload":
-        order, numbers = SavedInOrder(ahead=not in_parts_of_backward), itertools.count()
-        return in_parts(program, block_of, lambda body, _: OffloadedBlock(body, order, next(numbers) == 0))
+        order = SavedInOrder(ahead=not in_parts_of_backward)
+        return in_parts(program, block_of, lambda body, _: order.block(body))
     return in_parts(program, block_of, lambda body, _: Recomputed(body, mode, in_parts_of_backward))
 
 

@@ -70,13 +70,13 @@ class _Tiers:
                  blocks: Sequence[str], tables: Sequence[tuple[str, int]]) -> None:
         self.blocks = blocks
         self.options, self.make, self.cluster, self.state, self.bounds = options, make, cluster, state, bounds
-        self.tables = _worth_moving(tables, options) if options.op_by_op else []
+        self.tables = _worth_moving(tables, options) if options.looks_up else []
         self.most_s = math.inf    # of a plan that is of use
         self.ends = clock.now() + options.time_limit_s
         self.tiers = [tier for tier in _known(cluster) if tier in options.tiers]
         self.nothing = f"the description of {cluster.name} has no rates of its hosts for offload='host' or 'disk'"
         self.found, self.why = list[Plan](), list[str]()
-        self.saves_on_host = options.op_by_op and "host" in self.tiers
+        self.saves_on_host = "host" in self.tiers
 
     def fastest(self) -> Plan:
         try:

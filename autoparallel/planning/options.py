@@ -136,8 +136,7 @@ class Options:
     by_hand: ByHand | None = field(default=None, metadata={"internal": True})  # of `plan` alone, and the next
     compare_by_hand: ByHand | str | None = field(default=None, metadata={"internal": True})  # a str is "usual"
     tiers: Sequence[str] = field(default=PLACES[1:], metadata={"internal": True})  # that "auto" may take
-    op_by_op: bool = field(default=True, metadata={"internal": True})  # whether programs run so, as "auto" needs it for
-    #                                                                    tables and saved tensors on the host
+    looks_up: bool = field(default=True, metadata={"internal": True})  # whether "auto" may put tables on the host
     saves_on_host: bool = field(default=False, metadata={"internal": True})  # whether saved tensors may be there
     on_host: tuple[str, ...] = field(default=(), metadata={"internal": True})  # the tables that pins put there
 

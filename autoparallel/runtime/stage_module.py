@@ -67,8 +67,8 @@ WHOLE_UP_TO = 8
 def in_blocks(program: GraphModule, hybrid: Hybrid) -> bool:
     """Whether a backend compiles a program block by block. Its parameters' communication then runs as under "eager",
     overlapped, between the compiled parts. (One graph would give all gradients at its end, and those that leave the
-    device, or are stepped, during backward are to come earlier.)"""
-    leave = hybrid.offload.moves_gradients or hybrid.offload.in_backward
+    device, or are stepped, during backward are to come earlier; so are saved tensors that leave.)"""
+    leave = hybrid.offload.moves_gradients or hybrid.offload.in_backward or hybrid.recompute == "offload"
     return len({node.meta.get("block") for node in program.graph.nodes} - {None}) > (0 if leave else WHOLE_UP_TO)
 
 
@@ -90,7 +90,8 @@ def _compiled_by(backend: str, program: GraphModule, hybrid: Hybrid, overlaps: b
     if overlaps:
         program = overlap(program, hybrid, lambda node: node.meta.get("block") if in_parts else "all")
     program = _gathered_as(hybrid, program, gathers_parameter)
-    return compiled(program, replace(how, regathers=False), parts_of(program.graph, in_parts))
+    together = hybrid.recompute != "offload"    # whose blocks leave one by one
+    return compiled(program, replace(how, regathers=False), parts_of(program.graph, in_parts, together))
 
 
 def _gathered_as(hybrid: Hybrid, module: GraphModule, again: Callable[[FxNode], bool]) -> GraphModule:
