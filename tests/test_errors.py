@@ -196,6 +196,7 @@ def test_a_memory_limit_that_pins_exceed_names_them() -> None:
     (lambda: planned(optimizer="shampoo"), ClusterError, ("shampoo", "adamw", "sgd")),
     (lambda: planned(recompute="some"), PlanError, ("unknown recompute 'some'", "'full'", "'auto'")),
     (lambda: planned(joint=True, schedule="zb"), PlanError, ("unknown schedule 'zb'", "zero_bubble")),
+    (lambda: planned(schedule="gpipe"), PlanError, ("schedule='gpipe'", "there is one stage", "pipeline_stages")),
     (lambda: planned(zero_stage=True), PlanError, ("unknown zero_stage True", "[0, 1, 2, 3]")),
     (lambda: planned(micro_batch=2), PlanError, ("unknown option 'micro_batch'", "['micro_batches']")),
     (lambda: planned(loss_fn=nn.MSELoss()), PlanError, ("unknown option 'loss_fn'", "'pins'", "'reduce_dtype'")),

@@ -153,6 +153,10 @@ class Options:
     def hybrid(self, pipeline_ranks: int) -> Hybrid:
         """The step configuration on ``pipeline_ranks`` ranks of the pipeline axis. Raises PlanError for invalid
         combinations."""
+        if self.schedule is not None and self.stages == 1:
+            raise PlanError(f"schedule={self.schedule!r} is an order of pipeline stages, and there is one stage: give "
+                            "pipeline_stages (--pipeline-stages), or joint=True (--joint), which finds their number; "
+                            "or leave schedule out")
         micro_batches = 1 if self.micro_batches is None else self.micro_batches
         zero_stage = (2 if micro_batches == 1 else 1) if self.zero_stage is None else self.zero_stage
         return Hybrid(micro_batches, self.stages, pipeline_ranks, self.schedule or usual(self.stages // pipeline_ranks),
