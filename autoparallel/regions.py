@@ -194,7 +194,7 @@ def _usual(graph: OpGraph, cluster: Cluster) -> Iterator[str]:
 
 def context_recipes(cluster: Cluster, batch: int) -> Iterator[str]:
     """FSDP with context parallelism by the smallest degrees by which the batch is divided; by the smallest also with
-    tensor parallelism inside the host.
+    tensor parallelism inside the host. Where ranks have several sequences, also one at a time.
 
     >>> list(context_recipes(Cluster.load("h100-sxm", 16), 4))[:3]
     ['cp=4,zero=3', 'cp=4,zero=3,recompute=full', 'cp=8,zero=3']
@@ -205,7 +205,8 @@ def context_recipes(cluster: Cluster, batch: int) -> Iterator[str]:
         degrees = [cp for cp in range(2, ranks + 1) if ranks % cp == 0 and batch % (ranks // cp) == 0]
         for cp in degrees[:MOST_CONTEXT if tensor == 1 else 1] if devices % tensor == 0 else ():
             by = f"tp={tensor},sequence_parallel," if tensor > 1 else ""
-            yield from (f"{by}cp={cp},zero=3{more}" for more in ("", ",recompute=full"))
+            at_once = ("", ",micro_batch=1") if batch > ranks // cp else ("",)
+            yield from (f"{by}cp={cp},zero=3{size}{more}" for size in at_once for more in ("", ",recompute=full"))
 
 
 def _searched(model: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any], cluster: Cluster, optimizer: str,

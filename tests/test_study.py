@@ -140,10 +140,14 @@ def test_the_fastest_of_each_kind_comes_first(monkeypatch: pytest.MonkeyPatch) -
 
 
 def test_context_recipes_divide_the_batch() -> None:
-    assert list(context_recipes(Cluster.load("h100-sxm", 16), 16)) == [
-        "cp=2,zero=3", "cp=2,zero=3,recompute=full", "cp=4,zero=3", "cp=4,zero=3,recompute=full", "cp=8,zero=3",
-        "cp=8,zero=3,recompute=full", "tp=8,sequence_parallel,cp=2,zero=3",
-        "tp=8,sequence_parallel,cp=2,zero=3,recompute=full"]
+    """Where ranks have several sequences, also one at a time: a batch of 64 long ones fits one host so only."""
+    machine = Cluster.load("h100-sxm", 16)
+    assert list(context_recipes(machine, 4)) == [
+        "cp=4,zero=3", "cp=4,zero=3,recompute=full", *(
+            f"cp={degree},zero=3{more}" for degree in (8, 16)
+            for more in ("", ",recompute=full", ",micro_batch=1", ",micro_batch=1,recompute=full")),
+        *(f"tp=8,sequence_parallel,cp=2,zero=3{more}"
+          for more in ("", ",recompute=full", ",micro_batch=1", ",micro_batch=1,recompute=full"))]
     assert list(context_recipes(Cluster.load("h100-sxm", 1), 16)) == []
 
 
