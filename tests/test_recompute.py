@@ -16,6 +16,8 @@ from autoparallel.kernels.variants import causal_queries
 from autoparallel.planning.recompute import fewest_recomputed
 from autoparallel.plans import Hybrid
 from autoparallel.schedule.in_flight import in_flight
+from cost_models import Cluster
+from tests.support.captured import plan_of
 from tests.support.models import CASES
 from tests.support.plans import half_recomputed
 from tests.support.ranks import mesh_of
@@ -128,3 +130,26 @@ def test_selective_recompute_of_a_shard_of_causal_queries() -> None:
     wanted = torch.autograd.grad(expected.square().sum(), (q, k, v))
     for gradient, other in zip(torch.autograd.grad(found.square().sum(), (q, k, v)), wanted, strict=True):
         torch.testing.assert_close(gradient, other)
+
+
+def test_saved_tensors_go_to_the_host_where_recompute_costs_more() -> None:
+    """With offload="auto": over a fast link; over a slow one blocks are recomputed, and where host and device are one
+    memory, which gains no room."""
+    machine = Cluster.load("h100-sxm", num_devices=4, software="none")
+
+    def planned(factor: float, shared: bool = False, **options: Any) -> autoparallel.Plan:
+        host = dataclasses.replace(machine.host, from_device_bytes_per_s=machine.host.from_device_bytes_per_s * factor,
+                                   to_device_bytes_per_s=machine.host.to_device_bytes_per_s * factor,
+                                   shared_memory=shared)
+        return plan_of("llama", dataclasses.replace(machine, host=host), batch=64, mesh_shape=(4,), **options)
+
+    kept, again = (planned(1, recompute=how).prediction for how in ("none", "full"))
+    limit = (kept.peak_bytes + again.peak_bytes) / 2
+
+    def found(factor: float, shared: bool = False) -> autoparallel.Plan:
+        return planned(factor, shared, memory_limit_bytes=limit, recompute="auto", offload="auto")
+
+    fast = found(100)
+    assert fast.hybrid.recompute == "offload" and fast.prediction.step_s < again.step_s
+    assert fast.prediction.host_bytes > 0 and fast.prediction.peak_bytes <= limit
+    assert found(0.01).hybrid.recompute == "full" and found(100, True).hybrid.recompute != "offload"

@@ -76,7 +76,7 @@ class _Tiers:
         self.tiers = [tier for tier in _known(cluster) if tier in options.tiers]
         self.nothing = f"the description of {cluster.name} has no rates of its hosts for offload='host' or 'disk'"
         self.found, self.why = list[Plan](), list[str]()
-        self.saves_on_host = "host" in self.tiers
+        self.saves_on_host = "host" in self.tiers and not cluster.host.shared_memory    # where it saves nothing
 
     def fastest(self) -> Plan:
         try:
