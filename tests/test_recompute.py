@@ -132,24 +132,18 @@ def test_selective_recompute_of_a_shard_of_causal_queries() -> None:
         torch.testing.assert_close(gradient, other)
 
 
-def test_saved_tensors_go_to_the_host_where_recompute_costs_more() -> None:
+@pytest.mark.parametrize(("factor", "shared", "how"), [(100, False, "offload"), slow(0.01, False, "full"),
+                                                       slow(100, True, "full")])
+def test_saved_tensors_go_to_the_host_where_recompute_costs_more(factor: float, shared: bool, how: str) -> None:
     """With offload="auto": over a fast link; over a slow one blocks are recomputed, and where host and device are one
     memory, which gains no room."""
     machine = Cluster.load("h100-sxm", num_devices=4, software="none")
-
-    def planned(factor: float, shared: bool = False, **options: Any) -> autoparallel.Plan:
-        host = dataclasses.replace(machine.host, from_device_bytes_per_s=machine.host.from_device_bytes_per_s * factor,
-                                   to_device_bytes_per_s=machine.host.to_device_bytes_per_s * factor,
-                                   shared_memory=shared)
-        return plan_of("llama", dataclasses.replace(machine, host=host), batch=64, mesh_shape=(4,), **options)
-
-    kept, again = (planned(1, recompute=how).prediction for how in ("none", "full"))
+    host = dataclasses.replace(machine.host, from_device_bytes_per_s=machine.host.from_device_bytes_per_s * factor,
+                               to_device_bytes_per_s=machine.host.to_device_bytes_per_s * factor, shared_memory=shared)
+    planned = partial(plan_of, "llama", dataclasses.replace(machine, host=host), batch=64,
+                      mesh_shape=(4,))
+    kept, again = (planned(recompute=recompute).prediction for recompute in ("none", "full"))
     limit = (kept.peak_bytes + again.peak_bytes) / 2
-
-    def found(factor: float, shared: bool = False) -> autoparallel.Plan:
-        return planned(factor, shared, memory_limit_bytes=limit, recompute="auto", offload="auto")
-
-    fast = found(100)
-    assert fast.hybrid.recompute == "offload" and fast.prediction.step_s < again.step_s
-    assert fast.prediction.host_bytes > 0 and fast.prediction.peak_bytes <= limit
-    assert found(0.01).hybrid.recompute == "full" and found(100, True).hybrid.recompute != "offload"
+    found = planned(memory_limit_bytes=limit, recompute="auto", offload="auto")
+    assert found.hybrid.recompute == how and found.prediction.peak_bytes <= limit
+    assert (found.prediction.host_bytes > 0) == (found.hybrid.offload.is_away or how == "offload")
