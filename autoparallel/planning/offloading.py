@@ -73,7 +73,9 @@ class _Tiers:
         self.tables = _worth_moving(tables, options) if options.looks_up else []
         self.most_s = math.inf    # of a plan that is of use
         self.ends = clock.now() + options.time_limit_s
-        self.tiers = [tier for tier in _known(cluster) if tier in options.tiers]
+        whole = options.baseline not in (None, "fsdp")    # a plan whose parameters are not in shards
+        self.tiers = [tier for tier in _known(cluster) if tier in options.tiers
+                      and not (whole and offload_of(tier).moves_parameters)]
         self.nothing = f"the description of {cluster.name} has no rates of its hosts for offload='host' or 'disk'"
         self.found, self.why = list[Plan](), list[str]()
         self.saves_on_host = "host" in self.tiers and not cluster.host.shared_memory    # where it saves nothing
