@@ -105,6 +105,7 @@ class Advice:
 
     @property
     def best(self) -> Alternative | None:
+        """The fastest plan by hand that fits; None: none does."""
         return fastest(self.alternatives)
 
     def report(self, width: int = 100) -> str:
@@ -125,6 +126,7 @@ def advise(model: nn.Module, cluster: Cluster | str | Path, *, example_inputs: S
 
     example_inputs, example_kwargs: the arguments of a call with the global batch, as for `autoparallel.plan`.
     memory_limit_bytes: per device; None: what a plan may take (see `autoparallel.plan`).
+    optimizer: the optimizer whose state is counted in memory, for example "adamw" or "sgd".
     search_s: seconds of a joint search's work beside the plans by hand (as ``time_limit_s`` of `autoparallel.plan`); 0:
         none. With more it may find a faster plan.
     uneven: how much the devices' steps vary, by chance: standard deviation over mean, for parameter servers.

@@ -90,7 +90,7 @@ def plan(
     example_inputs, example_kwargs: the arguments of a call with the global batch; values do not matter.
     mesh_shape: the sizes of the axes, the first of which is the pipeline's if there are stages; None tries all meshes
         of one or two axes (of as many as ``axis_names`` has).
-    axis_names: for pins and reports.
+    axis_names: names of the axes, for pins and reports; None: "axis0", "axis1", ...
     joint: search pipeline, mesh, micro-batches, ZeRO stage and recompute too, where options leave them open. Pins hold
         in the plan, but not in the estimates by which candidates are chosen.
     by_hand: price the plan that people write for Megatron, DeepSpeed or torchtitan instead of a search, as
@@ -104,7 +104,7 @@ def plan(
         token more), without gradients and optimizer state, with a static cache of keys and values as input and output.
     context: tokens that a sequence's cache has room for; the prompt's length in prefill.
     concurrent: sequences at once; None: 1, and for throughput as many as fit and pay.
-    objective: of a phase: "latency" (default) or "throughput" (tokens per second).
+    objective: what a phase is planned for: "latency" (default) or "throughput" (tokens per second).
     OPTIONS
 
     Raises CaptureError, InputError, PinError, PlanError, MeshError, SearchError, InfeasibleError, ClusterError.
@@ -182,9 +182,9 @@ def compile(
 
     model: as one process has it; on the meta device, give it values by `ParallelModule.init_weights` or
         `load_state_dict`.
-    mesh: a `torch.distributed.DeviceMesh`, or the number of devices: then the axes are the plan's, or, with example
-        inputs, the best that the search finds, or one.
-    example_inputs, example_kwargs: the arguments of a call.
+    mesh: a `torch.distributed.DeviceMesh`, or the number of devices. With a number the axes are the plan's, or else,
+        with example inputs, the best that the search finds, or else a single axis.
+    example_inputs, example_kwargs: the arguments of a call; None: those of the first call.
     plan: a ready plan to run, instead of a search; options are then for calls of another form (evaluation, shapes).
     cluster: prices the search; None: the machine that the mesh's device type suggests.
     inputs: "global": plain tensors are the same on all ranks; "local": each rank's rows (dim 0) of the global batch, in
@@ -199,12 +199,12 @@ def compile(
         computes the same of them. Pipelines give the loss of `ParallelModule.step` only, to every rank.
     backend: what runs the program: "eager", node by node; "inductor", forward and backward each one graph, traced by
         AOTAutograd with its collectives (in buckets, overlapped) and compiled, which takes a minute or more at the
-        first call; "auto", Inductor on GPUs with Triton and eager elsewhere; "aot_eager", the traced graphs without
+        first call; "auto", Inductor on GPUs with Triton, eager elsewhere; "aot_eager", the traced graphs without
         Inductor, to find a fault. Compiled graphs have no double backward, and no backward with retain_graph.
     cuda_graphs: on GPUs, forward and backward are recorded at the second call of a form, and one launch each replays
-        them: for steps in which the host is slower than the device. Each form keeps the memory of its recording. What
-        draws random numbers (dropout), or has shapes that depend on data, runs without, and a warning says why; so
-        does a call that comes before the backward of the last one. No second backward of a call, and none with
+        them: for steps in which the host is slower than the device. Each form keeps the memory of its recording.
+        Programs that draw random numbers (dropout), or have shapes that depend on data, run without, and a warning says
+        why; so does a call that comes before the backward of the last one. No second backward of a call, and none with
         create_graph. Raises LoweringError, at the second call, for an op that waits for the host.
     disk_path: the folder for what is on disk (``offload="disk"``), on a disk of each rank's machine.
     max_forms: compiled programs to keep, of calls of different forms; the least recently used is dropped.

@@ -201,10 +201,10 @@ def _list_of(text: str, option: str) -> list[int]:
 
 
 def goodput(
-    devices: Annotated[int | None, typer.Option(min=1, help="of the job; those of --plan by default")] = None,
+    devices: Annotated[int | None, typer.Option(min=1, help="devices of the job; those of --plan by default")] = None,
     plan: Annotated[Path | None, typer.Option(help="a saved plan, whose steps per day are said too")] = None,
     hours_between_failures: Annotated[float | None, typer.Option(
-        help="of one device; by default those of Llama 3's training, 50,740")] = None,
+        help="mean hours between failures of one device; by default 50,740, as in Llama 3's training")] = None,
     restart: Annotated[float, typer.Option(min=0, help="seconds from a failure until the job trains again")] = 300.0,
     checkpoint: Annotated[float, typer.Option(min=0, help="seconds in which a checkpoint holds training up")] = 10.0,
     repair: Annotated[float, typer.Option(min=0, help="hours until a broken host is back")] = 24.0,
@@ -263,10 +263,12 @@ def goodput(
 def replan(
     plan: Annotated[Path, typer.Argument(metavar="PLAN.json", help="the plan by which the job ran")],
     model: Annotated[str, typer.Argument(help="the plan's model, as for autoparallel plan")],
-    cluster: Annotated[str | None, typer.Option(help="the plan's by default; a TOML file, if it was one")] = None,
-    devices: Annotated[int | None, typer.Option(min=1, help="that there are now")] = None,
+    cluster: Annotated[str | None, typer.Option(help="the cluster now; the plan's by default. Give it again if it was "
+                                                "a TOML file")] = None,
+    devices: Annotated[int | None, typer.Option(min=1, help="devices that there are now")] = None,
     lost_hosts: Annotated[int, typer.Option(min=0, help="how many hosts are gone, with all their devices")] = 0,
-    lost: Annotated[str | None, typer.Option(help="their numbers, as 0,5; the last ones by default")] = None,
+    lost: Annotated[str | None, typer.Option(help="numbers of the lost hosts, as 0,5; by default the last "
+                                             "ones")] = None,
     from_checkpoint: Annotated[bool, typer.Option("--from-checkpoint", help="all processes start again, and read a "
                                                   "checkpoint")] = False,
     horizon_steps: Annotated[float | None, typer.Option(help="steps until the next change; by default those between "

@@ -1,7 +1,8 @@
 """The command line: ``autoparallel plan``, ``show``, ``verify``, ``launch``, ``manifest``, ``demo``, ``calibrate``, ...
 
-Exit codes: 0 done; 1 a job ran and failed, or two plans differ; 2 a mistake in the call, or an error that is told; 3 no
-plan fits; 130 interrupted. What takes long is imported by the command that needs it, so that ``--help`` is quick.
+Exit codes: 0 done; 1 a job or a check failed, two plans differ, or nothing that `size` or `fit` tried will do; 2 a
+mistake in the call, or an error that is told; 3 no plan fits; 130 interrupted. What takes long is imported by the
+command that needs it, so that ``--help`` is quick.
 """
 
 from __future__ import annotations
@@ -26,16 +27,18 @@ if TYPE_CHECKING:
 
 app = typer.Typer(help="The fastest correct way to run a PyTorch model on these devices.", no_args_is_help=True,
                   pretty_exceptions_enable=False,
-                  epilog="Exit codes: 0 done; 1 a job failed, or two plans differ; 2 a mistake in the call; 3 no plan "
-                         "fits; 130 interrupted.")
+                  epilog="Exit codes: 0 done; 1 a job or a check failed, two plans differ, or nothing that size or fit "
+                         "tried will do; 2 a mistake in the call, or another error; 3 no plan fits; 130 interrupted.")
 
 
 @app.command()
 def plan(
     model: Annotated[str, typer.Argument(help="a Hugging Face config file (JSON), or module:function")],
     cluster: Annotated[str, typer.Option(help="a cluster's name, or a TOML file")] = "h100-sxm",
-    devices: Annotated[int | None, typer.Option(min=1, help="how many devices; the search chooses the axes")] = None,
-    mesh: Annotated[str | None, typer.Option(help="fix the axes, for example 8x8 (slowest links first)")] = None,
+    devices: Annotated[int | None, typer.Option(min=1, help="how many devices; 8 by default, or those of --mesh")
+                       ] = None,
+    mesh: Annotated[str | None, typer.Option(help="fix the axes, for example 8x8 (slowest links first); else the "
+                                             "search chooses them")] = None,
     software: Annotated[str | None, typer.Option(help="whose speed counts: torch-eager, torch-compile, megatron-core, "
                                                  "megatron-2021, ..., or none")] = None,
     global_batch: Annotated[int | None, typer.Option(min=1, help="sequences (or images) per step; 2 for each device "
@@ -52,34 +55,46 @@ def plan(
                                                         "'usual' one for so many devices (the default), or 'none'")
                                ] = None,
     joint: Annotated[bool, typer.Option(help="search pipeline, micro-batches, ZeRO and recompute too")] = False,
-    pipeline_stages: Annotated[int | None, typer.Option(help="pipeline stages (on the mesh's first axis)")] = None,
-    micro_batches: Annotated[int | None, typer.Option(help="parts of the batch, one after the other")] = None,
+    pipeline_stages: Annotated[int | None, typer.Option(help="pipeline stages (on the mesh's first axis); 1 by "
+                                                        "default, unless --joint searches")] = None,
+    micro_batches: Annotated[int | None, typer.Option(help="parts of the batch, one after the other; 1 by default "
+                                                      "where the step fits, unless --joint searches")] = None,
     stage_replicas: Annotated[str | None, typer.Option(help="ranks that share each stage's batch, as 1,3")] = None,
-    schedule: Annotated[str | None, typer.Option(help=" or ".join(SCHEDULES))] = None,
-    zero_stage: Annotated[int | None, typer.Option(help="0, 1, 2 or 3")] = None,
-    recompute: Annotated[str | None, typer.Option(help="none, selective, full, offload or auto")] = None,
-    reduce_dtype: Annotated[str | None, typer.Option(help="sum gradients in float32, bfloat16 or float16")] = None,
-    bucket_bytes: Annotated[float | None, typer.Option(help="of gradients or parameters that are sent together, "
-                                                       "at most (25 MiB)")] = None,
-    copies: Annotated[int | None, typer.Option(help="micro-batches that run at a time (multi-copy)")] = None,
-    pieces: Annotated[int | None, typer.Option(help="of layers whose operand or result is sent: one travels while the "
-                                               "next is computed")] = None,
-    offload: Annotated[str | None, typer.Option(help="optimizer states on: none (the device), host (gradients too), "
-                                                  "parameters (these too), disk, these three's tiers as "
-                                                  "host/host/disk; by names 'embed*=disk,*=host'; auto: by "
-                                                  "price")] = None,
-    offload_fraction: Annotated[float | None, typer.Option(help="the share of them that moves, as 0.5")] = None,
-    step_in_backward: Annotated[bool, typer.Option("--step-in-backward", help="step them while backward goes "
-                                                   "on")] = False,
-    host_memory_limit: Annotated[str | None, typer.Option(help="of host memory per device, for example 200GiB")] = None,
-    disk_limit: Annotated[str | None, typer.Option(help="of disk per device, for example 1TB")] = None,
-    explain: Annotated[list[str] | None, typer.Option(help="an op, parameter or input: what its strategies "
-                                                      "cost")] = None,
-    alternatives: Annotated[int, typer.Option(min=0, help="so many other plans, by how much slower they are")] = 0,
-    sensitivity: Annotated[bool, typer.Option(help="what half or twice the bandwidth or memory would mean (--html: "
-                                              "always)")] = False,
-    time_limit: Annotated[float, typer.Option(help="seconds of the search's work, counted: those of an idle core, "
-                                              "about")] = 60.0,
+    schedule: Annotated[str | None, typer.Option(help=" or ".join(SCHEDULES) + "; by default 1f1b, or interleaved with "
+                                                 "several stages a rank")] = None,
+    zero_stage: Annotated[int | None, typer.Option(help="0, 1, 2 or 3; by default the search decides")] = None,
+    recompute: Annotated[str | None, typer.Option(help="none, selective, full, offload or auto; none by default where "
+                                                  "the step fits, unless --joint searches")] = None,
+    reduce_dtype: Annotated[str | None, typer.Option(help="sum gradients in float32, bfloat16 or float16; by default "
+                                                     "in the parameters' dtype")] = None,
+    bucket_bytes: Annotated[float | None, typer.Option(help="the most bytes of gradients or parameters that are "
+                                                       "sent together; 25 MiB by default")] = None,
+    copies: Annotated[int | None, typer.Option(help="micro-batches that run at a time (multi-copy); 1 by default, "
+                                               "unless --joint searches")] = None,
+    pieces: Annotated[int | None, typer.Option(help="cut layers whose operand or result is sent into so many pieces: "
+                                               "one travels while the next is computed; by default the search "
+                                               "decides")] = None,
+    offload: Annotated[str | None, typer.Option(help="where training state lives: none (on the device; the default), "
+                                               "host (optimizer states and gradients), parameters (these too), "
+                                               "disk (optimizer states), or the tiers of parameters, gradients and "
+                                               "states as host/host/disk; by parameters' names "
+                                               "'embed*=disk,*=host'; auto: by price")] = None,
+    offload_fraction: Annotated[float | None, typer.Option(help="with --offload host or disk: the share of optimizer "
+                                                          "states that moves, as 0.5; all by default")] = None,
+    step_in_backward: Annotated[bool, typer.Option("--step-in-backward", help="step offloaded states while "
+                                                   "backward goes on")] = False,
+    host_memory_limit: Annotated[str | None, typer.Option(help="host memory that each device may take, for example "
+                                                           "200GiB; by default its share of the host's")] = None,
+    disk_limit: Annotated[str | None, typer.Option(help="disk space that each device may take, for example 1TB; no "
+                                                    "limit by default")] = None,
+    explain: Annotated[list[str] | None, typer.Option(help="an op, parameter or input: say what each of its "
+                                                      "strategies costs")] = None,
+    alternatives: Annotated[int, typer.Option(min=0, help="find so many other plans, and say how much slower they "
+                                                   "are")] = 0,
+    sensitivity: Annotated[bool, typer.Option(help="say what half or twice the bandwidth or memory would mean "
+                                              "(--html always does)")] = False,
+    time_limit: Annotated[float, typer.Option(help="limit of the search's work in seconds, counted as of an idle "
+                                              "core")] = 60.0,
     output: Annotated[Path | None, typer.Option(help="write the plan here as JSON")] = None,
     html: plan_cli.Html = None,
     trace: plan_cli.Trace = None,
@@ -247,12 +262,12 @@ def launch(
 def export(
     plan: Annotated[Path, typer.Argument(help="a plan's file")],
     to: Annotated[str, typer.Option(help="fsdp2, torchtitan, megatron, deepspeed or accelerate")],
-    output: Annotated[Path | None, typer.Option(help="a folder for the files, which are printed without")] = None,
+    output: Annotated[Path | None, typer.Option(help="a folder for the files; without it they are printed")] = None,
     model: Annotated[str | None, typer.Option(help="the plan's model, as for autoparallel plan: prices what was "
                                               "exported")] = None,
-    cluster: Annotated[str | None, typer.Option(help="for --model: the plan's, if it was a TOML file")] = None,
+    cluster: Annotated[str | None, typer.Option(help="with --model: the plan's cluster, if it was a TOML file")] = None,
 ) -> None:
-    """Write a plan down for another framework, and list what it cannot say.
+    """Write a plan as files of another framework, and list what these cannot say.
 
     autoparallel export plan.json --to megatron --output megatron/
     """
@@ -336,7 +351,8 @@ def advise(
 def import_(
     file: Annotated[Path, typer.Argument(help="Megatron-LM's arguments (any text), DeepSpeed's .json, accelerate's "
                                          ".yaml, a torchtitan recipe (.py)")],
-    devices: Annotated[int | None, typer.Option(min=1, help="of the job, for files that do not state it")] = None,
+    devices: Annotated[int | None, typer.Option(min=1, help="devices of the job, for files that do not state them")
+                       ] = None,
 ) -> None:
     """Print another framework's settings as a plan by hand, for --by-hand and --compare-by-hand."""
     typer.echo(_by_hand(f"@{file}", devices))
@@ -348,7 +364,7 @@ def manifest(
                                                "and what a rank runs (but for ranktable)")],
     to: Annotated[str, typer.Option(help="slurm, kubeflow, pytorchjob, jobset, skypilot, ray, mpi or ranktable")],
     nodes: Annotated[int | None, typer.Option(min=1, help="hosts; left out, as many as --hosts names, or 1")] = None,
-    name: Annotated[str, typer.Option(help="of the job")] = "train",
+    name: Annotated[str, typer.Option(help="name of the job")] = "train",
     image: Annotated[str | None, typer.Option(help="container image with autoparallel and the script")] = None,
     hosts: Annotated[str | None, typer.Option(help="addresses a,b,... (or @ranktable.json) for mpi, ranktable")] = None,
     gpus: Annotated[bool, typer.Option(help="whether each process (of servers' jobs: each worker) takes a GPU")] = True,

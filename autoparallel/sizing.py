@@ -134,7 +134,7 @@ def size(
         the same whatever the number, if the batch is fixed.
     clusters: names of known clusters, or TOML files; prices of devices are theirs (`price_per_hour`).
     step_s: longest step. count, days: tokens (or samples) of the whole run, and in how many days at most, without
-        interruptions. budget: the most that the run may cost.
+        interruptions. budget: the most that the run may cost, in the currency of the clusters' prices.
     most: the largest number of devices to try.
     software: whose speed counts, by a name of `cost_models.profile.SOFTWARE`.
     time_limit_s: of the search for each number.

@@ -36,6 +36,8 @@ MOST_TIMEOUT_S = 1e6
 class World:
     """This process in its job. ``launcher``: who started it ("alone": nobody; "unknown": the group was there before).
 
+    ``rank``, ``size``: its number in the job, and the number of processes; ``local_rank``, ``local_size``: those on its
+    host. ``device``: where its tensors belong.
     ``mesh``: all devices of the job, with the axes asked for, the plan's, or one called "devices". ``plan``: the one
     given, to pass to `autoparallel.compile`.
     """

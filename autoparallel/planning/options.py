@@ -53,43 +53,50 @@ from cost_models.unequal import only
 
 #: A line for each option, in the docstrings of `plan` and `compile`.
 OPTIONS = f"""
-    search: "auto", "ilp", "recursive" or "exact".
+    search: the algorithm: "exact" (elimination), "recursive" (mesh axis by mesh axis), "ilp" (an integer program, by
+        HiGHS), or "auto", by the size of the problem.
     pins: placements by name pattern, {{"*.q_proj.weight": (Replicate(), Shard(0)), "input_ids": {{"data": Shard(0)}}}};
-        "host" of tables of embeddings and bags, which are looked up in the host's memory ({{"tables*": "host"}}).
+        "host" for tables of Embedding and EmbeddingBag, which are then looked up in the host's memory
+        ({{"tables*": "host"}}).
     baseline: a classical plan instead of the search's own ("ddp", "fsdp", "tensor_parallel", "sequence_parallel").
-    memory_limit_bytes: of each device's tensors; None is what the device has beside context, communicators and
-        fragments, less the error of predictions (`memory_confidence`); inf no limit.
-    memory_confidence: the share of runs with such a plan that fit in a device's memory, by published runs.
-    optimizer: whose state is counted in memory, for example "adamw" or "sgd".
-    time_limit_s: seconds of the search's work, counted (about as many of an idle core): every machine finds the same
-        plan, later where it is slow or busy. After twenty times as many by the wall clock it ends, and says so.
+    memory_limit_bytes: the most that the tensors on each device may take; None: the device's memory less its context,
+        communicators and fragmentation, and less the error of predictions (`memory_confidence`); inf: no limit.
+    memory_confidence: the share of runs of such a plan that should fit in the devices' memory, judged by published
+        runs; without ``memory_limit_bytes``.
+    optimizer: the optimizer whose state is counted in memory, for example "adamw" or "sgd".
+    time_limit_s: limit of the search's work in seconds, counted (about those of an idle core), so that every machine
+        finds the same plan, later where it is slow or busy. After twenty times as long by the wall clock the search
+        ends, and says so.
         Ctrl-C ends the search with the best plan so far.
-    micro_batches: the batch is run in so many parts, whose gradients add up.
-    pipeline_stages: over the mesh's first axis, of whose size they are a multiple.
-    stage_replicas: the ranks of that axis that share each stage's micro-batches, (1, 3) for two stages.
-    schedule: {names_of()}.
-    recompute: activations that backward computes again: "none", "selective", "full" (whole blocks), "offload" (to host
-        memory instead) or "auto" (whole blocks, as few as memory requires).
+    micro_batches: the batch is run in so many parts, whose gradients add up; None: 1, and in `plan` more where the
+        step does not fit.
+    pipeline_stages: how many, over the mesh's first axis, of whose size they are a multiple; None: 1.
+    stage_replicas: for each stage the number of ranks of that axis that share its micro-batches, (1, 3) for two stages;
+        None: equally many.
+    schedule: {names_of()}; None: '1f1b', or 'interleaved' with several stages a rank.
+    recompute: activations that backward computes again: "none", "selective", "full" (whole blocks), "offload" (kept in
+        host memory instead) or "auto" (whole blocks, as few as memory requires); None: "none" where the step fits.
     zero_stage: 0 stores parameters as ops read them, 1 to 3 in as many shards as possible; None: the search decides.
     reduce_dtype: the dtype in which gradients are summed ("float32", "bfloat16", "float16"); None: the parameter's.
-    bucket_bytes: of a bucket of parameter gathers and gradient reductions, at most; None: 25 MiB.
+    bucket_bytes: the largest bucket of parameter gathers and gradient reductions; None: 25 MiB.
     copies: micro-batches that run at a time (multi-copy): one's activations are sent while another computes; with
-        ZeRO-3 each block's parameters are gathered, or fetched from the host, once for all of them.
+        ZeRO-3 each block's parameters are gathered, or fetched from the host, once for all of them; None: 1.
     pieces: linear layers whose operand or result is sent run in so many pieces, one of which travels while the next is
         computed (asynchronous tensor parallelism); None: the search decides.
-    offload: the tier of optimizer states between steps: "none" (the device), "host" memory, where gradients go too,
-        "parameters": these as well (by ZeRO-3, copied to the device for each use), "disk", the tiers of parameters,
-        gradients and states, as "host/host/disk" and "disk/disk/disk"; by patterns of parameters' names
-        {{"embed*": "disk", "layers.0.*": "host", "*": "none"}}, of which the first that matches holds (none: the
-        device); or "auto": the fastest of the plans that fit into the devices' memory, also with tables on the host.
-        `ParallelModule.optimizer` steps them.
-    offload_fraction: the share of each parameter's elements whose states are there; None: all ("auto": of the host, as
-        few quarters as memory requires).
+    offload: where training state lives between steps: "none" (on the device), "host" (optimizer states and gradients in
+        host memory), "parameters" (these as well, by ZeRO-3, copied to the device for each use), "disk" (optimizer
+        states), or the tiers of parameters, gradients and states, as "host/host/disk" and "disk/disk/disk"; by patterns
+        of parameters' names {{"embed*": "disk", "layers.0.*": "host", "*": "none"}}, of which the first that matches
+        holds (without a match: the device); or "auto": the fastest of the plans that fit into the devices' memory, also
+        with tables on the host; None: "none". `ParallelModule.optimizer` makes the optimizer that steps such states.
+    offload_fraction: with "host" or "disk", the share of each parameter's elements whose states are there; None: all
+        ("auto": on the host, as few quarters as memory requires).
     step_in_backward: states outside of the device are stepped while backward goes on: each backward is followed by one
-        optimizer.step(), and gradients are neither clipped nor added up between the two.
-    host_memory_limit_bytes: of host memory for what leaves each device, or for tiles of what is on disk; None: its
-        share of the host's.
-    disk_limit_bytes: of disk for what leaves each device; None: no limit in a plan, what is free in a run.
+        optimizer.step(), and gradients are neither clipped nor added up between the two; None: False.
+    host_memory_limit_bytes: limit, for each device, of the host memory for what leaves it, or for tiles of what is on
+        disk; None: the device's share of the host's.
+    disk_limit_bytes: limit, for each device, of the disk space for what leaves it; None: no limit in a plan, what is
+        free in a run.
     progress: called during the search with its best cost and bound (`autoparallel.search.solve`).
 """
 

@@ -344,6 +344,7 @@ class Plan:
         return "\n".join([head, *lines])
 
     def to_json(self) -> str:
+        """The plan as JSON, which `from_json` reads."""
         data = asdict(replace(self, study=None, recorder=None, record=None))
         del data["study"], data["recorder"], data["record"]
         text = json.dumps(data, indent=1)

@@ -124,6 +124,7 @@ class ParallelModule(nn.Module):
 
     @torch.compiler.disable(reason=_OPAQUE)
     def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """The original's call, on the mesh; backward works as from the original. In a pipeline only `step` runs."""
         state = self._state
         given = args, kwargs
         with one_at_a_time:
@@ -280,8 +281,9 @@ class ParallelModule(nn.Module):
         return batches.sharded(batch, args, kwargs, self.trace(args, kwargs), self._state)
 
     def local_batch(self, batch: Any) -> Any:
-        """A structure of this rank's rows (dim 0) as DTensors of the global batch: the rows of all ranks in rank order.
-        Scalars stay as they are.
+        """The global batch as DTensors, from this rank's rows (dim 0): the rows of all ranks in rank order.
+
+        ``batch``: a tensor, or a structure of tensors; tensors without dims, and other values, stay as they are.
 
         For one call with a DistributedSampler's batch; ``inputs="local"`` of `autoparallel.compile` is for all calls.
         Raises InputError on all ranks if their shapes differ.
@@ -307,9 +309,9 @@ class ParallelModule(nn.Module):
         stages each rank reads whole batches.
 
         Where samples are cut too (a sequence, an image's height and width), a dataset with a method
-        ``part(index, slices)`` reads only a rank's part: of sample ``index``, each tensor ``[slices]``, of which there
-        is a tuple for each tensor in the sample's structure (None: all of it). All samples have the first's shapes;
-        the first part of each epoch is compared with the sample.
+        ``part(index, slices)`` reads only a rank's part of sample ``index``: ``slices`` has the sample's structure,
+        with a tuple of slices in place of each tensor (None: all of it). All samples have the first's shapes; the first
+        part of each epoch is compared with the sample.
 
         A dataset that can only be iterated (streams) is read whole by every rank, which keeps its shards; ranks compare
         that they read the same. Its position is its own `state_dict`, or else what was read is skipped. Samples of

@@ -29,7 +29,7 @@ _STAGES: WeakValueDictionary[int, DeviceMesh] = WeakValueDictionary()  # by id: 
 
 class GradScaler(torch.amp.GradScaler):
     """`torch.amp.GradScaler` under every plan: all ranks skip a step in which one of them found infinite gradients, and
-    have the same scale. All ranks call its methods.
+    have the same scale. Arguments are torch's. All ranks call its methods.
 
     `parallel.step` runs backward itself: within ``with scaler.scaling():`` its gradients are scaled; the loss that it
     returns is not.

@@ -78,18 +78,23 @@ class Writer(Protocol):
 
 
 class JsonLines:
-    """Appends each line to a file as one JSON object."""
+    """A writer of `StepLog`: appends each line to the file ``path`` as one JSON object."""
 
     def __init__(self, path: str | Path) -> None:
         self.path = Path(path)
 
     def write(self, line: StepLine) -> None:
+        """Append a line of the log."""
         with self.path.open("a", encoding="utf-8") as file:
             file.write(json.dumps(asdict(line)) + "\n")
 
 
 class TensorBoard:
-    """Writes the numbers of each line as scalars under ``autoparallel/`` by a SummaryWriter, or into a folder."""
+    """A writer of `StepLog`: the numbers of each line as scalars under ``autoparallel/``.
+
+    ``writer``: a SummaryWriter, or another object with ``add_scalar``; or a folder, for which tensorboard must be
+    installed.
+    """
 
     def __init__(self, writer: Any) -> None:
         if isinstance(writer, (str, Path)):
@@ -102,13 +107,14 @@ class TensorBoard:
         self.writer = writer
 
     def write(self, line: StepLine) -> None:
+        """Write the numbers of a line of the log."""
         for name, value in asdict(line).items():
             if name != "steps" and isinstance(value, (int, float)):
                 self.writer.add_scalar(f"autoparallel/{name}", value, line.steps)
 
 
 class StepLog:
-    """Counts steps, and tells of each ``every`` of them, on rank 0, by logging (INFO) and the ``writers``.
+    """Counts steps, and after every ``every`` of them gives a line on rank 0, by logging (INFO) and to the ``writers``.
 
         log = autoparallel.StepLog(parallel, every=20, writers=[autoparallel.JsonLines("steps.jsonl")])
         for batch in loader:
@@ -116,9 +122,10 @@ class StepLog:
             optimizer.step()
             log.step()                                     # once a step, on every rank or on rank 0 alone
 
-    The first step, in which programs are compiled, is left out. Where the plan is further off the lines' median than
-    nine in ten predictions of its kind were (`Prediction.nine_in_ten_s`), a warning says so once, with the plan's
-    parts. The device is waited for at each line only. ``clock``: seconds, for tests.
+    ``parallel``: the parallel module, or the plan with which the lines are compared. The first step, in which programs
+    are compiled, is left out. Where the lines' median lies outside of what nine in ten predictions of the plan's kind
+    allow (`Prediction.nine_in_ten_s`), a warning says so once, with the plan's parts. The device is waited for at each
+    line only. ``clock``: seconds, for tests.
     """
 
     def __init__(self, parallel: ParallelModule | Plan, every: int = 10, writers: Sequence[Writer] = (),
