@@ -18,7 +18,7 @@ from autoparallel import capacity_cli, plan_cli
 from autoparallel.errors import AutoparallelError, InfeasibleError, InputError, printable
 from autoparallel.models import load_model
 from autoparallel.plans.reports.units import bytes_of
-from autoparallel.schedule.schedules import SCHEDULES
+from autoparallel.schedule.schedules import SCHEDULES, usual
 from autoparallel.schedule.tiers import places_in
 
 if TYPE_CHECKING:
@@ -60,8 +60,8 @@ def plan(
     micro_batches: Annotated[int | None, typer.Option(help="parts of the batch, one after the other; 1 by default "
                                                       "where the step fits, unless --joint searches")] = None,
     stage_replicas: Annotated[str | None, typer.Option(help="ranks that share each stage's batch, as 1,3")] = None,
-    schedule: Annotated[str | None, typer.Option(help=" or ".join(SCHEDULES) + "; by default 1f1b, or interleaved with "
-                                                 "several stages a rank")] = None,
+    schedule: Annotated[str | None, typer.Option(help=f"{' or '.join(SCHEDULES)}; by default {usual()}, or {usual(2)} "
+                                                 "with several stages a rank")] = None,
     zero_stage: Annotated[int | None, typer.Option(help="0, 1, 2 or 3; by default the search decides")] = None,
     recompute: Annotated[str | None, typer.Option(help="none, selective, full, offload or auto; none by default where "
                                                   "the step fits, unless --joint searches")] = None,

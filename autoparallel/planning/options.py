@@ -73,7 +73,7 @@ OPTIONS = f"""
     pipeline_stages: how many, over the mesh's first axis, of whose size they are a multiple; None: 1.
     stage_replicas: for each stage the number of ranks of that axis that share its micro-batches, (1, 3) for two stages;
         None: equally many.
-    schedule: {names_of()}; None: '1f1b', or 'interleaved' with several stages a rank.
+    schedule: {names_of()}; None: {usual()!r}, or {usual(2)!r} with several stages a rank.
     recompute: activations that backward computes again: "none", "selective", "full" (whole blocks), "offload" (kept in
         host memory instead) or "auto" (whole blocks, as few as memory requires); None: "none" where the step fits.
     zero_stage: 0 stores parameters as ops read them, 1 to 3 in as many shards as possible; None: the search decides.

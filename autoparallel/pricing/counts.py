@@ -53,6 +53,10 @@ ALONE = Summing()
 NO_OFFLOADS = Offloads(0, 0)
 
 
+def _trainable(counts: ExecutionCounts, meta: TensorMeta) -> bool:
+    return meta.requires_grad and bool(counts.saved.kept)
+
+
 class ExecutionCounts:
     """Counts of one step (`Hybrid`) over one strategy graph.
 
@@ -168,18 +172,15 @@ class ExecutionCounts:
 
     def summing(self, use: TensorUse) -> Summing:
         """How the gradients of the value that a use reads are summed: in buckets or not, and in which dtype."""
-        if not (self.of_parameter[use.source] and self._trainable(use.meta)):
+        if not (self.of_parameter[use.source] and _trainable(self, use.meta)):
             return ALONE
         dtype = self.hybrid.sum_dtype or use.meta.dtype
         scale, together = dtype.itemsize / use.meta.dtype.itemsize, not self.hybrid.reads_alone
         return Summing(self.hybrid.bucket_bytes if together else 0.0, scale, together)
 
-    def _trainable(self, meta: TensorMeta) -> bool:
-        return meta.requires_grad and bool(self.saved.kept)
-
     def accumulator_bytes(self, meta: TensorMeta) -> int:
         """Bytes per element of a gradient accumulator more precise than the gradient, kept beside it (0: none)."""
-        if self.hybrid.sum_dtype is None or self.hybrid.is_plain or not self._trainable(meta):
+        if self.hybrid.sum_dtype is None or self.hybrid.is_plain or not _trainable(self, meta):
             return 0
         found = torch.promote_types(meta.dtype, self.hybrid.sum_dtype)
         return 0 if found == meta.dtype else found.itemsize
@@ -187,7 +188,7 @@ class ExecutionCounts:
     def ranks_with(self, index: int) -> tuple[int, ...]:
         """The ranks of the pipeline axis that hold a parameter and sum its gradients; empty for other decisions."""
         decision, groups = self.space.decisions[index], self.hybrid.groups
-        if decision.kind != "parameter" or not self._trainable(self.space.strategy_sets[index].output_metas[0]):
+        if decision.kind != "parameter" or not _trainable(self, self.space.strategy_sets[index].output_metas[0]):
             return ()
         stages = (groups.index(max(groups)),) if self.one_for_all else self.stages_of[index]
         return self.hybrid.ranks_of(*stages)
@@ -196,7 +197,7 @@ class ExecutionCounts:
         """How often per step a gradient of the parameter that a use reads is added to its accumulator."""
         if self.hybrid.micro_batches == 1:
             return 0
-        trainable = self.space.decisions[use.source].kind == "parameter" and self._trainable(use.meta)
+        trainable = self.space.decisions[use.source].kind == "parameter" and _trainable(self, use.meta)
         return max(0, self.count(use.target) - 1) * self.multiplicities[use.target] if trainable else 0
 
     @cached_property

@@ -60,6 +60,7 @@ class Liveness:
         self.blocks, self.saved, self.stages_of = counts.blocks, counts.saved, counts.stages_of
         self._num_decisions = len(self.space)
         self._by_parameter = sorted({k.target for k in self.space.uses if counts.of_parameter[k.source]})
+        self._first_reader = {use.source: use.target for use in reversed(self.space.uses)}
         self._last_trainable = {self.stages_of[i][0]: i for i in self._by_parameter}
 
     @cached_property
@@ -117,10 +118,6 @@ class Liveness:
         ``last`` (None: the end of backward)."""
         turned = int(self.starts[parameter]) + 2 * self._num_decisions
         return turned - self._first_reader[parameter], turned + 1 - (0 if last is None else last)
-
-    @cached_property
-    def _first_reader(self) -> Mapping[int, int]:
-        return {use.source: use.target for use in reversed(self.space.uses)}
 
     def buffer_interval(self, stage: int) -> tuple[int, int]:
         """The whole step, on the stage's rank."""
