@@ -89,7 +89,9 @@ class Change:
 
 @dataclass(frozen=True)
 class Advice:
-    """``best``: the fastest plan by hand that fits (None: none does). ``searched``: the plan of the joint search (None:
+    """``alternatives``: the plans by hand that were priced, on ``cluster`` with ``limit_bytes`` of memory a device;
+    ``best``: the fastest of them that fits (None: none does). ``techniques``: the fastest plans with and without each;
+    ``changes``: what more bandwidth or memory would make of the step. ``searched``: the plan of the joint search (None:
     not searched, or none found). ``exports``: by framework, the best plan's files, or why there are none. ``servers``:
     whether parameter servers would be faster (None: one device, a batch that workers cannot share, or no plan that
     fits)."""

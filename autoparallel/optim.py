@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 
 class Adafactor(torch.optim.Adafactor):
-    """`torch.optim.Adafactor` under every plan: same options, state and steps as in one process.
+    """`torch.optim.Adafactor` under every plan: its arguments, state and steps as in one process.
 
     State of a parameter [..., n, m]: ``row_var`` [..., n, 1] and ``col_var`` [..., 1, m], sharded as the parameter.
     """

@@ -43,11 +43,11 @@ class Cluster:
     those of ``others`` (`cost_models.unequal`).
 
     Ranks are laid out row-major on a mesh: the last axis runs over neighbours, so over the fastest links. The last host
-    may be partly used. ``call_s`` by collective is what one call costs beside its messages (waking ranks and threads),
-    whatever its size and group; the device's launch time when absent. ``profile`` holds the fitted constants of the
-    software that runs on it (None: only what the description says counts), ``correction`` what measured steps showed
-    beside predicted ones (`autoparallel.ParallelModule.verify`). ``sources`` says where each number comes
-    from, by its path in the TOML file.
+    may be partly used. ``algorithms``: those of the collectives' library, of which the cheapest counts. ``call_s`` by
+    collective is what one call costs beside its messages (waking ranks and threads), whatever its size and group; the
+    device's launch time when absent. ``profile`` holds the fitted constants of the software that runs on it (None: only
+    what the description says counts), ``correction`` what measured steps showed beside predicted ones
+    (`autoparallel.ParallelModule.verify`). ``sources`` says where each number comes from, by its path in the TOML file.
     """
 
     name: str

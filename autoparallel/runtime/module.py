@@ -217,7 +217,7 @@ class ParallelModule(nn.Module):
         """Scale all gradients so that their total norm is at most ``max_norm``; returns the norm before scaling.
 
         `torch.nn.utils.clip_grad_norm_` under every plan: the norm is over all shards and pipeline stages, and a
-        parameter shared by several pipeline ranks counts once.
+        parameter shared by several pipeline ranks counts once. ``norm_type``: the p of the p-norm; may be inf.
         """
         check_arguments(max_norm, norm_type)
         state, compiled = self._state, tracing.first_form(self._state)
@@ -300,8 +300,9 @@ class ParallelModule(nn.Module):
         """Batches of ``batch_size`` samples over all ranks; each rank reads the samples of its shards only.
 
         A sample (or the result of ``collate_fn`` on a list of samples) is a call of the model: a mapping of keyword
-        arguments, or a tuple of arguments. All ranks draw one order from ``seed`` and the epoch (`set_epoch`). Random
-        numbers within a sample or ``collate_fn`` (torch, numpy, Python) are seeded by seed, epoch and sample or batch.
+        arguments, or a tuple of arguments. With ``shuffle`` all ranks draw one order from ``seed`` and the epoch
+        (`set_epoch`). Random numbers within a sample or ``collate_fn`` (torch, numpy, Python) are seeded by seed, epoch
+        and sample or batch.
 
         With a ``collate_fn`` each rank reads and collates whole batches and keeps its shard, since the function may
         depend on the whole batch (pad to the longest). ``per_sample=True`` promises that it treats each sample alone:
@@ -346,6 +347,7 @@ class ParallelModule(nn.Module):
         """Load global tensors or DTensors by the original names; each rank takes its shards. All ranks call this.
 
         Values are copied into the parameters in their dtype, also with ``assign`` once the parameters are placed.
+        strict: names that are missing or not the model's are errors; else they are returned, as torch does.
 
         Raises InputError on all ranks, with nothing changed, for values that do not fit, DTensors that another rank
         saved, or values that differ over ranks.

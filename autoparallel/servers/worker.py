@@ -49,7 +49,9 @@ class Servers:
 
         optimizer, options: `torch.optim.SGD`, `Adagrad` or `SparseAdam` and its arguments; it runs on the servers, on
         the rows that a step has touched. Initial values: ``weight`` [rows, width], the same on all workers, or normal
-        with ``std`` (`autoparallel.servers.tables.initial_rows`).
+        with ``std``, drawn by name, ``seed`` and row (`autoparallel.servers.tables.initial_rows`).
+        name: of the table, for `whole`, `set_lr` and checkpoints.
+        padding_idx: as of torch.nn.Embedding; None: none.
 
         Raises InputError for arguments that do not fit, or are not those of the other workers.
         """
@@ -66,8 +68,8 @@ class Servers:
     def module(self, model: Model, *, optimizer: Optimizer, name: str = "model", **options: Any) -> Model:
         """The model itself, with its trainable parameters on the servers: all are pulled before a step's first forward.
 
-        optimizer, options: `torch.optim.SGD`, `Adagrad`, `Adam` or `AdamW` and its arguments. All workers make the
-        model with the same initial values.
+        optimizer, options: `torch.optim.SGD`, `Adagrad`, `Adam` or `AdamW` and its arguments. ``name`` begins the names
+        of its parameters, as in "model.head.weight". All workers make the model with the same initial values.
 
         Raises InputError for a model without parameters, with running statistics, or with other values than another
         worker's.
