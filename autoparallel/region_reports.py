@@ -21,7 +21,8 @@ _CELL_W, _CELL_H, _LEFT, _TOP, _ROW = 120, 34, 110, 54, 20
 
 def print_regions(found: Regions, console: ReportConsole) -> None:
     """Print where which trait pays, then a row for each point."""
-    console.print(f"{len(found.points)} points on {found.cluster}, {sum(one.priced for one in found.points)} plans.")
+    points, plans = len(found.points), sum(one.priced for one in found.points)
+    console.print(f"{points} point{'s' * (points != 1)} on {found.cluster}, {plans} plan{'s' * (plans != 1)}.")
     for sentence in found.told:
         console.print(f"- {sentence}")
     if len(found.kinds) == 1:

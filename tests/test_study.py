@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import xml.etree.ElementTree as ElementTree
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -69,6 +70,7 @@ def test_a_trait_that_ceases_to_pay_is_told_and_a_tie_is_not() -> None:
 def test_the_report_its_json_and_the_picture() -> None:
     text = report(SMALL)
     assert "4 points on h100-sxm, 8 plans." in text and "+10.0%" in text and "cp=16,zero=3" in text
+    assert "1 point on x, 2 plans." in " ".join(report(Regions("x", (replace(SMALL.points[0], priced=2),))).split())
     data = json.loads(to_json(SMALL))
     assert (data["schema"], data["points"][3]["plans"][0]["step_s"]) == ("autoparallel.study", 4.0)
     assert data["told"] == list(SMALL.told)
