@@ -32,7 +32,7 @@ EQUAL_STEPS = 1e-3
 
 
 def recipes(devices: int, host_devices: int, experts: bool = False) -> Iterator[str]:
-    """DDP, ZeRO-1 and FSDP (also in micro-batches, with recompute, with both); on one host also tensor parallelism and
+    """DDP, ZeRO-1 and FSDP (also in micro-batches, there ZeRO-2 too, with recompute, with both); on one host also tensor parallelism and
     a pipeline of two stages; on several hosts tensor parallelism inside a host, with ZeRO-1, with pipelines over hosts
     (with less recompute, or a smaller bubble), and with FSDP; with experts first expert parallelism inside a host, and
     later with pipelines. Of plans that look for the fewest recomputed blocks, which take longest to price, FSDP comes
@@ -45,7 +45,8 @@ def recipes(devices: int, host_devices: int, experts: bool = False) -> Iterator[
     if experts and inner > 1 and devices % inner == 0:
         yield from (f"dp={devices},ep={inner},zero=1{more}" for more in ("", ",recompute=selective"))
     yield from (f"dp={devices}{more}" for more in ("", ",zero=1", ",zero=3", ",micro_batch=1", ",zero=1,micro_batch=1",
-                                                   ",zero=3,micro_batch=1", ",zero=3,micro_batch=1,recompute=selective",
+                                                   ",zero=2,micro_batch=1", ",zero=3,micro_batch=1",
+                                                   ",zero=3,micro_batch=1,recompute=selective",
                                                    ",zero=1,micro_batch=1,recompute=full", ",zero=3,recompute=auto"))
     yield from _divided(devices, host_devices, experts and inner > 1)
     yield f"dp={devices},zero=3,micro_batch=1,recompute=auto"
