@@ -21,7 +21,7 @@ def test_copies_on_a_cpu_are_made_at_once() -> None:
     copies = begin([source, torch.ones(2, dtype=torch.float16)], HOST)
     first, second = copies.ready()
     assert torch.equal(first, source) and first.is_contiguous() and not first.requires_grad
-    assert second.dtype == torch.float16 and copies.back(HOST).ready()[0] is first
+    assert second.dtype == torch.float16 and copies.back([0]).ready()[0] is first
     place = torch.zeros(3, 2)
     assert begin([source], HOST, into=[place]).ready()[0] is place and torch.equal(place, source)
     assert host_copies.current(HOST) is None
@@ -81,6 +81,7 @@ def log() -> Any:
     with patch.object(host_copies, "_stream", lambda far, to_device: streams[to_device]), \
             patch.object(host_copies, "under", lambda stream: nullcontext()), \
             patch.object(host_copies, "_empty", lambda x, device: Value("made", device, told, device == HOST)), \
+            patch.object(torch, "empty_like", lambda x, device: Value("made", device, told)), \
             patch.object(torch.accelerator, "current_stream", lambda device: Stream("main", told)):
         yield told
 
@@ -92,11 +93,25 @@ def test_a_copy_to_the_host_waits_for_its_source_and_is_waited_for(log: list[str
     copies.ready()
     assert log == ["host waits for down"]
     del log[:]
-    back = copies.back(GPU)
+    back = copies.back([0])
     assert log == ["up waits for main", "up waits for event of down", "made to made async", "up records"]
     del log[:]
     back.ready()
     assert log == ["main waits for event of up", "made kept for main"]
+    del back, log[:]
+    assert not log
+
+
+def test_memory_of_the_current_stream_is_not_used_again_while_another_copies(log: list[str]) -> None:
+    """A source that is freed without a wait, and copies that nobody has waited for."""
+    source = Value("saved", GPU, log)
+    copies = begin([source], HOST, held=True)  # type: ignore[list-item]
+    assert not any("kept" in line for line in log)
+    copies.free_source(source)  # type: ignore[arg-type]
+    assert log[-1] == "saved kept for down"
+    back = copies.back([0])
+    del log[:], back
+    assert log == ["made kept for up"]
 
 
 def test_copies_of_steps_during_backward_wait_for_an_event_alone(log: list[str]) -> None:

@@ -5,13 +5,14 @@ from __future__ import annotations
 import copy
 import gc
 import weakref
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import pytest
 import torch
 from torch import fx, nn
 
+from autoparallel.errors import InputError
 from autoparallel.kernels import saved_on_host
 from autoparallel.kernels.host_copies import Copies
 from autoparallel.kernels.saved_on_host import OffloadedBlock, SavedInOrder
@@ -61,6 +62,52 @@ def test_gradients_are_those_of_the_blocks(ahead: bool) -> None:
         assert all(torch.equal(a, b) for a, b in zip(found, wanted, strict=True))
     with torch.no_grad():
         assert torch.equal(run(modules, x, weight), first)
+
+
+def test_conjugated_and_negated_tensors_are_so_in_backward() -> None:
+    """As torch has them: by a bit of the tensor, which its storage does not have."""
+    def body(x: torch.Tensor, weight: torch.Tensor) -> tuple[torch.Tensor]:
+        turned = torch.complex(x, x @ weight).conj()
+        return (turned.imag * weight.sum() + (turned * turned.exp().conj()).real,)
+
+    x, weight = inputs()
+    wanted = torch.autograd.grad(body(x, weight)[0].sum(), (x, weight))
+    block = SavedInOrder(True).block(Body(body))
+    found = torch.autograd.grad(block(x, weight)[0].sum(), (x, weight))
+    assert all(torch.equal(a, b) for a, b in zip(found, wanted, strict=True))
+
+
+def test_sparse_tensors_stay() -> None:
+    def body(x: torch.Tensor, weight: torch.Tensor) -> tuple[torch.Tensor]:
+        return (torch.sparse.mm(torch.eye(3).to_sparse(), x @ weight).sin(),)
+
+    x, weight = inputs()
+    wanted = torch.autograd.grad(body(x, weight)[0].sum(), (x, weight))
+    found = torch.autograd.grad(SavedInOrder(True).block(Body(body))(x, weight)[0].sum(), (x, weight))
+    assert all(torch.equal(a, b) for a, b in zip(found, wanted, strict=True))
+
+
+@pytest.mark.parametrize("written", ["input", "result"])
+def test_what_stays_and_is_written_to_before_backward_is_refused(written: str) -> None:
+    """As by autograd itself, without hooks."""
+    x, weight = inputs()
+    (made,) = blocks()[0](x, weight)
+    loss = made.sum()
+    with torch.no_grad():
+        (x if written == "input" else made).add_(1)
+    with pytest.raises(InputError, match="written to between forward and backward"):
+        loss.backward()
+
+
+class Body(nn.Module):
+    """A function as a module."""
+
+    def __init__(self, function: Callable[..., tuple[torch.Tensor]]) -> None:
+        super().__init__()
+        self.function = function
+
+    def forward(self, *values: torch.Tensor) -> tuple[torch.Tensor]:
+        return self.function(*values)
 
 
 class Far(Copies):

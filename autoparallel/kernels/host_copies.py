@@ -21,10 +21,16 @@ HOST = torch.device("cpu")
 
 class Copies:
     """Copies that have begun: ``values``, on one device or the host, to be read after `ready`. ``far``: the device of
-    the sources or copies."""
+    the sources or copies. ``stream``: that makes them, where it does not have their memory (``held``)."""
 
-    def __init__(self, values: Values, event: Any = None, far: torch.device = HOST) -> None:
-        self.values, self._event, self._far = values, event, far
+    def __init__(self, values: Values, event: Any = None, far: torch.device = HOST, stream: Any = None) -> None:
+        self.values, self._event, self._far, self._stream = values, event, far, stream
+
+    def __del__(self) -> None:
+        """Of copies on a device that nobody has waited for: the stream that makes them goes on to write there."""
+        if self._stream is not None and self.values and self.values[0].device.type != "cpu":
+            for value in self.values:
+                value.record_stream(self._stream)
 
     def ready(self) -> Values:
         """The copies: those on the host when they are there, those on the device for the current stream, which
@@ -35,6 +41,7 @@ class Copies:
             else:
                 current: Any = torch.accelerator.current_stream(self.values[0].device)
                 current.wait_event(self._event)
+                self._stream = None
                 for value in self.values:
                     value.record_stream(current)
         return self.values
@@ -49,6 +56,11 @@ class Copies:
         copies (of `begin` with ``held``)."""
         if self._event is not None:
             torch.accelerator.current_stream(self._far).wait_event(self._event)
+
+    def free_source(self, source: torch.Tensor) -> None:
+        """Let one source's memory be used again when these copies are made, which nothing waits for."""
+        if self._stream is not None:
+            source.record_stream(self._stream)
 
     def back(self, which: Sequence[int]) -> Copies:
         """Copies of some of these on the device that they came from, from when they are there; on a CPU, these. The
@@ -85,7 +97,7 @@ def begin(sources: Sequence[torch.Tensor], device: torch.device, into: Sequence[
     for value in () if held else (*sources, *(into or ())):
         if value.device.type != "cpu":
             value.record_stream(stream)
-    return Copies(copies, event, far)
+    return Copies(copies, event, far, stream if held else None)
 
 
 def current(device: torch.device) -> Any:

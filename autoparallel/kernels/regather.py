@@ -20,6 +20,7 @@ from autoparallel.kernels import async_communication, groups
 from autoparallel.kernels.buckets import begin_gathers_of
 from autoparallel.kernels.collectives import Sizes, redistribute
 from autoparallel.kernels.host_copies import begin as begin_copies
+from autoparallel.kernels.saved_views import Form, Here, has_storage
 from autoparallel.layout import Placement
 from autoparallel.schedule.backward_gathers import BackwardGathers, Gather, View
 
@@ -31,12 +32,10 @@ _Gather = Gather[torch.Tensor]
 class _View(View[torch.Tensor]):
     """A view of a gathered tensor: one that autograd saved, or the source of a further gather."""
 
-    size: tuple[int, ...]
-    stride: tuple[int, ...]
-    offset: int
+    form: Form
 
     def of(self, whole: torch.Tensor) -> torch.Tensor:
-        return whole.as_strided(self.size, self.stride, self.offset)
+        return self.form.view(whole)
 
 
 class _Run:
@@ -53,7 +52,7 @@ class _Run:
         self.found[storage._cdata] = StorageWeakRef(storage), gather, number
 
     def find(self, tensor: torch.Tensor) -> tuple[_Gather, int] | None:
-        found = self.found.get(tensor.untyped_storage()._cdata)
+        found = self.found.get(tensor.untyped_storage()._cdata) if has_storage(tensor) else None
         return None if found is None or found[0].expired() else found[1:]
 
     def read(self, view: _View) -> torch.Tensor:
@@ -96,19 +95,19 @@ def regathering(bucket_bytes: float) -> Iterator[None]:
         _run.reset(token)
 
 
-def pack(tensor: torch.Tensor) -> torch.Tensor | _Saved:
+def pack(tensor: torch.Tensor) -> Here | _Saved:
     """What autograd keeps of a tensor: the recipe of a gathered one, or the tensor."""
     kept, run = _kept(tensor), _run.get()
     if run is None or not isinstance(kept, _View):
-        return tensor.detach()  # an op that saves its own result would otherwise be a reference cycle
+        return Here(tensor)
     run.gathers.save(kept)
     return _Saved(run, kept)
 
 
-def unpack(saved: torch.Tensor | _Saved) -> torch.Tensor:
+def unpack(saved: Here | _Saved) -> torch.Tensor:
     """The tensor, for backward; gathered again if it is a recipe."""
-    if not isinstance(saved, _Saved):
-        return saved
+    if isinstance(saved, Here):
+        return saved.read()
     with torch.no_grad():
         return saved.run.read(saved.view)
 
@@ -118,7 +117,7 @@ def _kept(tensor: torch.Tensor) -> torch.Tensor | _View:
     run = _run.get()
     if run is None or (found := run.find(tensor)) is None:
         return tensor.detach()
-    return _View(*found, tuple(tensor.shape), tensor.stride(), int(tensor.storage_offset()))
+    return _View(*found, Form.of(tensor))
 
 
 def gather(value: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:

@@ -18,6 +18,7 @@ from torch import nn
 
 from autoparallel.kernels import regather
 from autoparallel.kernels.host_copies import HOST, Copies, begin
+from autoparallel.kernels.saved_views import Form, Here, has_storage
 
 
 class SavedInOrder:
@@ -63,18 +64,12 @@ class OffloadedBlock(nn.Module):
 
 @dataclass(frozen=True)
 class _View:
-    """In place of a tensor that autograd saved: a view of storage ``number`` of a block."""
+    """In place of a tensor that autograd saved, the ``place``-th of a block: a view of its storage ``number``."""
 
     saved: _Saved
+    place: int
     number: int
-    dtype: torch.dtype
-    size: torch.Size
-    stride: tuple[int, ...]
-    offset: int
-
-    def of(self, whole: torch.Tensor) -> torch.Tensor:
-        made = torch.empty(0, dtype=self.dtype, device=whole.device)
-        return made.set_(whole.untyped_storage(), self.offset, self.size, self.stride)
+    form: Form
 
 
 class _Saved:
@@ -85,16 +80,19 @@ class _Saved:
         self._before, self._ahead = before, ahead
         self._kept = {_address(value) for value in inputs}
         self._numbers: dict[int, int] = {}    # by storage, while the block runs
+        self._stay = list[Here | None]()    # by place, what does not leave
         self._here: dict[int, torch.Tensor] = {}    # on the device
         self._uses: list[int] = []    # reads left in backward
+        self._number_at: list[int] = []    # by place, while the block runs
         self._away: dict[int, int] = {}    # the place of what leaves among the copies
         self._copies: Copies | None = None
+        self._left = False    # the sources of the copies, which `let_go` freed
         self._coming: tuple[Sequence[int], Copies] | None = None
 
     def pack(self, value: torch.Tensor) -> Any:
         """What autograd keeps in place of a tensor."""
         again = regather.pack(value)
-        if not isinstance(again, torch.Tensor) or not value.numel() or _address(value) in self._kept:
+        if not isinstance(again, Here) or not (has_storage(value) and value.numel()) or _address(value) in self._kept:
             return again
         storage = value.untyped_storage()
         number = self._numbers.setdefault(_address(value), len(self._uses))
@@ -102,23 +100,32 @@ class _Saved:
             self._here[number] = torch.empty(0, dtype=torch.uint8, device=value.device).set_(storage)
             self._uses.append(0)
         self._uses[number] += 1
-        return _View(self, number, value.dtype, value.shape, value.stride(), int(value.storage_offset()))
+        self._stay.append(again)
+        self._number_at.append(number)
+        return _View(self, len(self._stay) - 1, number, Form.of(value))
 
     def leave(self, results: Any) -> None:
-        """Begin copies of all but the block's ``results``, which others keep too."""
-        kept = (value for value in pytree.tree_leaves(results) if isinstance(value, torch.Tensor))
+        """Begin copies of all but the block's ``results``, which others keep too, and of what is on the host already
+        (beside others that are not)."""
+        kept = (x for x in pytree.tree_leaves(results) if isinstance(x, torch.Tensor) and has_storage(x))
         stay = {self._numbers.get(_address(value)) for value in kept}
-        leaving = [number for number in self._here if number not in stay]
-        self._away = {number: place for place, number in enumerate(leaving)}
-        if leaving:
-            self._copies = begin([self._here[number] for number in leaving], HOST, held=True)
+        if any(one.device.type != "cpu" for one in self._here.values()):
+            stay |= {number for number, one in self._here.items() if one.device.type == "cpu"}
+        self._here = {number: one for number, one in self._here.items() if number not in stay}
+        self._away = {number: place for place, number in enumerate(self._here)}
+        self._stay = [one if number in stay else None
+                      for one, number in zip(self._stay, self._number_at, strict=True)]
+        if self._here:
+            self._copies = begin(list(self._here.values()), HOST, held=True)
         self._numbers.clear()
+        self._number_at.clear()
 
     def let_go(self) -> None:
         """Free what has left the device, as soon as the copies are made."""
-        if self._copies is not None and self._coming is None and self._away.keys() & self._here.keys():
+        if self._copies is not None and self._coming is None and self._here:
             self._copies.free_sources()
-            self._here = {number: one for number, one in self._here.items() if number not in self._away}
+            self._here.clear()
+            self._left = True
 
     def fetch(self) -> None:
         """Begin copies to the device of what backward will read."""
@@ -128,11 +135,11 @@ class _Saved:
 
     def read(self, view: _View) -> torch.Tensor:
         """A tensor, for backward; the block before begins to come."""
-        number = view.number
-        if number not in self._away:
-            return view.of(self._here[number])
+        number, here = view.number, self._stay[view.place]
+        if here is not None:
+            return here.read()
         if not self._uses[number] or not (self._ahead or number in self._here):
-            return view.of(self._back([number]).ready()[0])
+            return view.form.view(self._back([number]).ready()[0])
         self.fetch()
         if self._before is not None:
             self._before.fetch()
@@ -145,7 +152,9 @@ class _Saved:
         self._uses[number] -= 1
         if not self._uses[number]:
             del self._here[number]
-        return view.of(whole)
+            if self._copies is not None and not self._left:    # and may be read again, from the host
+                self._copies.free_source(whole)
+        return view.form.view(whole)
 
     def _back(self, numbers: Sequence[int]) -> Copies:
         assert self._copies is not None
