@@ -13,7 +13,7 @@ import torch
 from torch import fx, nn
 
 from autoparallel.errors import InputError
-from autoparallel.kernels import saved_on_host
+from autoparallel.kernels import regather, saved_on_host
 from autoparallel.kernels.host_copies import Copies
 from autoparallel.kernels.saved_on_host import OffloadedBlock, SavedInOrder
 
@@ -85,6 +85,20 @@ def test_sparse_tensors_stay() -> None:
     wanted = torch.autograd.grad(body(x, weight)[0].sum(), (x, weight))
     found = torch.autograd.grad(SavedInOrder(True).block(Body(body))(x, weight)[0].sum(), (x, weight))
     assert all(torch.equal(a, b) for a, b in zip(found, wanted, strict=True))
+
+
+def test_gathered_parameters_are_read_as_they_were_saved() -> None:
+    """Complex views of real ones, and conjugated ones, when ZeRO-3 gathers them again."""
+    whole = torch.randn(4, 2)
+    with regather.regathering(25e6):
+        run = regather._run.get()
+        assert run is not None
+        gather = regather._Gather(lambda numbers, sources: lambda: list(sources), (whole.clone(),))
+        run.gathers.add(gather)
+        run.add(whole, gather, 0)
+        for saved in (torch.view_as_complex(whole), torch.view_as_complex(whole).conj()[1:]):
+            packed = regather.pack(saved)
+            assert isinstance(packed, regather._Saved) and torch.equal(regather.unpack(packed), saved)
 
 
 @pytest.mark.parametrize("written", ["input", "result"])
