@@ -32,11 +32,11 @@ EQUAL_STEPS = 1e-3
 
 
 def recipes(devices: int, host_devices: int, experts: bool = False) -> Iterator[str]:
-    """DDP, ZeRO-1 and FSDP (also in micro-batches, there ZeRO-2 too, with recompute, with both); on one host also tensor parallelism and
-    a pipeline of two stages; on several hosts tensor parallelism inside a host, with ZeRO-1, with pipelines over hosts
-    (with less recompute, or a smaller bubble), and with FSDP; with experts first expert parallelism inside a host, and
-    later with pipelines. Of plans that look for the fewest recomputed blocks, which take longest to price, FSDP comes
-    early, since it is the one that fits most often.
+    """DDP, ZeRO-1 and FSDP (also in micro-batches, there ZeRO-2 too, with recompute, with both); on one host also
+    tensor parallelism and a pipeline of two stages; on several hosts tensor parallelism inside a host, with ZeRO-1,
+    with pipelines over hosts (with less recompute, or a smaller bubble), and with FSDP; with experts first expert
+    parallelism inside a host, and later with pipelines. Of plans that look for the fewest recomputed blocks, which take
+    longest to price, FSDP comes early, since it is the one that fits most often.
 
     >>> list(recipes(8, 8))[:4]
     ['dp=8', 'dp=8,zero=1', 'dp=8,zero=3', 'dp=8,micro_batch=1']
