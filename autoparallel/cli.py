@@ -272,7 +272,7 @@ def export(
     autoparallel export plan.json --to megatron --output megatron/
     """
     import autoparallel
-    from autoparallel.plans.reports.units import seconds_str
+    from autoparallel.plans.reports.units import bytes_str, seconds_str
 
     searched = autoparallel.Plan.load(plan)
     made = autoparallel.export_plan(searched, to)
@@ -286,11 +286,15 @@ def export(
         price = "" if one.seconds is None else f" (+{seconds_str(one.seconds)} a step)"
         typer.secho(printable(f"not expressed: {one.what}; instead: {one.instead}{price}"), err=True)
     if model is None:
-        typer.secho(f"--model MODEL prices what was exported: {made.by_hand}", err=True)
+        typer.secho(f"--model MODEL prices what was exported, and says whether it fits: {made.by_hand}", err=True)
     else:
         priced = _priced(searched, made.by_hand, model, cluster).prediction
         typer.secho(f"what was exported, {made.by_hand}: a step takes {seconds_str(priced.step_s)}, and the plan's "
                     f"{seconds_str(searched.prediction.step_s)}", err=True)
+        if 0 < (limit := searched.prediction.limit_bytes) < priced.peak_bytes:
+            typer.secho(f"it does not fit: {bytes_str(priced.peak_bytes)} a device of the {bytes_str(limit)} that "
+                        "tensors may take. Plan what the framework can say, as --by-hand 'dp=8,zero=3,recompute=auto', "
+                        "and export that", err=True, fg=typer.colors.RED)
 
 
 def _priced(searched: Plan, by_hand: ByHand, model: str, cluster: str | None) -> Plan:

@@ -437,6 +437,7 @@ def test_the_command_line_exports_and_imports(tmp_path: Path) -> None:
 
 
 def test_what_was_exported_is_priced_with_the_plans_software_and_optimizer(tmp_path: Path) -> None:
+    """And whether it fits: what a file cannot say may have saved memory."""
     config, file = Path(__file__).parents[1] / "benchmarks/configs/small-llama.json", str(tmp_path / "plan.json")
     run = CliRunner().invoke
     told = run(app, ["plan", str(config), "--devices", "4", "--sequence-length", "128", "--by-hand", "dp=4",
@@ -444,8 +445,11 @@ def test_what_was_exported_is_priced_with_the_plans_software_and_optimizer(tmp_p
     assert told.exit_code == 0, told.output
     told = run(app, ["export", file, "--to", "megatron", "--model", str(config)])
     priced, ours = told.stderr.splitlines()[-1].split(": a step takes ")[1].split(", and the plan's ")
-    assert priced == ours
+    assert priced == ours and "fit" not in told.stderr
     plan = autoparallel.Plan.load(file)
+    replace(plan, prediction=replace(plan.prediction, limit_bytes=plan.prediction.peak_bytes / 2)).save(file)
+    told = run(app, ["export", file, "--to", "megatron", "--model", str(config)])
+    assert "it does not fit: " in told.stderr and "recompute=auto" in told.stderr
     replace(plan, cluster="ours").save(file)    # as of a TOML file with that name
     told = run(app, ["export", file, "--to", "megatron", "--model", str(config)])
     assert "cluster 'ours' of a TOML file: give that file as --cluster FILE" in str(told.exception)
