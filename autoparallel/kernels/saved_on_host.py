@@ -78,7 +78,7 @@ class _Saved:
 
     def __init__(self, before: _Saved | None, ahead: bool, inputs: Sequence[torch.Tensor]) -> None:
         self._before, self._ahead = before, ahead
-        self._kept = {_address(value) for value in inputs}
+        self._kept = {_address(value) for value in inputs if has_storage(value)}
         self._numbers: dict[int, int] = {}    # by storage, while the block runs
         self._stay = list[Here | None]()    # by place, what does not leave
         self._here: dict[int, torch.Tensor] = {}    # on the device
