@@ -45,6 +45,10 @@ class Lowering:
     bucket_bytes: float
     made: dict[Any, Callable[..., Sequence[Tensor]]] = field(default_factory=dict)
 
+    @property
+    def recomputes(self) -> bool:
+        return self.recompute in ("selective", "full")
+
 
 def compiled(program: GraphModule, how: Lowering, part_of: Callable[[FxNode], object] = lambda node: "") -> GraphModule:
     """The program with each run of nodes of one part as a `CompiledPart`. Ops that cannot be traced, and nodes whose
@@ -53,8 +57,7 @@ def compiled(program: GraphModule, how: Lowering, part_of: Callable[[FxNode], ob
     Called within `groups.use` and `rng.use_seed`, like the program; all ranks make the same calls.
     """
     why = {node: reason for node in program.graph.nodes if (reason := why_not_traced(node)) is not None}
-    offloads = how.recompute == "offload"
-    runs = _runs(program, how.block_of) if how.recompute != "none" and not offloads else {}
+    runs = _runs(program, how.block_of) if how.recomputes else {}
     for reason in sorted(set(why.values())):
         _LOG.warning("%s: runs node by node, between compiled graphs", reason)
 
@@ -65,8 +68,8 @@ def compiled(program: GraphModule, how: Lowering, part_of: Callable[[FxNode], ob
 
     def made(body: GraphModule, members: Sequence[FxNode]) -> nn.Module:
         compiled_part = CompiledPart(body, how, [runs.get(node) for node in members])
-        leaves = offloads and how.block_of(members[0]) is not None
-        return order.block(compiled_part) if leaves else compiled_part
+        offloads = how.recompute == "offload" and how.block_of(members[0]) is not None
+        return order.block(compiled_part) if offloads else compiled_part
 
     return in_parts(program, part, made)
 
@@ -120,7 +123,7 @@ class _Passes:
         """Say what backward computes, again or by itself."""
         mark_gathers(joint.graph, self.parameters)
         tag_collectives_of_backward(joint)
-        if self.how.recompute in ("selective", "full"):
+        if self.how.recomputes:
             tag_blocks(joint, self.how.recompute)
         if self.how.regathers:
             tag_gathers(joint)

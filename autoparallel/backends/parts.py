@@ -26,9 +26,9 @@ TOGETHER = 2
 
 
 def parts_of(graph: Graph, by_block: bool = True, neighbours: bool = True) -> Callable[[FxNode], object]:
-    """Returns a function: node -> the part of the program that it is compiled with: that of its block (``neighbours``:
-    and of those beside it, as `together` has them), "" outside blocks (or if not ``by_block``); None if it is left out
-    of compiled graphs, as communication of parameters is."""
+    """Returns a function: node -> the part of the program that it is compiled with: its block, or with ``neighbours``
+    the group of blocks by `together`; "" outside blocks (or if not ``by_block``); None if it is left out of compiled
+    graphs, as communication of parameters is."""
     blocks = [block for node in graph.nodes if (block := node.meta.get("block"))] if by_block else []
     parts = together(blocks) if neighbours else {block: block for block in blocks}
 

@@ -67,15 +67,16 @@ _LEFT = "autoparallel/left"
 
 
 def say_here(store: dist.Store, rank: int) -> None:
-    """Tell the ranks of this host which process this one is: one that ends by os._exit, or is killed, says nothing."""
+    """Publish this rank's process ID to the ranks of its host, which see by it whether the process runs still (one that
+    ends by os._exit, or is killed, tells nothing)."""
     with suppress(OSError, RuntimeError):  # (no /proc: not Linux)
-        store.append(_beside(), f"{rank}:{os.getpid()} ")  # type: ignore[attr-defined]
+        store.append(_processes_key(), f"{rank}:{os.getpid()} ")  # type: ignore[attr-defined]
 
 
 def rank_that_ended(store: dist.Store) -> int | None:
-    """A rank of this host that has said so and whose process has ended (None: none is known)."""
+    """A rank of this host whose process, published by `say_here`, has ended (None: none is known)."""
     with suppress(OSError, RuntimeError):
-        said = store.get(_beside()).decode().split() if store.check([_beside()]) else []
+        said = store.get(_processes_key()).decode().split() if store.check([_processes_key()]) else []
         for rank, process in (map(int, one.split(":")) for one in said):
             try:
                 os.kill(process, 0)
@@ -86,8 +87,8 @@ def rank_that_ended(store: dist.Store) -> int | None:
     return None
 
 
-def _beside() -> str:
-    """A key of the processes that see one another's numbers: of a host, and there of a container."""
+def _processes_key() -> str:
+    """The store's key for processes that share one PID namespace: those of a host, or of a container there."""
     return f"autoparallel/processes/{socket.gethostname()}/{Path('/proc/self/ns/pid').readlink()}"
 
 

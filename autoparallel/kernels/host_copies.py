@@ -21,13 +21,13 @@ HOST = torch.device("cpu")
 
 class Copies:
     """Copies that have begun: ``values``, on one device or the host, to be read after `ready`. ``far``: the device of
-    the sources or copies. ``stream``: that makes them, where it does not have their memory (``held``)."""
+    the sources or copies. ``stream``: the one that copies, of `begin` with ``held``, which records no memory for it."""
 
     def __init__(self, values: Values, event: Any = None, far: torch.device = HOST, stream: Any = None) -> None:
         self.values, self._event, self._far, self._stream = values, event, far, stream
 
     def __del__(self) -> None:
-        """Of copies on a device that nobody has waited for: the stream that makes them goes on to write there."""
+        """Memory of copies on a device for which nobody has waited is not used again before they are made."""
         if self._stream is not None and self.values and self.values[0].device.type != "cpu":
             for value in self.values:
                 value.record_stream(self._stream)
@@ -52,19 +52,19 @@ class Copies:
             self._event.synchronize()
 
     def free_sources(self) -> None:
-        """Let the sources' memory be used again by what the device's current stream does next, which waits for these
-        copies (of `begin` with ``held``)."""
+        """The device's current stream waits for these copies (of `begin` with ``held``); then the caller may drop the
+        sources."""
         if self._event is not None:
             torch.accelerator.current_stream(self._far).wait_event(self._event)
 
     def free_source(self, source: torch.Tensor) -> None:
-        """Let one source's memory be used again when these copies are made, which nothing waits for."""
+        """The caller may drop one source: its memory is not used again before these copies are made."""
         if self._stream is not None:
             source.record_stream(self._stream)
 
     def back(self, which: Sequence[int]) -> Copies:
-        """Copies of some of these on the device that they came from, from when they are there; on a CPU, these. The
-        current stream, which reads them, also has their memory."""
+        """Begin copies of some of these to the device that they came from, in memory of its current stream, which reads
+        them; on a CPU, these themselves."""
         values = tuple(self.values[number] for number in which)
         if self._event is None:
             return Copies(values)
@@ -76,8 +76,8 @@ def begin(sources: Sequence[torch.Tensor], device: torch.device, into: Sequence[
     """Begin copies of ``sources``, all on the host or on one device, to the memory of ``device``: to new tensors, or
     ``into`` others there, of the same shapes. They are read and written when the current stream has got here, and
     ``after`` an event. A thread has a current stream of its own: one that copies for another runs `under` that one's.
-    ``held``: the caller keeps sources on a device until `Copies.free_sources`, and copies there until `Copies.ready`;
-    so no stream but the current one has their memory, and it is free for it at once.
+    ``held``: the caller holds sources on a device until `Copies.free_sources`, and copies there until `Copies.ready`.
+    Then their memory, of the current stream, needs no `record_stream`, which would keep it from reuse for longer.
     """
     far = _far(device, sources)
     if far is None:

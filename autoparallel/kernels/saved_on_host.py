@@ -1,8 +1,9 @@
 """Tensors that autograd saves for backward of a block, in the memory of the host until then.
 
-A block's tensors leave once its forward has ended, while later blocks compute, and stay on the device until the next
-block that offloads has ended too: two blocks' are there at most. They come back while backward of that next block runs;
-those of the last one are still there when backward begins. What ZeRO-3 gathers again is left to `regather`.
+A block's tensors are copied to the host once its forward has ended, and their device memory is released when forward of
+the next offloaded block has ended: it holds those of at most two blocks. They are fetched during backward of that next
+block; those of the last block are on the device still when backward begins. Gathered parameters of ZeRO-3 are not saved
+but gathered again (`regather`). `pricing` counts bytes and seconds of the same rules.
 """
 
 from __future__ import annotations
@@ -22,8 +23,8 @@ from autoparallel.kernels.saved_views import Form, Here, has_storage
 
 
 class SavedInOrder:
-    """What the blocks of one program have saved, in the order of its forward. ``ahead``: each block's tensors are
-    fetched while backward of the block behind it runs; else each at its use (of a backward in two parts)."""
+    """The offloaded blocks of one program, in the order of its forward. ``ahead``: a block's tensors are fetched during
+    backward of the next block; else each tensor at its use, for a backward in two parts."""
 
     def __init__(self, ahead: bool) -> None:
         self.ahead, self._blocks = ahead, 0
@@ -38,15 +39,15 @@ class SavedInOrder:
         return OffloadedBlock(body, self, self._blocks == 1)
 
     def run(self, body: nn.Module, values: Sequence[torch.Tensor], is_first: bool) -> Any:
-        """The results of a block; what autograd saves in it goes to the host. ``values``: its inputs, which others
-        keep; ``is_first``: of this forward."""
+        """Run a block, and copy the tensors that autograd saves in it to the host. ``values``: its inputs, which stay
+        on the device, since others hold them; ``is_first``: whether it is the first block of this forward."""
         last = self._last()
         saved = _Saved(last if self.ahead and not is_first else None, self.ahead, values)
         with torch.autograd.graph.saved_tensors_hooks(saved.pack, _unpack):
             made = body(*values)
         saved.leave(made)
         if last is not None:
-            last.let_go()
+            last.release()
         self._last = weakref.ref(saved)
         return made
 
@@ -64,7 +65,7 @@ class OffloadedBlock(nn.Module):
 
 @dataclass(frozen=True)
 class _View:
-    """In place of a tensor that autograd saved, the ``place``-th of a block: a view of its storage ``number``."""
+    """Stands for a tensor that autograd saved, the ``place``-th of a block: a view of storage ``number``."""
 
     saved: _Saved
     place: int
@@ -73,24 +74,24 @@ class _View:
 
 
 class _Saved:
-    """The storages that one run of a block saved, each as a flat tensor, by number. ``before``: those of the block
-    before it, to be fetched while backward of this one runs; ``inputs``: of the block."""
+    """The storages that one run of a block saved, each as a flat tensor, by number. ``before``: those of the previous
+    block, fetched during backward of this one; ``inputs``: the block's."""
 
     def __init__(self, before: _Saved | None, ahead: bool, inputs: Sequence[torch.Tensor]) -> None:
         self._before, self._ahead = before, ahead
         self._kept = {_address(value) for value in inputs if has_storage(value)}
         self._numbers: dict[int, int] = {}    # by storage, while the block runs
-        self._stay = list[Here | None]()    # by place, what does not leave
-        self._here: dict[int, torch.Tensor] = {}    # on the device
+        self._stay = list[Here | None]()    # by place, the tensor if it stays on the device
+        self._here: dict[int, torch.Tensor] = {}    # those on the device
         self._uses: list[int] = []    # reads left in backward
         self._number_at: list[int] = []    # by place, while the block runs
-        self._away: dict[int, int] = {}    # the place of what leaves among the copies
+        self._away: dict[int, int] = {}    # of what is copied, its place among the copies
         self._copies: Copies | None = None
-        self._left = False    # the sources of the copies, which `let_go` freed
+        self._released = False    # whether the sources of the copies are free
         self._coming: tuple[Sequence[int], Copies] | None = None
 
     def pack(self, value: torch.Tensor) -> Any:
-        """What autograd keeps in place of a tensor."""
+        """The pack hook of autograd."""
         again = regather.pack(value)
         if not isinstance(again, Here) or not (has_storage(value) and value.numel()) or _address(value) in self._kept:
             return again
@@ -105,8 +106,8 @@ class _Saved:
         return _View(self, len(self._stay) - 1, number, Form.of(value))
 
     def leave(self, results: Any) -> None:
-        """Begin copies of all but the block's ``results``, which others keep too, and of what is on the host already
-        (beside others that are not)."""
+        """Begin to copy all storages to the host except those of the block's ``results``, which others hold too, and,
+        on an accelerator, those that are on the host already."""
         kept = (x for x in pytree.tree_leaves(results) if isinstance(x, torch.Tensor) and has_storage(x))
         stay = {self._numbers.get(_address(value)) for value in kept}
         if any(one.device.type != "cpu" for one in self._here.values()):
@@ -120,21 +121,21 @@ class _Saved:
         self._numbers.clear()
         self._number_at.clear()
 
-    def let_go(self) -> None:
-        """Free what has left the device, as soon as the copies are made."""
+    def release(self) -> None:
+        """Free the device memory of copied storages, as soon as the copies are made."""
         if self._copies is not None and self._coming is None and self._here:
             self._copies.free_sources()
             self._here.clear()
-            self._left = True
+            self._released = True
 
     def fetch(self) -> None:
-        """Begin copies to the device of what backward will read."""
+        """Begin to copy back the storages that backward will read."""
         numbers = [number for number in self._away if self._uses[number] and number not in self._here]
         if self._coming is None and numbers:
             self._coming = numbers, self._back(numbers)
 
     def read(self, view: _View) -> torch.Tensor:
-        """A tensor, for backward; the block before begins to come."""
+        """The tensor, for backward; begins to fetch the previous block's."""
         number, here = view.number, self._stay[view.place]
         if here is not None:
             return here.read()
@@ -152,7 +153,7 @@ class _Saved:
         self._uses[number] -= 1
         if not self._uses[number]:
             del self._here[number]
-            if self._copies is not None and not self._left:    # and may be read again, from the host
+            if self._copies is not None and not self._released:    # and may be read again, from the host
                 self._copies.free_source(whole)
         return view.form.view(whole)
 

@@ -1,4 +1,4 @@
-"""Tensors that autograd saved as views of storages, which may be made again elsewhere, or by themselves."""
+"""Saved tensors as views of a storage, to be rebuilt on another storage; or kept, with their versions."""
 
 from __future__ import annotations
 
@@ -11,8 +11,7 @@ from autoparallel.errors import InputError
 
 @dataclass(frozen=True)
 class Form:
-    """A view of a storage. ``conjugate``, ``negative``: bits of a tensor that torch conjugates, or negates, where it is
-    read."""
+    """The view of a storage that a tensor is. ``conjugate``, ``negative``: torch's lazy conjugation and negation."""
 
     dtype: torch.dtype
     size: torch.Size
@@ -27,7 +26,7 @@ class Form:
                    tensor.is_neg())
 
     def view(self, whole: torch.Tensor) -> torch.Tensor:
-        """The view of another storage, that of ``whole``."""
+        """The same view of the storage of ``whole``."""
         made = torch.empty(0, dtype=self.dtype, device=whole.device)
         made.set_(whole.untyped_storage(), self.offset, self.size, self.stride)
         made = made.conj() if self.conjugate else made
@@ -35,7 +34,7 @@ class Form:
 
 
 class Here:
-    """A tensor that autograd saved, as it is, and its version then, which autograd leaves to hooks."""
+    """A saved tensor that stays on the device, with its version. (Autograd checks no versions where hooks pack.)"""
 
     def __init__(self, tensor: torch.Tensor) -> None:
         # Detached: an op that saves its own result would otherwise be a reference cycle.

@@ -164,9 +164,10 @@ class ExecutionCounts:
         return self._offloads(use.target) if leaves and self.saved.copy_is_away(use) else NO_OFFLOADS
 
     def _offloads(self, index: int) -> Offloads:
-        """Of what a decision saves. The last block is there still when backward follows its forward at once."""
-        some, block, at_once = self.multiplicities[index], self.blocks.left[index], self.in_flight == [1]
-        stays = at_once and block is not None and self.blocks.behind[block] is None
+        """Copies of what a decision saves. Those of the last block need not come back where its backward follows its
+        forward at once: they are on the device still."""
+        some, block, at_once = self.multiplicities[index], self.blocks.evicted[index], self.in_flight == [1]
+        stays = at_once and block is not None and self.blocks.next_offloaded[block] is None
         there = self.count(index) * some
         return Offloads(there, self.count(index) * (some - stays))
 

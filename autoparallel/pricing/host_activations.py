@@ -17,12 +17,11 @@ Both = tuple[np.ndarray, np.ndarray]
 
 
 class HostActivations:
-    """Prices of these copies, as far as compute does not hide them, on the fullest rank. ``bytes_of``: of a decision's
-    results, by strategy.
+    """Exposed seconds of these copies, on the fullest rank. ``bytes_of``: bytes of a decision's results, by strategy.
 
-    They run on streams of their own beside forward and backward, with a block's time or more for each block; where both
-    are divided evenly over the devices, what exceeds the whole of forward or backward is exposed. Where host and device
-    are one memory, a copy is made in forward, and nothing hides it.
+    Copies overlap with compute: those to the host with forward, those back with backward. Exposed is the time by which
+    all copies of a direction exceed all compute of that pass, both divided evenly over the devices. Where host and
+    device share one memory, forward makes each copy itself, and no copy goes back.
     """
 
     def __init__(self, prices: Prices, counts: ExecutionCounts, memo: Memo, bytes_of: Callable[[int], np.ndarray]

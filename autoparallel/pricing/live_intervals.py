@@ -188,23 +188,24 @@ class Liveness:
         held = self._by_stage(self.counts.in_flight.__getitem__)[decisions] - np.where(savers > last, late, 0)
         count = np.where(inside, put_off, held) + gradients
         found.put(numbers, start + decisions, start + turning + 1 - decisions, self._held[decisions] * count)
-        in_block = np.array([self.blocks.left[index] is not None for index in decisions.tolist()], bool)
+        in_block = np.array([self.blocks.evicted[index] is not None for index in decisions.tolist()], bool)
         again = in_block & inside & (put_off + gradients == 0)
-        known = {block: self._there_from(block) for block in self.blocks.last}
-        there = np.array([known[self.blocks.left[index]] for index in decisions[again].tolist()], np.int64)
-        found.put(numbers[again], start[again] + np.maximum(decisions[again], there),
+        known = {block: self._resident_from(block) for block in self.blocks.last}
+        resident = np.array([known[self.blocks.evicted[index]] for index in decisions[again].tolist()], np.int64)
+        found.put(numbers[again], start[again] + np.maximum(decisions[again], resident),
                   start[again] + turning + 1 - decisions[again], 1)
 
-    def _there_from(self, block: Block) -> int:
-        """When the values that backward of a block reads are on the device: from its recompute on; or, on their way
-        from the host, from backward of the block behind it; those of the last one since forward."""
+    def _resident_from(self, block: Block) -> int:
+        """The time from which the saved values of a block are on the device for backward: its recompute; for offloaded
+        ones backward of the next offloaded block, during which they are fetched (in two parts: their own backward); for
+        the last offloaded block its forward."""
         turning = 2 * self._num_decisions
         if self.hybrid.recompute != "offload":
             return turning - self.blocks.last[block]
-        behind = self.blocks.behind[block]
-        if behind is None:
+        following = self.blocks.next_offloaded[block]
+        if following is None:
             return 0
-        return turning - self.blocks.last[block if self.hybrid.puts_off_weights else behind]
+        return turning - self.blocks.last[block if self.hybrid.puts_off_weights else following]
 
     def _parameter_interval(self, use: TensorUse) -> LiveInterval | None:
         """The live interval of a gathered parameter: of the step with several micro-batches; from forward to backward
@@ -213,7 +214,7 @@ class Liveness:
         if self.hybrid.zero_stage < 3 and not self.hybrid.is_plain:
             copies = 2 if sums_gradients(self.counts, use) else 1  # and its gradient
             return LiveInterval((start, start + turning + 1), self.counts.held[use.source] * copies)
-        if self.hybrid.zero_stage < 3 and self.blocks.left[use.target] is not None and (
+        if self.hybrid.zero_stage < 3 and self.blocks.evicted[use.target] is not None and (
                 self.blocks.again(use.target) or self.saved.copy_is_kept(use)):
             return LiveInterval((start + use.target, start + turning + 1 - use.target), self.counts.held[use.target])
         return self._gathered_copy_interval(use) if self.counts.prefetches(use) else None
@@ -227,7 +228,7 @@ class Liveness:
         if self.counts.gathers_again(use):
             read_last = own[0] if several else use.target
             return LiveInterval((start + turning - before[1], start + turning - read_last + 1))
-        held = several or self.blocks.left[use.target] is not None    # which holds it to its end
+        held = several or self.blocks.evicted[use.target] is not None    # which holds it to its end
         last = own[1] if held else use.target
         return LiveInterval((start + before[0], start + last + 1))
 

@@ -27,7 +27,8 @@ class Recomputing(NamedTuple):
 class RecomputedBlocks:
     """The recomputed or offloaded blocks of a strategy graph, whose decisions run on ``stages_of``.
 
-    ``left``: by decision, its block, if that is recomputed or offloaded (None: neither); ``of``: if it is recomputed.
+    ``evicted``: by decision, its block, if that is recomputed or offloaded, so that its saved values leave the device
+    between forward and backward (else None). ``of``: its block, if that is recomputed.
     ``last``: by block, its last decision. ``gathered``: by decision, the block whose parameters are gathered together
     (`Hybrid.gathers_blocks`), also where it is not recomputed.
     """
@@ -37,10 +38,10 @@ class RecomputedBlocks:
         self.space, self.hybrid, self.how = space, hybrid, how
         self.some = hybrid.recompute != "none"
         whole = [(stages[0], path) if path else None for stages, path in zip(stages_of, space.blocks, strict=True)]
-        self.left = [block if block and self.some and hybrid.recomputed(block[1]) else None for block in whole]
-        self.of = self.left if hybrid.recompute != "offload" else [None] * len(whole)
-        self.gathered = whole if hybrid.gathers_blocks else self.left
-        self.last = {block: index for index, block in enumerate(self.left) if block is not None}
+        self.evicted = [block if block and self.some and hybrid.recomputed(block[1]) else None for block in whole]
+        self.of = self.evicted if hybrid.recompute != "offload" else [None] * len(whole)
+        self.gathered = whole if hybrid.gathers_blocks else self.evicted
+        self.last = {block: index for index, block in enumerate(self.evicted) if block is not None}
 
     def around(self, index: int) -> tuple[int, int]:
         """(first, last) decision of the block with which a decision's parameters are gathered; outside blocks the
@@ -67,7 +68,7 @@ class RecomputedBlocks:
 
     def away(self, index: int) -> bool:
         """Whether the decision's results leave the device between forward and backward (recomputed or offloaded)."""
-        return self.again(index) or (self.hybrid.recompute == "offload" and self.left[index] is not None)
+        return self.again(index) or (self.hybrid.recompute == "offload" and self.evicted[index] is not None)
 
     @cached_property
     def runs_again(self) -> frozenset[int]:
@@ -89,8 +90,9 @@ class RecomputedBlocks:
         return found
 
     @cached_property
-    def behind(self) -> dict[Block, Block | None]:
-        """By offloaded block, the next one of its stage, during whose backward it comes back (None: it is the last)."""
+    def next_offloaded(self) -> dict[Block, Block | None]:
+        """By offloaded block, the next one of its stage, during whose backward its values come back (None: it is the
+        last), as `kernels.saved_on_host` fetches them."""
         found, last = dict[Block, Block | None](), dict[int, Block]()
         for block in sorted(self.last, key=self.last.__getitem__, reverse=True):
             found[block] = last.get(block[0])

@@ -62,14 +62,14 @@ class SavedValues:
 
     def inside(self, index: int) -> bool:
         """Whether the decision's results are needed only inside its block and leave the device until its backward."""
-        if self.blocks.left[index] is None or not self.blocks.away(index):
+        if self.blocks.evicted[index] is None or not self.blocks.away(index):
             return False
         outputs = range(len(self.space.strategy_sets[index].output_metas))
         return not any((index, o) in self.checkpoints for o in outputs)
 
     def copy_is_away(self, use: TensorUse) -> bool:
         """Whether a saved redistributed copy is recomputed, or fetched from the host."""
-        kept = self.copy_is_kept(use) and self.blocks.left[use.target] is not None
+        kept = self.copy_is_kept(use) and self.blocks.evicted[use.target] is not None
         return kept and (self.blocks.hybrid.recompute == "full" or self.blocks.away(use.target))
 
     def _kept_values(self) -> frozenset[Value]:
@@ -106,8 +106,8 @@ class SavedValues:
         for use in reversed([use for use in self.space.uses if not self._crosses(use)]):  # ordered by target
             target, rule = use.target, self.space.strategy_sets[use.target].rule
             passes_on = self.space.decisions[target].kind == "shared_read" or (rule is not None and rule.alias)
-            crosses = self.blocks.left[use.source] != self.blocks.left[target]
-            wanted = self.blocks.left[target] is not None or (use.source, use.output) in self.kept
+            crosses = self.blocks.evicted[use.source] != self.blocks.evicted[target]
+            wanted = self.blocks.evicted[target] is not None or (use.source, use.output) in self.kept
             if (crosses and wanted) or (passes_on and (target, 0) in found):
                 found.add((use.source, use.output))
         return frozenset(found)

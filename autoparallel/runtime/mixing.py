@@ -3,9 +3,9 @@
 torch takes a plain scalar for one that all ranks have, and then gives it a DTensor as its gradient, on which the plain
 tensors that it was computed from fail in backward. Here it becomes a DTensor by an op with a gradient, which is plain.
 
-Ops that write to lists take plain tensors beside DTensors, each with its like: averages of a model with its buffers
-(``AveragedModel(parallel, use_buffers=True)``) are written so; so are norms taken, which `clip_grad_norm_` asks for of
-a parallel module's gradients and a plain head's.
+In-place ops on lists (``torch._foreach_*``) with DTensors and plain tensors mixed run on each kind apart: averages of
+parameters and buffers (``AveragedModel(parallel, use_buffers=True)``). `_foreach_norm` of a mixed list returns plain
+norms: `clip_grad_norm_` of the gradients of a parallel module and of a plain head.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ def mix_scalars() -> None:
 
 @cache
 def mix_lists() -> None:
-    """Write so to lists, from now on, with DTensors on the meshes of parallel modules."""
+    """From now on, let these ops take lists in which DTensors of parallel modules and plain tensors are mixed."""
     packets = [getattr(torch.ops.aten, f"_foreach_{name}_") for name in _LISTS]
     for op in chain.from_iterable((getattr(packet, name) for name in packet.overloads()) for packet in packets):
         before: list[Handler | None] = []
@@ -44,7 +44,7 @@ def mix_lists() -> None:
 
 
 def _norms(before: list[Handler | None], op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Norms of DTensors and plain tensors are all plain, for a norm of them. (Of DTensors alone they are DTensors.)"""
+    """Plain norms of a mixed list, so that a norm of these can be taken. (Those of DTensors alone are DTensors.)"""
     values = args[0]
     if all(isinstance(value, DTensor) for value in values) or not any(map(is_watched, values)):
         return as_before(before, op, args, kwargs)
@@ -55,6 +55,7 @@ def _norms(before: list[Handler | None], op: Any, args: tuple[Any, ...], kwargs:
 
 
 def _in_lists(before: list[Handler | None], op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    """An in-place op on mixed lists, on the DTensors and on the plain tensors apart."""
     lists = [each for each in args if isinstance(each, (list, tuple))]
     kinds = [[isinstance(value, DTensor) for value in each] for each in lists if isinstance(each[0], torch.Tensor)]
     if len({*kinds[0]}) == 1 or any(kind != kinds[0] for kind in kinds) or not any(map(is_watched, lists[0])):
