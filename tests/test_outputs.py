@@ -20,6 +20,13 @@ from tests.support.reference import gathered, gradients_of
 X, Y = torch.linspace(-2, 2, 60).view(6, 10).cos(), torch.arange(6) % 5
 
 
+def assert_gradients(parallel: nn.Module, model: nn.Module, **tolerances: Any) -> None:
+    """The parallel module's gradients are the model's."""
+    expected = gradients_of(model)
+    for name, gradient in gathered((n, p.grad) for n, p in parallel.named_parameters()).items():  # type: ignore[misc]
+        torch.testing.assert_close(gradient, expected[name], **tolerances)
+
+
 class Made(NamedTuple):
     logits: Tensor
     others: dict[str, Any]
@@ -64,9 +71,7 @@ def train_on_whole_outputs(shape: tuple[int, ...], options: dict[str, Any]) -> N
             losses.append(loss_of(made))
             losses[-1].backward()
         torch.testing.assert_close(losses[1], losses[0])
-        expected = gradients_of(model)
-        for name, gradient in gathered((n, p.grad) for n, p in parallel.named_parameters()).items():
-            torch.testing.assert_close(gradient, expected[name], rtol=1e-4, atol=1e-5)
+        assert_gradients(parallel, model, rtol=1e-4, atol=1e-5)
         for optimizer in optimizers:
             optimizer.step()
     for mode in (torch.no_grad(), torch.inference_mode(), nullcontext()):
@@ -97,9 +102,7 @@ def write_to_outputs(baseline: str) -> None:
         logits = module(X).div_(2)
         logits[:, 1] = -9.0
         F.cross_entropy(logits.masked_fill_(X[:, :1] > 0.5, -3.0), Y).backward()
-    expected = gradients_of(model)
-    for name, gradient in gathered((n, p.grad) for n, p in parallel.named_parameters()).items():
-        torch.testing.assert_close(gradient, expected[name])
+    assert_gradients(parallel, model)
 
 
 @pytest.mark.parametrize("baseline", ["ddp", "tensor_parallel"])
@@ -118,9 +121,7 @@ def penalise() -> None:
         (gradient,) = torch.autograd.grad(output.sum(), x, create_graph=True)
         gradient = gradient.full_tensor() if isinstance(gradient, DTensor) else gradient
         (output.square().mean() + gradient.square().sum(1).mean()).backward()
-    expected = gradients_of(model)
-    for name, gradient in gathered((n, p.grad) for n, p in parallel.named_parameters()).items():
-        torch.testing.assert_close(gradient, expected[name])
+    assert_gradients(parallel, model)
 
 
 def test_gradients_of_whole_outputs_are_differentiated(ranks: Any) -> None:
@@ -140,9 +141,7 @@ def regularise(plan: str) -> None:
         assert type(scale.grad) is Tensor
         scales.append(scale.grad)
     torch.testing.assert_close(*scales)
-    expected = gradients_of(model)
-    for name, gradient in gathered((n, p.grad) for n, p in parallel.named_parameters()).items():
-        torch.testing.assert_close(gradient, expected[name], rtol=1e-4, atol=1e-5)
+    assert_gradients(parallel, model, rtol=1e-4, atol=1e-5)
 
 
 @pytest.mark.parametrize("plan", ["ddp", "fsdp"])
@@ -161,9 +160,7 @@ def clip_with_a_head(plan: str) -> None:
         norms.append(nn.utils.clip_grad_norm_([*backbone.parameters(), *own.parameters()], 0.01))
     torch.testing.assert_close(*norms)
     torch.testing.assert_close(heads[0].weight.grad, heads[1].weight.grad)
-    expected = gradients_of(model)
-    for name, gradient in gathered((n, p.grad) for n, p in parallel.named_parameters()).items():
-        torch.testing.assert_close(gradient, expected[name], rtol=1e-4, atol=1e-6)
+    assert_gradients(parallel, model, rtol=1e-4, atol=1e-6)
 
 
 @pytest.mark.parametrize("plan", ["ddp", "fsdp"])
