@@ -45,6 +45,8 @@ from cost_models.compute import MATRIX
 #: Penalties: of what a role may need, and the upper bound of an edge's penalties.
 LITTLE, IMPOSSIBLE = 1e-2, 1e6
 NAMES = ("ddp", "fsdp", "tensor_parallel", "sequence_parallel")
+#: Those whose data-parallel ranks store parameters in shards.
+SHARDING = ("fsdp",)
 #: Redistributions of parameters that a role allows, and the dim of inputs that it shards.
 _OF_PARAMETERS = {"data": ("IR",), "shard": ("SR", "IR"), "tensor": (), "sequence": ("IR",), "context": ("IR",),
                   "context shard": ("SR", "IR"), "expert": ("IR",), "expert shard": ("SR", "IR")}

@@ -9,6 +9,7 @@ from typing import Protocol
 
 from autoparallel import clock
 from autoparallel.errors import InfeasibleError, PlanError, SearchError
+from autoparallel.planning.baselines import SHARDING
 from autoparallel.planning.options import Options
 from autoparallel.plans import Plan
 from autoparallel.schedule.tiers import ON_DEVICE, PLACES, Offload, listed, offload_of
@@ -73,7 +74,7 @@ class _Tiers:
         self.tables = _worth_moving(tables, options) if options.looks_up else []
         self.most_s = math.inf    # of a plan that is of use
         self.ends = clock.now() + options.time_limit_s
-        whole = options.baseline not in (None, "fsdp")    # a plan whose parameters are not in shards
+        whole = options.baseline is not None and options.baseline not in SHARDING    # parameters, on each rank
         self.tiers = [tier for tier in _known(cluster) if tier in options.tiers
                       and not (whole and offload_of(tier).moves_parameters)]
         self.nothing = f"the description of {cluster.name} has no rates of its hosts for offload='host' or 'disk'"

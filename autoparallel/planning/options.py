@@ -31,7 +31,7 @@ from autoparallel.errors import (
     SearchError,
     shown,
 )
-from autoparallel.planning.baselines import NAMES
+from autoparallel.planning.baselines import NAMES, SHARDING
 from autoparallel.planning.by_hand import EXAMPLE, ByHand
 from autoparallel.plans import Hybrid, Plan
 from autoparallel.schedule.schedules import SCHEDULES, names_of, usual
@@ -347,13 +347,13 @@ def options_of(given: Mapping[str, Any]) -> Options:
 def _check_storage(baseline: str | None, zero_stage: int | None, offload: Any) -> None:
     """Raises PlanError for a baseline that stores parameters otherwise than a ZeRO stage does. ``offload``: the option
     that asks for the stage, if no other does."""
-    if baseline is None or zero_stage is None or (baseline == "fsdp") == (zero_stage > 0):
+    if baseline is None or zero_stage is None or (baseline in SHARDING) == (zero_stage > 0):
         return
     if offload is not None:
         raise PlanError(f"offload={offload!r} keeps parameters in shards (zero_stage=3), and baseline={baseline!r} "
                         "whole on all data-parallel ranks: take baseline='fsdp', or offload='host'")
-    has = "in shards" if baseline == "fsdp" else "whole on all data-parallel ranks"
-    instead = "'ddp'" if baseline == "fsdp" else "'fsdp', or a plan by hand, as by_hand='dp=4,tp=2,zero=1'"
+    has = "in shards" if baseline in SHARDING else "whole on all data-parallel ranks"
+    instead = "'ddp'" if baseline in SHARDING else "'fsdp', or a plan by hand, as by_hand='dp=4,tp=2,zero=1'"
     raise PlanError(f"baseline={baseline!r} has training state {has}, which zero_stage={zero_stage} has not: leave "
                     f"zero_stage out, or give {instead}")
 

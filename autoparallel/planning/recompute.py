@@ -13,39 +13,41 @@ from autoparallel.errors import InfeasibleError, SearchError
 from autoparallel.plans import Hybrid, Plan
 from autoparallel.schedule.in_flight import in_flight
 
-#: The share of a step from which on recompute is worth a search for plans with saved tensors on the host.
+#: The least share of recompute in a step for which plans that offload are searched.
 WORTH_MOVING = 0.01
-#: Of paths in order, so many.
+#: Chooses so many of a stage's blocks, given their paths in order.
 Pick = Callable[[Sequence[str], int], Sequence[str]]
 
 
 def less_recomputed(whole: Plan, blocks: Sequence[Sequence[str]], make: Callable[[Hybrid], Plan],
                     deadline: float = math.inf, saves_on_host: bool = False) -> Plan:
-    """The fastest plan found with less recompute than ``whole``, which recomputes all ``blocks`` (paths by stage):
-    with fewer of them; or, if ``saves_on_host``, with the saved tensors of as few as memory requires on the host. Until
-    ``deadline`` of `clock`."""
-    def of(how: Plan, pick: Pick, until: float) -> Plan:
+    """The fastest plan found that recomputes, or offloads, fewer of the ``blocks`` (paths by stage) than ``whole``,
+    which does all. If ``saves_on_host``, one that recomputes is compared with plans that offload instead, as few blocks
+    as memory requires. Searches until ``deadline`` of `clock`."""
+    def fewer(how: Plan, pick: Pick, until: float) -> Plan:
         return fewest_recomputed(how, blocks, lambda some: make(replace(how.hybrid, recompute_blocks=some)), until,
                                  pick=pick)
 
-    half = (clock.now() + deadline) / 2 if saves_on_host else deadline
-    best = whole if whole.hybrid.recompute == "offload" else of(whole, first, half)
-    p, recomputes = best.prediction, best.hybrid.recompute != "offload"
-    if not saves_on_host or best.hybrid.puts_off_weights or (recomputes and p.recompute_s < WORTH_MOVING * p.step_s):
+    if whole.hybrid.recompute == "offload":
+        return fewer(whole, spread, deadline)
+    best = fewer(whole, first, (clock.now() + deadline) / 2 if saves_on_host else deadline)
+    p = best.prediction
+    if not saves_on_host or best.hybrid.puts_off_weights or p.recompute_s < WORTH_MOVING * p.step_s:
         return best
     with suppress(InfeasibleError, SearchError):
-        away = whole if not recomputes else make(replace(whole.hybrid, recompute="offload", recompute_blocks=None))
-        best = min(best, of(away, spread, deadline), key=lambda plan: plan.prediction.step_s)
+        offloading = make(replace(whole.hybrid, recompute="offload", recompute_blocks=None))
+        best = min(best, fewer(offloading, spread, deadline), key=lambda plan: plan.prediction.step_s)
     return best
 
 
 def first(paths: Sequence[str], number: int) -> Sequence[str]:
-    """The first of them: what is recomputed late in backward leaves room for what is kept."""
+    """The first blocks: recomputed last in backward, when the kept values of others are freed."""
     return paths[:number]
 
 
 def spread(paths: Sequence[str], number: int) -> Sequence[str]:
-    """At equal distances, so that what comes between hides copies; the last, if possible, not among them.
+    """Blocks at equal distances: the compute of those between hides copies. The last block, which gains nothing, only
+    if all are taken.
 
     >>> spread("abcdef", 2), spread("abcd", 3)
     (['a', 'd'], ['a', 'b', 'c'])
@@ -62,7 +64,7 @@ def fewest_recomputed(whole: Plan, blocks: Sequence[Sequence[str]], make: Callab
     later ones. The largest b for which ``make(paths of recomputed blocks)`` finds a plan within the memory limit of
     ``whole`` is searched until `clock` reaches ``deadline``: where the line through the peaks of two plans reaches the
     limit, and every third time by bisection. ``none_bytes``: the peak without recompute, if it is known. At least one
-    block is recomputed; a stage recomputes those that ``pick`` takes.
+    block is recomputed; ``pick`` chooses a stage's blocks.
     """
     held = [in_flight(whole.hybrid, stage) for stage in range(len(blocks))]
     sizes, limit_bytes = [len(of_stage) for of_stage in blocks], whole.prediction.limit_bytes or math.inf
