@@ -8,6 +8,7 @@ command that needs it, so that ``--help`` is quick.
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Annotated
@@ -104,7 +105,6 @@ def plan(
 ) -> None:
     """Plan one training step; needs no devices and loads no weights."""
     import autoparallel
-    from autoparallel.plans.reports.asked import ask
 
     plan_cli.check_output(output)
     plan_cli.check_output(trace, "--trace")
@@ -121,7 +121,7 @@ def plan(
         compare_by_hand = None
     network, args, kwargs = load_model(model, global_batch or 2 * count, sequence_length, dtype)
     unanswered: AutoparallelError | None = None
-    if explain:  # a wrong name is told before the plan, which takes long, is searched
+    if explain:  # a wrong name is refused before the search, which takes long
         from autoparallel.capture import capture
         from autoparallel.planning.study import check_names
 
@@ -145,14 +145,7 @@ def plan(
         sensitivity = sensitivity or (html is not None and made.study is not None)
         if explain or alternatives or sensitivity:
             progress.says("answers")
-            try:
-                made = ask(made, explain or (), alternatives, sensitivity)
-            except AutoparallelError as error:
-                unanswered = error
-            except KeyboardInterrupt:
-                typer.echo("interrupted: what follows is without the answers", err=True)
-            if alternatives and made.record is not None and not made.record.alternatives:
-                typer.echo("no other plan was found in the time", err=True)
+            made, unanswered = _answered(made, explain or (), alternatives, sensitivity)
             if output is not None:
                 made.save(output)
     plan_cli.tell(made, details, as_json, quiet, html, trace)
@@ -160,6 +153,23 @@ def plan(
         typer.echo(f"plan written to {output}")
     if unanswered is not None:  # last: the plan took long to find
         raise unanswered
+
+
+def _answered(made: Plan, explain: Sequence[str], alternatives: int, sensitivity: bool
+              ) -> tuple[Plan, AutoparallelError | None]:
+    """The plan with answers to these questions, and the error that kept some from being answered."""
+    from autoparallel.plans.reports.asked import ask
+
+    unanswered: AutoparallelError | None = None
+    try:
+        made = ask(made, explain, alternatives, sensitivity)
+    except AutoparallelError as error:
+        unanswered = error
+    except KeyboardInterrupt:
+        typer.echo("interrupted: what follows is without the answers", err=True)
+    if alternatives and made.record is not None and not made.record.alternatives:
+        typer.echo("no other plan was found in the time", err=True)
+    return made, unanswered
 
 
 plan_cli.add_to(app)
