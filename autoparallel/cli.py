@@ -66,6 +66,8 @@ def plan(
     zero_stage: Annotated[int | None, typer.Option(help="0, 1, 2 or 3; by default the search decides")] = None,
     recompute: Annotated[str | None, typer.Option(help="none, selective, full, offload or auto; none by default where "
                                                   "the step fits, unless --joint searches")] = None,
+    saved_on: Annotated[str | None, typer.Option(help="where what --recompute selective or offload saves of blocks "
+                                                 "waits: device, host or disk; of offload host by default")] = None,
     reduce_dtype: Annotated[str | None, typer.Option(help="sum gradients in float32, bfloat16 or float16; by default "
                                                      "in the parameters' dtype")] = None,
     bucket_bytes: Annotated[float | None, typer.Option(help="the most bytes of gradients or parameters that are "
@@ -133,7 +135,7 @@ def plan(
             joint=joint, by_hand=by_hand, compare_by_hand=compare_by_hand, pipeline_stages=pipeline_stages,
             micro_batches=micro_batches, schedule=schedule,
             stage_replicas=_sizes(stage_replicas, "the stages' ranks", ",", "1,3"),
-            zero_stage=zero_stage, recompute=recompute, reduce_dtype=reduce_dtype,
+            zero_stage=zero_stage, recompute=recompute, saved_on=saved_on, reduce_dtype=reduce_dtype,
             bucket_bytes=bucket_bytes, copies=copies, pieces=pieces, offload=_tiers(offload),
             offload_fraction=offload_fraction, step_in_backward=step_in_backward or None,
             host_memory_limit_bytes=bytes_of(host_memory_limit, "--host-memory-limit"),

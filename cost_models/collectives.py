@@ -30,11 +30,9 @@ from typing import Any
 
 import numpy as np
 
-from cost_models.cluster import Cluster
 from cost_models.compute import op_time_s
 from cost_models.devices import Device
 from cost_models.links import Group, Link
-from cost_models.offload import known_rate
 
 Bytes = Any
 
@@ -83,13 +81,6 @@ def send_recv_s(nbytes: Bytes, over: Link | Group, launch_s: float = 0.0) -> Any
 def copy_s(nbytes: Bytes, device: Device) -> Any:
     """Reading and writing ``nbytes`` in device memory: what slices and shards of a dim other than the first pay."""
     return op_time_s("copy", 0.0, 2.0 * np.asarray(nbytes, dtype=float), "float32", device)
-
-
-def host_copy_s(nbytes: Bytes, cluster: Cluster, to_device: bool) -> Any:
-    """Moving ``nbytes`` between a device's memory and its host's, while all devices of the cluster do. Raises
-    ClusterError where the cluster does not say how fast that is."""
-    rate = known_rate(cluster, "to_device_bytes_per_s" if to_device else "from_device_bytes_per_s")
-    return max(kind.device.launch_s for kind in cluster.kinds()) + np.asarray(nbytes, dtype=float) / rate
 
 
 def _cheapest(nbytes: Bytes, group: Group, collective: str, cost: Callable[[Any, Group], Any]) -> Any:

@@ -115,6 +115,24 @@ def fetch_s(num_bytes: Any, cluster: Cluster, on_disk: bool = False) -> Any:
     return np.maximum(moved / known_rate(cluster, "to_device_bytes_per_s"), moved / _memory_rate(cluster))
 
 
+def host_copy_s(num_bytes: Any, cluster: Cluster, to_device: bool) -> Any:
+    """Moving ``num_bytes`` between a device's memory and its host's, while all devices of the cluster do. Raises
+    ClusterError where the cluster does not say how fast that is."""
+    rate = known_rate(cluster, "to_device_bytes_per_s" if to_device else "from_device_bytes_per_s")
+    return max(kind.device.launch_s for kind in cluster.kinds()) + np.asarray(num_bytes, dtype=float) / rate
+
+
+def saved_s(num_bytes: Any, cluster: Cluster, to_device: bool, on_disk: bool = False) -> Any:
+    """Seconds of moving tensors that are saved for backward to the host's memory, or ``to_device``; ``on_disk``: on to
+    mapped files, or from there, while others are copied. Raises ClusterError where the cluster's description has no
+    rate of it."""
+    copied_s = host_copy_s(num_bytes, cluster, to_device)
+    if not on_disk:
+        return copied_s
+    name, share = ("disk_read_bytes_per_s", MAPPED_READ) if to_device else ("disk_write_bytes_per_s", MAPPED_WRITE)
+    return np.maximum(copied_s, _moving_s(np.asarray(num_bytes, dtype=float), cluster, {name: 1 / share}))
+
+
 def traffic_s(num_bytes: Any, cluster: Cluster) -> Any:
     """Seconds in which so many bytes pass the host's memory. Raises ClusterError where the cluster's description has no
     rate of it."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import gc
 import math
+import tempfile
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
@@ -123,6 +124,13 @@ PLANS: list[Any] = [
     slow("llama", (4,), {"baseline": "fsdp", "recompute": "selective", "zero_stage": 2}, 0.05),
     slow("llama", (4,), {"baseline": "fsdp", "recompute": "offload", "zero_stage": 1}, 0.05),
     ("llama", (2, 2), {"recompute": "offload"}, 0.05),
+    ("llama", (2, 2), {"recompute": "selective", "saved_on": "host"}, 0.05),
+    slow("llama", (4,), {"baseline": "fsdp", "recompute": "selective", "saved_on": "host", "zero_stage": 3}, 0.05),
+    slow("mixtral", (4,), {"baseline": "ddp", "recompute": "selective", "saved_on": "host"}, 0.05),
+    slow("bert", (4,), {"micro_batches": 2, "recompute": "selective", "saved_on": "host"}, 0.05),
+    slow("llama", (2, 2), {"recompute": "offload", "saved_on": "disk", "disk_path": tempfile.gettempdir()}, 0.05),
+    slow("llama", (2, 2), {"recompute": "selective", "saved_on": "disk", "pipeline_stages": 2, "micro_batches": 4,
+                           "disk_path": tempfile.gettempdir()}, 0.05),
     ("llama", (4,), {"baseline": "fsdp", "recompute": "offload", "zero_stage": 3}, 0.05),
     slow("llama", (2, 2), {"baseline": "fsdp", "recompute": "offload", "zero_stage": 3, "micro_batches": 4,
                            "pipeline_stages": 2}, 0.05),
@@ -210,6 +218,25 @@ def test_bytes_are_as_predicted(ranks: Any, case_name: str, mesh_shape: tuple[in
     assert predicted_state + predicted_activations == pytest.approx(max(s + a for *_, s, a in found), rel=tolerance)
     same = [live for _, _, state, live in found if predicted_state == pytest.approx(state, rel=0.05)]
     assert predicted_activations == pytest.approx(max(same), rel=tolerance)
+
+
+def files_of(case_name: str, options: Options) -> tuple[float, float]:
+    """Bytes of this rank's files after two steps, and those predicted of the fullest rank."""
+    case = CASES[case_name]
+    args, kwargs = case.inputs(8)
+    parallel = autoparallel.compile(case.build(), mesh_of(2, 2), example_inputs=args, example_kwargs=kwargs, **options)
+    for _ in range(2):
+        parallel.step(*args, **kwargs)
+    return parallel._state.files.num_bytes, parallel.plan.prediction.disk_bytes
+
+
+@pytest.mark.parametrize("options", [{"recompute": "offload", "micro_batches": 2},
+                                     slow({"recompute": "selective", "zero_stage": 3, "micro_batches": 4}),
+                                     slow({"recompute": "offload", "pipeline_stages": 2, "micro_batches": 4})])
+def test_files_of_saved_tensors_are_as_predicted(ranks: Any, options: Options) -> None:
+    where = {"saved_on": "disk", "disk_path": tempfile.gettempdir()}
+    found = ranks(4).run(files_of, "llama", {**options, **where}, timeout_s=100)
+    assert max(there for there, _ in found) == pytest.approx(found[0][1], rel=0.05) and found[0][1] > 0
 
 
 @pytest.mark.slow

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import tempfile
 from functools import partial
 from typing import Any
 
@@ -13,7 +14,7 @@ from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_conte
 import autoparallel
 from autoparallel.errors import InfeasibleError
 from autoparallel.kernels.variants import causal_queries
-from autoparallel.planning.recompute import fewest_recomputed
+from autoparallel.planning.recompute import fewest_recomputed, less_recomputed
 from autoparallel.plans import Hybrid
 from autoparallel.schedule.in_flight import in_flight
 from cost_models import Cluster
@@ -30,6 +31,8 @@ from tests.support.reference import (
 from tests.support.steps import STEPS, Options, assert_one_process
 from tests.support.tiers import slow
 
+ON_DISK = {"disk_path": tempfile.gettempdir()}
+
 
 @pytest.mark.parametrize(("case_name", "options"), [
     slow("gpt2", {"recompute": "selective", "micro_batches": 2}),
@@ -39,6 +42,10 @@ from tests.support.tiers import slow
     ("bert", {"recompute": "offload", "micro_batches": 4, "zero_stage": 3}),
     slow("llama", {"recompute": "offload", "micro_batches": 4, "zero_stage": 3, "pipeline_stages": 2}),
     ("llama", {"recompute": "offload", "micro_batches": 2, "pipeline_stages": 2, "schedule": "zero_bubble"}),
+    ("llama", {"recompute": "selective", "saved_on": "host", "micro_batches": 4, "zero_stage": 3}),
+    slow("mixtral", {"recompute": "selective", "saved_on": "host"}),
+    ("bert", {"recompute": "offload", "saved_on": "disk", "micro_batches": 4, "pipeline_stages": 2, **ON_DISK}),
+    slow("llama", {"recompute": "offload", "saved_on": "disk", "micro_batches": 2, "zero_stage": 3, **ON_DISK}),
 ])
 def test_recompute(ranks: Any, case_name: str, options: Options) -> None:
     assert_one_process(ranks, case_name, (2, 2), options)
@@ -56,6 +63,7 @@ def called(case_name: str, options: Options) -> tuple[float, Any]:
 
 @pytest.mark.parametrize("options", [
     {"recompute": "offload"}, {"recompute": "offload", "zero_stage": 3, "baseline": "fsdp"},
+    {"recompute": "selective", "saved_on": "disk", "zero_stage": 3, **ON_DISK},
     {"zero_stage": 3, "baseline": "fsdp"}, {"zero_stage": 3, "recompute": "full"},
     slow({"recompute": "full"}), slow({"recompute": "selective"})])
 def test_a_call_recomputes_and_gathers_again_too(ranks: Any, options: Options) -> None:
@@ -138,7 +146,8 @@ def test_saved_tensors_go_to_the_host_where_recompute_costs_more(factor: float, 
     """With offload="auto": over a fast link; over a slow one blocks are recomputed, and where host and device are one
     memory, which gains no room."""
     machine = Cluster.load("h100-sxm", num_devices=4, software="none")
-    host = dataclasses.replace(machine.host, from_device_bytes_per_s=machine.host.from_device_bytes_per_s * factor,
+    host = dataclasses.replace(machine.host, disk_read_bytes_per_s=0.0,
+                               from_device_bytes_per_s=machine.host.from_device_bytes_per_s * factor,
                                to_device_bytes_per_s=machine.host.to_device_bytes_per_s * factor, shared_memory=shared)
     planned = partial(plan_of, "llama", dataclasses.replace(machine, host=host), batch=64,
                       mesh_shape=(4,))
@@ -147,3 +156,21 @@ def test_saved_tensors_go_to_the_host_where_recompute_costs_more(factor: float, 
     found = planned(memory_limit_bytes=limit, recompute="auto", offload="auto")
     assert found.hybrid.recompute == how and found.prediction.peak_bytes <= limit
     assert (found.prediction.host_bytes > 0) == (found.hybrid.offload.is_away or how == "offload")
+
+
+@pytest.mark.parametrize(("fitting", "tier"), [("host", "host"), ("disk", "disk"), ("", "device")])
+def test_what_is_saved_goes_to_the_first_tier_with_room(fitting: str, tier: str) -> None:
+    """All of it, or what selective recompute keeps, whichever is faster: of as few blocks as memory requires."""
+    plan, blocks = half_recomputed(CASES["llama"], (2, 2)), [list("abcd")]
+    seconds = {"full": 9.0, "offload": 8.0, "selective": 7.0}
+
+    def make(hybrid: Hybrid) -> autoparallel.Plan:
+        some = len(hybrid.recompute_blocks or "abcd")
+        if some < 3 or (hybrid.saved_on != "device" and hybrid.saved_on != fitting):
+            raise InfeasibleError("too much")
+        took = dataclasses.replace(plan.prediction, forward_s=seconds[hybrid.recompute] + some)
+        return dataclasses.replace(plan, prediction=took, hybrid=hybrid)
+
+    best = less_recomputed(make(Hybrid(recompute="full")), blocks, make, saved_tiers=("host", "disk"))
+    assert best.hybrid.saved_on == tier and best.hybrid.recompute == ("selective" if fitting else "full")
+    assert best.hybrid.recompute_blocks == tuple("abc")

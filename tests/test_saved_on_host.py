@@ -6,6 +6,7 @@ import copy
 import gc
 import weakref
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -15,7 +16,11 @@ from torch import fx, nn
 from autoparallel.errors import InputError
 from autoparallel.kernels import regather, saved_on_host
 from autoparallel.kernels.host_copies import Copies
+from autoparallel.kernels.recomputed import Recomputed
+from autoparallel.kernels.saved_on_disk import use_files
 from autoparallel.kernels.saved_on_host import OffloadedBlock, SavedInOrder
+from autoparallel.runtime.offload.mapped import MappedFiles
+from autoparallel.schedule.tiers import BLOCK_BYTES
 
 BLOCKS = 4
 
@@ -33,9 +38,9 @@ class Block(nn.Module):
         return ((wide * rows.view(wide.shape) * self.scale + x).tanh(),)
 
 
-def blocks(ahead: bool = True) -> list[OffloadedBlock]:
-    order = SavedInOrder(ahead)
-    return [OffloadedBlock(fx.symbolic_trace(Block(1 + 0.1 * n)), order, n == 0) for n in range(BLOCKS)]
+def blocks(ahead: bool = True, on_disk: bool = False, selective: bool = False) -> list[OffloadedBlock]:
+    order, traced = SavedInOrder(ahead, on_disk), [fx.symbolic_trace(Block(1 + 0.1 * n)) for n in range(BLOCKS)]
+    return [order.block(Recomputed(one, "selective") if selective else one) for one in traced]
 
 
 def inputs() -> tuple[torch.Tensor, torch.Tensor]:
@@ -62,6 +67,41 @@ def test_gradients_are_those_of_the_blocks(ahead: bool) -> None:
         assert all(torch.equal(a, b) for a, b in zip(found, wanted, strict=True))
     with torch.no_grad():
         assert torch.equal(run(modules, x, weight), first)
+
+
+@pytest.mark.parametrize("on_disk", [True, False])
+@pytest.mark.parametrize("selective", [True, False])
+def test_gradients_of_what_waits_on_disk_and_of_what_selective_recompute_keeps(
+    on_disk: bool, selective: bool, tmp_path: Path,
+) -> None:
+    """In steps whose forwards overlap, and in a copy; files are used again. What is recomputed does not leave."""
+    plain = [Block(1 + 0.1 * n) for n in range(BLOCKS)]
+    x, weight = inputs()
+    wanted = torch.autograd.grad(run(plain, x, weight), (x, weight))
+    files, modules = MappedFiles(tmp_path, ()), blocks(on_disk=on_disk, selective=selective)
+    sizes = []
+    for _ in range(3):
+        with use_files(files):
+            losses = [run(modules, x, weight) for _ in range(2)]
+        for loss in losses:
+            found = torch.autograd.grad(loss, (x, weight))
+            assert all(torch.equal(a, b) for a, b in zip(found, wanted, strict=True))
+        del losses, loss
+        gc.collect()
+        sizes.append(files.num_bytes)
+    # Of each block and forward a page for each storage: the matrix product alone, or also ``wide`` and ``rows``.
+    kept = 2 * BLOCKS * (1 if selective else 3) * BLOCK_BYTES
+    assert sizes == [kept if on_disk else 0] * 3
+    with use_files(files):
+        copied = run(copy.deepcopy(nn.ModuleList(modules)), x, weight)  # type: ignore[arg-type]
+    assert torch.equal(torch.autograd.grad(copied, (x, weight))[0], wanted[0])
+
+
+def test_errors_of_the_disk_are_those_of_forward(tmp_path: Path) -> None:
+    x, weight = inputs()
+    gone = MappedFiles(tmp_path / "gone", ())
+    with use_files(gone), pytest.raises(InputError, match=r"no room for .* saved tensors"):
+        run(blocks(on_disk=True), x, weight)
 
 
 def test_conjugated_and_negated_tensors_are_so_in_backward() -> None:

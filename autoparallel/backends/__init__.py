@@ -71,7 +71,7 @@ def check_replays(hybrid: Hybrid, position: MeshPosition, sparse: Collection[str
     if not hybrid.is_plain:
         refuse(f"a step of {hybrid.micro_batches} micro-batches, {hybrid.stages} stages and {hybrid.copies} copies is "
                "several programs, and only one forward and its backward are recorded")
-    if hybrid.offload != ON_DEVICE or hybrid.recompute == "offload" or hybrid.on_host:
+    if hybrid.offload != ON_DEVICE or hybrid.saved_on != "device" or hybrid.on_host:
         refuse("what goes to the host or comes from it waits for the host, which a recording cannot")
     if sparse:
         refuse(f"{next(iter(sparse))} has sparse gradients (sparse=True), whose sizes depend on the ids")

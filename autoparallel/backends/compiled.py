@@ -33,8 +33,8 @@ class Lowering:
     """How a program is compiled.
 
     ``generates``: by Inductor, else run as it is traced. ``regathers``: backward gathers parameters again (ZeRO-3).
-    ``recompute``: "none", "selective" or "full", of the blocks that ``block_of`` names (None: not recomputed); or
-    "offload", of parts that are these blocks.
+    ``recompute``: as in `Hybrid`, of the blocks that ``block_of`` names (None: as they are). ``saved_on``: where what
+    these blocks save waits for backward; if not "device", of parts that are these blocks.
     ``bucket_bytes``: of gathers and reductions of parameters, at most. ``made``: what has been compiled, by what it is.
     """
 
@@ -43,6 +43,7 @@ class Lowering:
     recompute: str
     block_of: Callable[[FxNode], str | None]
     bucket_bytes: float
+    saved_on: str = "device"
     made: dict[Any, Callable[..., Sequence[Tensor]]] = field(default_factory=dict)
 
     @property
@@ -64,11 +65,11 @@ def compiled(program: GraphModule, how: Lowering, part_of: Callable[[FxNode], ob
     def part(node: FxNode) -> object:
         return None if node in why else part_of(node)
 
-    order = SavedInOrder(ahead=True)
+    order = SavedInOrder(ahead=True, on_disk=how.saved_on == "disk")
 
     def made(body: GraphModule, members: Sequence[FxNode]) -> nn.Module:
         compiled_part = CompiledPart(body, how, [runs.get(node) for node in members])
-        offloads = how.recompute == "offload" and how.block_of(members[0]) is not None
+        offloads = how.saved_on != "device" and how.block_of(members[0]) is not None
         return order.block(compiled_part) if offloads else compiled_part
 
     return in_parts(program, part, made)

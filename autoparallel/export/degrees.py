@@ -228,6 +228,9 @@ def _lost(plan: Plan, roles: Roles, layers: tuple[str, ...]) -> list[Lost]:
         share = 1 - len(again) / max(1, len(layers))
         more = share * plan.prediction.forward_s if plan.hybrid.recompute == "full" else None
         found.append(Lost(f"recompute of {len(again)} of {len(layers)} layers", "recompute of all", more))
+    tier = plan.hybrid.saved_on
+    if tier == "disk" or (tier == "host" and plan.hybrid.recompute == "selective"):
+        found.append(Lost(f"what blocks save, on the {tier}", "what they save where the framework has it"))
     return found
 
 

@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
+import torch.utils._pytree as pytree
 from torch import nn
 from torch.fx import GraphModule
-from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
+from torch.utils.checkpoint import (
+    CheckpointPolicy,
+    _VersionWrapper,
+    checkpoint,
+    create_selective_checkpoint_contexts,
+)
 
 from autoparallel.kernels import groups, numbers, rng
 from autoparallel.kernels.regather import gathers_parameter
@@ -31,18 +36,48 @@ class Recomputed(nn.Module):
         self.body, self.mode, self.in_parts = body, mode, in_parts
 
     def forward(self, *values: torch.Tensor) -> Any:
+        if self.in_parts:
+            return _Again(self._run(), values).first()
+        if self.mode == "full":
+            return checkpoint(self._run(), *values, use_reentrant=False, preserve_rng_state=False)
+        return _selective(self._run(), values, create_selective_checkpoint_contexts(_policy))
+
+    def saving(self, values: Sequence[torch.Tensor], pack: Callable[[torch.Tensor], Any],
+               unpack: Callable[[Any], torch.Tensor]) -> Any:
+        """Run the block, "selective", and hold what ``pack`` makes of each kept result, which ``unpack`` gives back for
+        backward, once."""
+        contexts = create_selective_checkpoint_contexts(_policy)
+        made = _selective(self._run(), values, contexts)
+        for results in contexts[0].storage.values():    # by op, those of each of its calls
+            for number, kept in results.items():
+                results[number] = pytree.tree_map_only(_VersionWrapper, lambda one: _Packed(one, pack, unpack), kept)
+        return made
+
+    def _run(self) -> Callable[..., Any]:
         axes, seeds, given = groups.bound(), rng.call_seeds(), numbers.call_numbers()
 
         def run(*again: torch.Tensor) -> Any:
             with groups.use(axes), rng.use_seed(*seeds), numbers.use_numbers(given):
                 return self.body(*again)
 
-        if self.in_parts:
-            return _Again(run, values).first()
-        contexts: dict[str, Any] = {}
-        if self.mode == "selective":
-            contexts["context_fn"] = functools.partial(create_selective_checkpoint_contexts, _policy)
-        return checkpoint(run, *values, use_reentrant=False, preserve_rng_state=False, **contexts)
+        return run
+
+
+class _Packed:
+    """A kept result in the place of torch's own holder, in what `create_selective_checkpoint_contexts` keeps."""
+
+    def __init__(self, kept: _VersionWrapper, pack: Callable[[torch.Tensor], Any],
+                 unpack: Callable[[Any], torch.Tensor]) -> None:
+        value = kept.get_val(False)
+        self._packed, self._unpack = (pack(value), unpack) if isinstance(value, torch.Tensor) else (value, None)
+
+    def get_val(self, allow_cache_entry_mutation: bool) -> Any:
+        """What torch's holder gives."""
+        return self._packed if self._unpack is None else self._unpack(self._packed)
+
+
+def _selective(run: Callable[..., Any], values: Sequence[torch.Tensor], contexts: tuple[Any, Any]) -> Any:
+    return checkpoint(run, *values, use_reentrant=False, preserve_rng_state=False, context_fn=lambda: contexts)
 
 
 class _Again:

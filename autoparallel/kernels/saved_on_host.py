@@ -1,7 +1,7 @@
-"""Tensors that autograd saves for backward of a block, in the memory of the host until then.
+"""Tensors that a block saves for its backward, in the memory of the host or on disk until then.
 
-A block's tensors are copied to the host once its forward has ended, and their device memory is released when forward of
-the next offloaded block has ended: it holds those of at most two blocks. They are fetched during backward of that next
+A block's tensors are copied away once its forward has ended, and their device memory is released when forward of the
+next offloaded block has ended: it holds those of at most two blocks. They are fetched during backward of that next
 block; those of the last block are on the device still when backward begins. Gathered parameters of ZeRO-3 are not saved
 but gathered again (`regather`). `pricing` counts bytes and seconds of the same rules.
 """
@@ -19,33 +19,40 @@ from torch import nn
 
 from autoparallel.kernels import regather
 from autoparallel.kernels.host_copies import HOST, Copies, begin
+from autoparallel.kernels.recomputed import Recomputed
+from autoparallel.kernels.saved_on_disk import FromDisk, OnDisk
 from autoparallel.kernels.saved_views import Form, Here, has_storage
 
 
 class SavedInOrder:
     """The offloaded blocks of one program, in the order of its forward. ``ahead``: a block's tensors are fetched during
-    backward of the next block; else each tensor at its use, for a backward in two parts."""
+    backward of the next block; else each tensor at its use, for a backward in two parts. ``on_disk``: they wait there
+    (within `saved_on_disk.use_files`), else on the host."""
 
-    def __init__(self, ahead: bool) -> None:
-        self.ahead, self._blocks = ahead, 0
+    def __init__(self, ahead: bool, on_disk: bool = False) -> None:
+        self.ahead, self.on_disk, self._blocks = ahead, on_disk, 0
         self._last: Callable[[], _Saved | None] = lambda: None    # the block that has ended last
 
     def __deepcopy__(self, memo: dict[int, Any]) -> SavedInOrder:
-        return SavedInOrder(self.ahead)
+        return SavedInOrder(self.ahead, self.on_disk)
 
     def block(self, body: nn.Module) -> OffloadedBlock:
-        """The next block of the program, in which ``body`` runs."""
+        """The next block of the program, in which ``body`` runs. Of a `Recomputed` one the kept results leave, else all
+        that autograd saves."""
         self._blocks += 1
         return OffloadedBlock(body, self, self._blocks == 1)
 
     def run(self, body: nn.Module, values: Sequence[torch.Tensor], is_first: bool) -> Any:
-        """Run a block, and copy the tensors that autograd saves in it to the host. ``values``: its inputs, which stay
-        on the device, since others hold them; ``is_first``: whether it is the first block of this forward."""
+        """Run a block, and copy the tensors that it saves away. ``values``: its inputs, which stay on the device, since
+        others hold them; ``is_first``: whether it is the first block of this forward."""
         last = self._last()
         saved = _Saved(last if self.ahead and not is_first else None, self.ahead, values)
-        with torch.autograd.graph.saved_tensors_hooks(saved.pack, _unpack):
-            made = body(*values)
-        saved.leave(made)
+        if isinstance(body, Recomputed):
+            made = body.saving(values, saved.pack, _unpack)
+        else:
+            with torch.autograd.graph.saved_tensors_hooks(saved.pack, _unpack):
+                made = body(*values)
+        saved.leave(made, OnDisk if self.on_disk else _to_host)
         if last is not None:
             last.release()
         self._last = weakref.ref(saved)
@@ -53,7 +60,7 @@ class SavedInOrder:
 
 
 class OffloadedBlock(nn.Module):
-    """A block whose saved tensors are on the host between forward and backward (recompute="offload")."""
+    """A block whose saved tensors are on the host or disk between forward and backward."""
 
     def __init__(self, body: nn.Module, order: SavedInOrder, is_first: bool) -> None:
         super().__init__()
@@ -86,9 +93,9 @@ class _Saved:
         self._uses: list[int] = []    # reads left in backward
         self._number_at: list[int] = []    # by place, while the block runs
         self._away: dict[int, int] = {}    # of what is copied, its place among the copies
-        self._copies: Copies | None = None
+        self._copies: Copies | OnDisk | None = None
         self._released = False    # whether the sources of the copies are free
-        self._coming: tuple[Sequence[int], Copies] | None = None
+        self._coming: tuple[Sequence[int], Copies | FromDisk] | None = None
 
     def pack(self, value: torch.Tensor) -> Any:
         """The pack hook of autograd."""
@@ -105,9 +112,9 @@ class _Saved:
         self._number_at.append(number)
         return _View(self, len(self._stay) - 1, number, Form.of(value))
 
-    def leave(self, results: Any) -> None:
-        """Begin to copy all storages to the host except those of the block's ``results``, which others hold too, and,
-        on an accelerator, those that are on the host already."""
+    def leave(self, results: Any, begin: Callable[[Sequence[torch.Tensor]], Copies | OnDisk]) -> None:
+        """Let ``begin`` copy all storages except those of the block's ``results``, which others hold too, and, on an
+        accelerator, those that are on the host already."""
         kept = (x for x in pytree.tree_leaves(results) if isinstance(x, torch.Tensor) and has_storage(x))
         stay = {self._numbers.get(_address(value)) for value in kept}
         if any(one.device.type != "cpu" for one in self._here.values()):
@@ -117,7 +124,7 @@ class _Saved:
         self._stay = [one if number in stay else None
                       for one, number in zip(self._stay, self._number_at, strict=True)]
         if self._here:
-            self._copies = begin(list(self._here.values()), HOST, held=True)
+            self._copies = begin(list(self._here.values()))
         self._numbers.clear()
         self._number_at.clear()
 
@@ -157,9 +164,13 @@ class _Saved:
                 self._copies.free_source(whole)
         return view.form.view(whole)
 
-    def _back(self, numbers: Sequence[int]) -> Copies:
+    def _back(self, numbers: Sequence[int]) -> Copies | FromDisk:
         assert self._copies is not None
         return self._copies.back([self._away[number] for number in numbers])
+
+
+def _to_host(sources: Sequence[torch.Tensor]) -> Copies:
+    return begin(sources, HOST, held=True)
 
 
 def _address(value: torch.Tensor) -> int:

@@ -2,7 +2,7 @@
 
 A block is a contiguous run of nodes under one index of a module list (`capture.blocks`). "full" recomputes all of it,
 collectives included; "selective" keeps results of matrix products, attention and collectives; "offload" recomputes
-nothing and keeps saved tensors in the host's memory (`kernels.saved_on_host`).
+nothing. What "selective" and "offload" save may wait on the host or disk (`kernels.saved_on_host`).
 """
 
 from __future__ import annotations
@@ -25,16 +25,19 @@ from autoparallel.lower import overlap_pass
 
 
 def with_recompute(program: GraphModule, mode: str, block_of: Callable[[FxNode], object],
-                   in_parts_of_backward: bool = False) -> GraphModule:
+                   in_parts_of_backward: bool = False, saved_on: str = "device") -> GraphModule:
     """The same program with each contiguous run of a block's nodes as a `Recomputed` module, or an `OffloadedBlock`.
 
     ``mode``: "full", "selective" or "offload"; ``block_of``: the block of a node, None for nodes that are not
-    recomputed; ``in_parts_of_backward``: backward runs in several parts (zero bubble).
+    recomputed; ``in_parts_of_backward``: backward runs in several parts (zero bubble); ``saved_on``: as in `Hybrid`.
     """
-    if mode == "offload":
-        order = SavedInOrder(ahead=not in_parts_of_backward)
-        return in_parts(program, block_of, lambda body, _: order.block(body))
-    return in_parts(program, block_of, lambda body, _: Recomputed(body, mode, in_parts_of_backward))
+    order = SavedInOrder(not in_parts_of_backward, saved_on == "disk")
+
+    def made(body: GraphModule, _: Sequence[FxNode]) -> nn.Module:
+        again = body if mode == "offload" else Recomputed(body, mode, in_parts_of_backward)
+        return again if saved_on == "device" else order.block(again)
+
+    return in_parts(program, block_of, made)
 
 
 def in_parts(program: GraphModule, part_of: Callable[[FxNode], object],

@@ -27,6 +27,8 @@
     |                   | the next is computed                                          |                            |
     | recompute         | none, selective, full, offload; auto: of whole blocks, as few | none                       |
     |                   | as memory requires                                            |                            |
+    | saved_on          | where what recompute=selective or offload saves of blocks     | device; of offload host    |
+    |                   | waits for backward: host or disk                              |                            |
     | offload           | host (states and gradients), parameters (these too), disk,    | none                       |
     |                   | host/host/disk (parameters, gradients, states), ...           |                            |
     | sequence_parallel | norms and residuals are cut along the sequence over tp        | no                         |
@@ -45,8 +47,8 @@ from autoparallel.errors import PlanError, shown
 from autoparallel.plans import Hybrid
 from autoparallel.plans.roles import AxisRole, Roles
 from autoparallel.schedule.schedules import SCHEDULES, usual
-from autoparallel.schedule.step_config import RECOMPUTE
-from autoparallel.schedule.tiers import PLACES, offload_of
+from autoparallel.schedule.step_config import KEEPS, RECOMPUTE
+from autoparallel.schedule.tiers import PLACES, TIERS, offload_of
 
 _COUNTS = ("dp", "tp", "pp", "cp", "ep", "shards", "virtual", "micro_batch", "copies", "pieces")
 SPLITS = ("work", "blocks", "ends")
@@ -73,6 +75,7 @@ class ByHand:
     copies: int = 1
     pieces: int = 1
     recompute: str = "none"
+    saved_on: str = "device"
     offload: str = "none"
     sequence_parallel: bool = False
 
@@ -88,6 +91,9 @@ class ByHand:
                             "true or false")
         if self.recompute not in (*RECOMPUTE, AUTO):
             raise PlanError(f"by_hand: recompute is {shown(self.recompute)}; there are {[*RECOMPUTE, AUTO]}")
+        if self.saved_on not in TIERS or (self.saved_on != "device" and self.recompute not in KEEPS):
+            raise PlanError(f"by_hand: saved_on is {shown(self.saved_on)} and recompute {self.recompute}: give one of "
+                            f"{list(TIERS)}, with recompute={' or '.join(KEEPS)}, which save tensors of blocks")
         if self.offload not in PLACES:
             raise PlanError(f"by_hand: offload is {shown(self.offload)}; there are {list(PLACES)}")
         if self.schedule not in (None, *SCHEDULES):
@@ -184,7 +190,8 @@ class ByHand:
         schedule = self.schedule or usual(self.virtual)
         return Hybrid(batch // (ranks * each), self.pp * self.virtual if self.pp > 1 else 1, self.pp, schedule,
                       zero_stage=self.zero, recompute="none" if self.recompute == AUTO else self.recompute,
-                      copies=self.copies, pieces=self.pieces, offload=offload_of(self.offload))
+                      copies=self.copies, pieces=self.pieces, offload=offload_of(self.offload),
+                      saved_on=self.saved_on)
 
     def __str__(self) -> str:
         said = [f"{f.name}={getattr(self, f.name)}" for f in fields(self)

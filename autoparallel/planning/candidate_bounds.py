@@ -5,7 +5,6 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Mapping
-from dataclasses import replace
 from functools import cached_property
 from typing import NamedTuple
 
@@ -17,6 +16,7 @@ from autoparallel.plans import Hybrid
 from autoparallel.pricing import ExecutionCounts, Prices, SpacePricer
 from autoparallel.pricing.unit_costs import OpPrice
 from autoparallel.schedule.in_flight import in_flight
+from autoparallel.schedule.step_config import without_recompute
 from autoparallel.strategies.space import StrategySpace
 from cost_models import Cluster
 
@@ -63,7 +63,7 @@ class CandidateBounds:
         """
         h, devices = candidate.hybrid, math.prod(candidate.mesh_shape)
         kept = self._kept(h)
-        held = np.zeros(h.pipeline_ranks) if h.recompute == "offload" else self._held(h)  # else in the host's memory
+        held = self._held(h) if h.saved_on == "device" else np.zeros(h.pipeline_ranks)  # else outside of it
         blocks = kept["state", True] + times * kept["micro_batch", True] / h.micro_batches * held
         ends = kept["state", False] + times * kept["micro_batch", False] / h.micro_batches
         if not blocks.all():
@@ -117,7 +117,7 @@ class CandidateBounds:
         if not again_s or h.replicas:
             return 0.0
         devices, ranks = math.prod(candidate.mesh_shape), h.pipeline_ranks
-        keeping, again = self._kept(replace(h, recompute="none", recompute_blocks=None)), self._kept(h)
+        keeping, again = self._kept(without_recompute(h)), self._kept(h)
         per_share = devices * h.micro_batches
         most, least = (kept["micro_batch", True] / per_share * self._held(h) for kept in (keeping, again))
         state, limit = keeping["state", True] / devices, self.limit_of(candidate)
@@ -178,9 +178,9 @@ class CandidateBounds:
     def _kept(self, hybrid: Hybrid) -> Mapping[tuple[str, bool], float]:
         """Bytes of the whole program that live between forward and backward, by ("state" or "micro_batch", whether
         inside blocks)."""
-        key = hybrid.recompute, hybrid.offload, hybrid.on_host
+        key = hybrid.recompute, hybrid.saved_on, hybrid.offload, hybrid.on_host
         if key not in self._live:
-            pricer = self._whole_pricer(hybrid, hybrid.recompute)
+            pricer = self._whole_pricer(hybrid, hybrid.recompute, hybrid.saved_on)
             space, inside = pricer.space, self.reduced_model.inside(pricer.space)
             found = dict.fromkeys(itertools.product(("state", "micro_batch"), (True, False)), 0.0)
             for decision, node in zip(space.decisions, pricer.full().nodes, strict=True):
@@ -238,11 +238,11 @@ class CandidateBounds:
         """The strategy graph of the whole batch on one device."""
         return StrategySpace(self.reduced_model.graph, (1,))
 
-    def _whole_pricer(self, hybrid: Hybrid, recompute: str) -> SpacePricer:
+    def _whole_pricer(self, hybrid: Hybrid, recompute: str, saved_on: str = "device") -> SpacePricer:
         """The costs of the whole batch on one device, with the tiers of ``hybrid``."""
         space = self._whole
         return SpacePricer(self._whole_prices(1), counts=ExecutionCounts(
-            space, Hybrid(recompute=recompute, offload=hybrid.offload, on_host=hybrid.on_host,
+            space, Hybrid(recompute=recompute, saved_on=saved_on, offload=hybrid.offload, on_host=hybrid.on_host,
                           zero_stage=3 if hybrid.offload.moves_parameters else 2),
             multiplicities=self.reduced_model.counts(space)))
 

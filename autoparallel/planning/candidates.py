@@ -38,6 +38,7 @@ class Fixed:
     offload: Offload = ON_DEVICE
     on_host: tuple[str, ...] = ()
     pieces: int = 1
+    saved_on: str = "device"
 
     def __str__(self) -> str:
         """The choices that leave combinations out, as options."""
@@ -175,7 +176,8 @@ class CandidateSpace:
             yield Hybrid(micro_batches, stages, ranks, schedule, zero_stage=zero, recompute=recompute,
                          reduce_dtype=self.fixed.reduce_dtype, replicas=self.fixed.replicas,
                          bucket_bytes=self.fixed.bucket_bytes, offload=self.fixed.offload,
-                         copies=self.fixed.copies or copies, on_host=self.fixed.on_host, pieces=self.fixed.pieces)
+                         copies=self.fixed.copies or copies, on_host=self.fixed.on_host, pieces=self.fixed.pieces,
+                         saved_on=self.fixed.saved_on)
         except PlanError as error:
             self.refused = self.refused or str(error)
 

@@ -76,7 +76,7 @@ def plan_jointly(split: Splits, cluster: Cluster, mesh_shape: Sequence[int] | No
         micro = split(plan.hybrid.micro_batches)
         space = StrategySpace(micro.body, plan.mesh_shape)
         blocks = stages_of(space, micro.loss, plan.hybrid).blocks(space)
-        return less_recomputed(plan, blocks, made, deadline, options.saves_on_host)
+        return less_recomputed(plan, blocks, made, deadline, options.saved_tiers)
 
     found = search_jointly(graph, cluster, fixed, options.optimizer, options.limit_bytes(cluster),
                            options.time_limit_s, in_full, recompute_less if open_ else None,
@@ -87,7 +87,7 @@ def plan_jointly(split: Splits, cluster: Cluster, mesh_shape: Sequence[int] | No
         ends = min(deadline, clock.now() + FEWER_S)
         best = recompute_less(best, ends, options.time_limit_s / RECOMPUTE_TRIES)
     evidence, seen = best.evidence, found.survey
-    bound_s = None if open_ and best.hybrid.recompute == "offload" else seen.bound_s    # of other combinations
+    bound_s = None if open_ and best.hybrid.saved_on != "device" else seen.bound_s    # of other combinations
     counts = Combinations(len(seen.candidates), seen.without_plan, found.planned, seen.pruned, seen.left)
     seconds = {**evidence.seconds, "joint": clock.now() - started}
     others = tuple(alternative_of(best, other) for other in found.runners_up)

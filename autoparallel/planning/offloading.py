@@ -79,7 +79,8 @@ class _Tiers:
                       and not (whole and offload_of(tier).moves_parameters)]
         self.nothing = f"the description of {cluster.name} has no rates of its hosts for offload='host' or 'disk'"
         self.found, self.why = list[Plan](), list[str]()
-        self.saves_on_host = "host" in self.tiers and not cluster.host.shared_memory    # where it saves nothing
+        shared = cluster.host.shared_memory    # where the host's memory saves nothing
+        self.saved_tiers = [tier for tier in ("host", "disk") if tier in self.tiers and not (shared and tier == "host")]
 
     def fastest(self) -> Plan:
         try:
@@ -210,7 +211,7 @@ class _Tiers:
         """The options of plans with states in a tier, with the time that is left."""
         left = max(LEAST_SHARE * self.options.time_limit_s, self.ends - clock.now())
         within = replace(self.options, offload=tier, offload_fraction=fraction, time_limit_s=left,
-                         saves_on_host=self.saves_on_host)
+                         saved_tiers=self.saved_tiers)
         if within.tier.moves_parameters and within.by_hand is None:
             within = replace(within, zero_stage=3 if within.zero_stage is None else within.zero_stage)
         return within

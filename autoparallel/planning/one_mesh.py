@@ -277,7 +277,7 @@ def _plan_recomputing(space: StrategySpace, micro: MicroBatches, cluster: Cluste
     except InfeasibleError:
         whole = make(replace(hybrid, recompute="full"))
     blocks = stages_of(space, micro.loss, whole.hybrid).blocks(space)
-    return less_recomputed(whole, blocks, make, started + options.time_limit_s, options.saves_on_host)
+    return less_recomputed(whole, blocks, make, started + options.time_limit_s, options.saved_tiers)
 
 
 def _naming_pins(error: InfeasibleError, pricer: SpacePricer, options: Options) -> InfeasibleError:
@@ -409,8 +409,9 @@ def _away(hybrid: Hybrid) -> tuple[str, str]:
     tables = f" with {len(hybrid.on_host)} tables on the host" if hybrid.on_host else ""
     if hybrid.offload.is_away:
         return f"offload={hybrid.offload.place!r}{tables}", "more devices, zero_stage=1 or more, or more on disk"
-    if hybrid.recompute == "offload":
-        return f"recompute='offload'{tables}", "more micro-batches or recompute='full'"
+    if hybrid.saved_on != "device":
+        return (f"recompute={hybrid.recompute!r}, saved_on={hybrid.saved_on!r}{tables}",
+                "more micro-batches or recompute='full'" + " or saved_on='disk'" * (hybrid.saved_on == "host"))
     return f"a plan{tables}", "more devices or offload='disk', or pin fewer tables to it"
 
 

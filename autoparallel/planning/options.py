@@ -35,14 +35,16 @@ from autoparallel.planning.baselines import NAMES, SHARDING
 from autoparallel.planning.by_hand import EXAMPLE, ByHand
 from autoparallel.plans import Hybrid, Plan
 from autoparallel.schedule.schedules import SCHEDULES, names_of, usual
-from autoparallel.schedule.step_config import BUCKET_BYTES, RECOMPUTE, REDUCE_DTYPES
+from autoparallel.schedule.step_config import BUCKET_BYTES, KEEPS, RECOMPUTE, REDUCE_DTYPES
 from autoparallel.schedule.tiers import (
     EARLY_TILE_BYTES,
     ON_DEVICE,
     PLACES,
+    TIERS,
     TILE_BYTES,
     Offload,
     largest_tile,
+    listed,
     offload_of,
 )
 from autoparallel.search import SEARCHES, Progress
@@ -76,6 +78,8 @@ OPTIONS = f"""
     schedule: {names_of()}; None: {usual()!r}, or {usual(2)!r} with several stages a rank.
     recompute: activations that backward computes again: "none", "selective", "full" (whole blocks), "offload" (kept in
         host memory instead) or "auto" (whole blocks, as few as memory requires); None: "none" where the step fits.
+    saved_on: where what recompute="selective" or "offload" saves of blocks waits for backward: "device", "host" or
+        "disk"; None: "device", of "offload" "host".
     zero_stage: 0 stores parameters as ops read them, 1 to 3 in as many shards as possible; None: the search decides.
     reduce_dtype: the dtype in which gradients are summed ("float32", "bfloat16", "float16"); None: the parameter's.
     bucket_bytes: the largest bucket of parameter gathers and gradient reductions; None: 25 MiB.
@@ -107,8 +111,8 @@ TILES_SHARE = 0.25
 MODEL_AND_CALL = "(model, example inputs, example keyword inputs)"
 #: Options that a ready plan leaves no room for.
 DECIDED_BY_A_PLAN = frozenset({"pins", "baseline", "micro_batches", "pipeline_stages", "stage_replicas", "schedule",
-                               "recompute", "zero_stage", "reduce_dtype", "bucket_bytes", "copies", "pieces",
-                               "offload", "offload_fraction", "step_in_backward"})
+                               "recompute", "saved_on", "zero_stage", "reduce_dtype", "bucket_bytes", "copies",
+                               "pieces", "offload", "offload_fraction", "step_in_backward"})
 #: Of these, those that a plan by hand leaves open.
 _BESIDE_BY_HAND = {"reduce_dtype", "bucket_bytes", "offload", "offload_fraction", "step_in_backward"}
 
@@ -129,6 +133,7 @@ class Options:
     stage_replicas: Sequence[int] | None = None
     schedule: str | None = None
     recompute: str | None = None
+    saved_on: str | None = None
     zero_stage: int | None = None
     reduce_dtype: str | None = None
     bucket_bytes: float | None = None
@@ -144,7 +149,7 @@ class Options:
     compare_by_hand: ByHand | str | None = field(default=None, metadata={"internal": True})  # a str is "usual"
     tiers: Sequence[str] = field(default=PLACES[1:], metadata={"internal": True})  # that "auto" may take
     looks_up: bool = field(default=True, metadata={"internal": True})  # whether "auto" may put tables on the host
-    saves_on_host: bool = field(default=False, metadata={"internal": True})  # whether saved tensors may be there
+    saved_tiers: Sequence[str] = field(default=(), metadata={"internal": True})  # where "auto" may put saved tensors
     on_host: tuple[str, ...] = field(default=(), metadata={"internal": True})  # the tables that pins put there
 
     @property
@@ -173,9 +178,10 @@ class Options:
 
     @property
     def given(self) -> dict[str, Any]:
-        """The fields of `Hybrid` that the search does not choose: how gradients are reduced, where states and tables
-        live."""
+        """The fields of `Hybrid` that the search does not choose: how gradients are reduced, where states, tables and
+        saved tensors live."""
         return {"reduce_dtype": self.reduce_dtype, "offload": self.tier, "on_host": self.on_host,
+                "saved_on": self.saved_on or "device",
                 "bucket_bytes": BUCKET_BYTES if self.bucket_bytes is None else self.bucket_bytes}
 
     @property
@@ -238,14 +244,15 @@ def check_disk_path(disk_path: Any, options: Options, plan: Plan | None) -> None
     if disk_path is not None and (not isinstance(disk_path, (str, PathLike)) or not str(disk_path)):
         raise PlanError(f"disk_path is {shown(disk_path)}: give the path of a folder, a str or a pathlib.Path")
     away = plan.hybrid.offload if plan else options.tier
-    on_disk = away.in_tier("disk")
+    saved = (plan.hybrid.saved_on if plan else options.saved_on) == "disk"
+    on_disk = (*away.in_tier("disk"), *["saved tensors of blocks"] * saved)
     if on_disk and disk_path is None:
-        raise PlanError("optimizer states go to disk, and disk_path is not given: give a folder of a local disk, "
+        raise PlanError(f"{listed(on_disk)} go to disk, and disk_path is not given: give a folder of a local disk, "
                         "autoparallel.compile(..., disk_path='/local/disk')")
     if disk_path is not None and not on_disk and (plan or options.offload != "auto"):
         where = " and ".join(dict.fromkeys(one.states for one in away.each))
-        raise PlanError(f"disk_path={str(disk_path)!r} is of optimizer states on disk, and they stay on the {where}: "
-                        "leave it out, or give offload='disk' or 'auto'")
+        raise PlanError(f"disk_path={str(disk_path)!r} is of training state on disk, and optimizer states stay on the "
+                        f"{where}: leave it out, or give offload='disk' or 'auto', or saved_on='disk'")
 
 
 def check_groups(offload: Any, model: nn.Module) -> None:
@@ -337,6 +344,11 @@ def options_of(given: Mapping[str, Any]) -> Options:
     if given.get("step_in_backward") and given.get("offload") in (None, "none"):
         raise PlanError("step_in_backward=True is of states outside of the device: put them there, as offload='host', "
                         "or leave it out")
+    if given.get("saved_on") and (given.get("recompute") not in KEEPS
+                                  or (given["saved_on"], given["recompute"]) == ("device", "offload")):
+        raise PlanError(f"saved_on={given['saved_on']!r} with recompute={given.get('recompute')!r}: it says where what "
+                        "recompute='selective' or 'offload' saves of blocks waits for backward, 'offload' on the host "
+                        "or disk: give one of these two, or leave saved_on out")
     fetches = given.get("zero_stage") is None and _moves_parameters(given.get("offload"))
     if fetches:
         given["zero_stage"] = 3    # which alone fetches for each use
@@ -418,6 +430,7 @@ _WANTED: Mapping[str, tuple[Any, ...] | _Wanted] = {
     "stage_replicas": _Wanted("the number of ranks of each stage, for example (1, 3)", _are_counts),
     "schedule": tuple(SCHEDULES),
     "recompute": (*RECOMPUTE, "auto"),
+    "saved_on": TIERS,
     "zero_stage": (0, 1, 2, 3),
     "reduce_dtype": REDUCE_DTYPES,
     "bucket_bytes": _Wanted("bytes of a bucket as a number, 0 or more", _is_amount),

@@ -64,12 +64,13 @@ def plan_by_hand(split: Splits, cluster: Cluster, options: Options, hand: ByHand
 
 def _given(options: Options, hand: ByHand) -> dict[str, Any]:
     """What the options add to a plan by hand. Raises PlanError where both say where states live."""
+    given = {name: value for name, value in options.given.items() if name != "saved_on"}    # which is by hand
     if hand.offload == "none":
-        return options.given
+        return given
     if options.offload is not None:
         raise PlanError(f"by_hand says offload={hand.offload}, and the options offload={options.offload!r}: leave one "
                         "of the two out")
-    return {name: value for name, value in options.given.items() if name != "offload"}
+    return {name: value for name, value in given.items() if name != "offload"}
 
 
 def _recomputing_enough(micro: MicroBatches, layouts: HandLayouts, options: Options, none: Plan,

@@ -1,4 +1,4 @@
-"""recompute="auto": the fewest recomputed blocks that memory allows, or blocks whose saved tensors go to the host."""
+"""recompute="auto": the fewest recomputed blocks that memory allows, or blocks whose saved tensors leave the device."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ from autoparallel import clock
 from autoparallel.errors import InfeasibleError, SearchError
 from autoparallel.plans import Hybrid, Plan
 from autoparallel.schedule.in_flight import in_flight
+from autoparallel.schedule.step_config import KEEPS
 
 #: The least share of recompute in a step for which plans that offload are searched.
 WORTH_MOVING = 0.01
@@ -20,23 +21,29 @@ Pick = Callable[[Sequence[str], int], Sequence[str]]
 
 
 def less_recomputed(whole: Plan, blocks: Sequence[Sequence[str]], make: Callable[[Hybrid], Plan],
-                    deadline: float = math.inf, saves_on_host: bool = False) -> Plan:
+                    deadline: float = math.inf, saved_tiers: Sequence[str] = ()) -> Plan:
     """The fastest plan found that recomputes, or offloads, fewer of the ``blocks`` (paths by stage) than ``whole``,
-    which does all. If ``saves_on_host``, one that recomputes is compared with plans that offload instead, as few blocks
-    as memory requires. Searches until ``deadline`` of `clock`."""
+    which does all. One that recomputes is compared with plans in which what is saved of blocks, all of it or what
+    "selective" keeps, is in the first of ``saved_tiers`` with room for it, of as few blocks as memory requires.
+    Searches until ``deadline`` of `clock`."""
     def fewer(how: Plan, pick: Pick, until: float) -> Plan:
         return fewest_recomputed(how, blocks, lambda some: make(replace(how.hybrid, recompute_blocks=some)), until,
                                  pick=pick)
 
-    if whole.hybrid.recompute == "offload":
+    if whole.hybrid.saved_on != "device":
         return fewer(whole, spread, deadline)
-    best = fewer(whole, first, (clock.now() + deadline) / 2 if saves_on_host else deadline)
+    best = fewer(whole, first, (clock.now() + deadline) / 2 if saved_tiers else deadline)
     p = best.prediction
-    if not saves_on_host or best.hybrid.puts_off_weights or p.recompute_s < WORTH_MOVING * p.step_s:
+    if best.hybrid.puts_off_weights or p.recompute_s < WORTH_MOVING * p.step_s:
         return best
-    with suppress(InfeasibleError, SearchError):
-        offloading = make(replace(whole.hybrid, recompute="offload", recompute_blocks=None))
-        best = min(best, fewer(offloading, spread, deadline), key=lambda plan: plan.prediction.step_s)
+    for tier in saved_tiers:
+        found = list[Plan]()
+        for share, kind in zip((1 / 2, 1), KEEPS, strict=True):
+            with suppress(InfeasibleError, SearchError):
+                leaving = make(replace(whole.hybrid, recompute=kind, saved_on=tier, recompute_blocks=None))
+                found.append(fewer(leaving, spread, clock.now() + share * (deadline - clock.now())))
+        if found:
+            return min(best, *found, key=lambda plan: plan.prediction.step_s)
     return best
 
 

@@ -95,11 +95,11 @@ class Prediction:
     no more than this share of the measured step, above or below it; ``basis``: which predictions
     (`cost_models.accuracy`). ``limit_bytes``: the memory limit of the search (0: none); on devices of unequal memory
     that of the smallest, and ``peak_bytes`` of a larger one count as its share of that. ``host_bytes``: of the host's
-    memory for saved tensors (recompute="offload"), optimizer states, gradients and parameters that live there,
-    or for tiles of states on disk; ``disk_bytes``: of optimizer states on disk. ``lookups_forward_s``,
-    ``lookups_backward_s``: of ``forward_s`` and ``backward_s``, what the host does for tables in its memory;
-    ``crossings_s``: of communication, their ids, results and gradients on the link between host and device.
-    ``repeated_ops``: ops without a rule, repeated on every rank.
+    memory for saved tensors (`Hybrid.saved_on`), optimizer states, gradients and parameters that live there, or for
+    tiles of states on disk; ``disk_bytes``: of what is on disk. ``lookups_forward_s``, ``lookups_backward_s``: of
+    ``forward_s`` and ``backward_s``, what the host does for tables in its memory; ``crossings_s``: of communication,
+    their ids, results and gradients on the link between host and device. ``repeated_ops``: ops without a rule, repeated
+    on every rank.
     """
 
     forward_s: float

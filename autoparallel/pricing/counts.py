@@ -41,7 +41,7 @@ class UseTimes(NamedTuple):
 
 
 class Offloads(NamedTuple):
-    """How often per step a saved value is copied to the host, and back."""
+    """How often per step a saved value is copied to the host (and on to the disk), and back."""
 
     there: int
     back: int
@@ -155,12 +155,12 @@ class ExecutionCounts:
 
     def offloads(self, index: int) -> Offloads:
         """How often per step the op's results are copied to the host and back."""
-        leaves = self.hybrid.recompute == "offload" and self.saved.inside(index) and index in self.saved.first_need
+        leaves = self.blocks.moves(index) and self.saved.inside(index) and index in self.saved.first_need
         return self._offloads(index) if leaves else NO_OFFLOADS
 
     def offloads_copy(self, use: TensorUse) -> Offloads:
         """How often per step a redistributed copy is copied to the host and back."""
-        leaves = self.hybrid.recompute == "offload" and not self.of_parameter[use.source]
+        leaves = self.blocks.moves(use.target) and not self.of_parameter[use.source]
         return self._offloads(use.target) if leaves and self.saved.copy_is_away(use) else NO_OFFLOADS
 
     def _offloads(self, index: int) -> Offloads:

@@ -9,7 +9,7 @@ import numpy as np
 from autoparallel.pricing.counts import ExecutionCounts
 from autoparallel.pricing.op_costs import share_of_work
 from autoparallel.pricing.unit_costs import Prices
-from cost_models import collectives, offload
+from cost_models import offload
 
 
 class LookupPrice(NamedTuple):
@@ -79,7 +79,7 @@ class HostLookupPrices:
         """Seconds between the two memories; none where they are one."""
         if self.prices.cluster.host.shared_memory:
             return np.zeros(len(num_bytes))
-        return np.asarray(collectives.host_copy_s(num_bytes, self.prices.cluster, to_device))
+        return np.asarray(offload.host_copy_s(num_bytes, self.prices.cluster, to_device))
 
 
 __all__ = ["HostLookupPrices", "LookupPrice"]

@@ -183,24 +183,30 @@ class Liveness:
         parameter save are not kept for deferred weight gradients.
         """
         start, turning, late = self.starts[decisions], 2 * self._num_decisions, self._late[decisions]
-        put_off = np.where(inside & (self.hybrid.recompute == "offload"), 0, late)  # fetched again for each part
+        put_off = np.where(inside & (self.hybrid.saved_on != "device"), 0, late)  # fetched again for each part
         last = self._by_stage(lambda stage: self._last_trainable.get(stage, 2 * self._num_decisions))[decisions]
         held = self._by_stage(self.counts.in_flight.__getitem__)[decisions] - np.where(savers > last, late, 0)
         count = np.where(inside, put_off, held) + gradients
         found.put(numbers, start + decisions, start + turning + 1 - decisions, self._held[decisions] * count)
         in_block = np.array([self.blocks.evicted[index] is not None for index in decisions.tolist()], bool)
         again = in_block & inside & (put_off + gradients == 0)
-        known = {block: self._resident_from(block) for block in self.blocks.last}
-        resident = np.array([known[self.blocks.evicted[index]] for index in decisions[again].tolist()], np.int64)
+        some = decisions[again].tolist()
+        known = {both: self._resident_from(*both) for both in {self._returning(index) for index in some}}
+        resident = np.array([known[self._returning(index)] for index in some], np.int64)
         found.put(numbers[again], start[again] + np.maximum(decisions[again], resident),
                   start[again] + turning + 1 - decisions[again], 1)
 
-    def _resident_from(self, block: Block) -> int:
-        """The time from which the saved values of a block are on the device for backward: its recompute; for offloaded
-        ones backward of the next offloaded block, during which they are fetched (in two parts: their own backward); for
-        the last offloaded block its forward."""
+    def _returning(self, index: int) -> tuple[Block, bool]:
+        """The block of a decision whose values are recomputed, or fetched (true)."""
+        block = self.blocks.evicted[index]
+        assert block is not None
+        return block, self.blocks.moves(index)
+
+    def _resident_from(self, block: Block, fetched: bool) -> int:
+        """The time from which such values are on the device for backward: its recompute; of fetched ones backward of
+        the next offloaded block (in two parts: their own backward), of the last offloaded block its forward."""
         turning = 2 * self._num_decisions
-        if self.hybrid.recompute != "offload":
+        if not fetched:
             return turning - self.blocks.last[block]
         following = self.blocks.next_offloaded[block]
         if following is None:

@@ -3,17 +3,18 @@
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
 
 from autoparallel.layout import COLLECTIVES, SUMS
-from autoparallel.pricing.counts import ExecutionCounts
 from autoparallel.pricing.overlap_simulation import Hidden
 from autoparallel.pricing.problem import SpacePricer
+from autoparallel.pricing.recomputing import Block
 from autoparallel.pricing.step_cost import Move, prices_of
 from autoparallel.pricing.unit_costs import Inside, Prices
+from autoparallel.schedule.tiers import BLOCK_BYTES, padded
 from autoparallel.search.model.problem import Problem
 from autoparallel.strategies.space import Strategy
 from cost_models.compute import larger
@@ -274,23 +275,35 @@ def _holders(pricer: SpacePricer, problem: Problem) -> Mapping[tuple[int, ...], 
 
 
 def add_host_bytes(pricer: SpacePricer, strategies: Sequence[Strategy], stages: Sequence[Parts]) -> None:
-    """Add the bytes offloaded to the host's memory."""
-    space, counts, numbers = pricer.space, pricer.counts, pricer.costs.kinds.numbers(strategies)
-    if counts.hybrid.recompute != "offload":
+    """Add the bytes of blocks' saved tensors on the host or on disk (`Hybrid.saved_on`)."""
+    counts, tier = pricer.counts, pricer.counts.hybrid.saved_on
+    if tier == "device":
         return
+    by_block = defaultdict[Block, float](float)
+    for index, num_bytes in _leaving(pricer, strategies):
+        whole = num_bytes if tier == "host" else float(padded(num_bytes, BLOCK_BYTES))
+        if (block := counts.blocks.evicted[index]) is not None:
+            by_block[block] += num_bytes
+        for holder in counts.stages_of[index]:
+            held = whole * counts.held[index] * counts.in_flight[holder]
+            name = f"{tier}_bytes"
+            setattr(stages[holder], name, getattr(stages[holder], name) + held)
+    if tier == "disk" and not pricer.prices.cluster.host.shared_memory:
+        for stage, one in enumerate(stages):    # blocks on their way, for which `kernels.saved_on_disk` waits
+            one.host_bytes += 2 * max((size for (first, _), size in by_block.items() if first == stage), default=0.0)
+
+
+def _leaving(pricer: SpacePricer, strategies: Sequence[Strategy]) -> Iterator[tuple[int, float]]:
+    """The saved values and redistributed copies that leave the device, each as its decision and its bytes of one
+    micro-batch."""
+    space, counts, numbers = pricer.space, pricer.counts, pricer.costs.kinds.numbers(strategies)
     for decision in space.decisions:
         if counts.offloads(decision.index).there:
-            num_bytes = float(pricer.costs.decision_bytes(decision.index)[numbers[decision.index]])
-            _hold(counts, stages, counts.stages_of[decision.index], num_bytes * counts.held[decision.index])
+            yield decision.index, float(pricer.costs.decision_bytes(decision.index)[numbers[decision.index]])
     for use in space.uses:
         if counts.offloads_copy(use).there:
-            num_bytes = float(pricer.prices.redistribution.use_copies(use)[numbers[use.source], numbers[use.target]])
-            _hold(counts, stages, counts.stages_of[use.target], num_bytes * counts.held[use.target])
-
-
-def _hold(counts: ExecutionCounts, stages: Sequence[Parts], holders: Sequence[int], num_bytes: float) -> None:
-    for holder in holders:
-        stages[holder].host_bytes += num_bytes * counts.in_flight[holder]
+            yield use.target, float(
+                pricer.prices.redistribution.use_copies(use)[numbers[use.source], numbers[use.target]])
 
 
 def add_uses(pricer: SpacePricer, strategies: Sequence[Strategy], stages: Sequence[Parts], found: Found) -> None:

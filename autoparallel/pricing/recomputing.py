@@ -66,9 +66,13 @@ class RecomputedBlocks:
             return rule is not None and rule.op_class == "attention"
         return self.hybrid.recompute == "full" or rule is None or rule.op_class not in KEPT_CLASSES
 
+    def moves(self, index: int) -> bool:
+        """Whether what is saved of a decision's results waits for backward outside of the device."""
+        return self.hybrid.saved_on != "device" and self.evicted[index] is not None and not self.again(index)
+
     def away(self, index: int) -> bool:
         """Whether the decision's results leave the device between forward and backward (recomputed or offloaded)."""
-        return self.again(index) or (self.hybrid.recompute == "offload" and self.evicted[index] is not None)
+        return self.again(index) or self.moves(index)
 
     @cached_property
     def runs_again(self) -> frozenset[int]:

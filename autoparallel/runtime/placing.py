@@ -24,6 +24,7 @@ from autoparallel.runtime.hints import add_hints
 from autoparallel.runtime.initialise import Keep, as_dtensor, container, elsewhere, live_elsewhere, outside, registered
 from autoparallel.runtime.interleaved_views import view_rightly
 from autoparallel.runtime.mixing import mix_lists, mix_scalars
+from autoparallel.runtime.offload.files import check_room
 from autoparallel.runtime.offload.gradients import HostGradients, leaves_by_itself
 from autoparallel.runtime.offload.mapped import MappedFiles
 from autoparallel.runtime.optimizers import look_at_steps, offload_states
@@ -121,9 +122,10 @@ def _keep(state: State, name: str) -> Keep | None:
 
 
 def _files(state: State, compiled: Compiled) -> MappedFiles | None:
-    """The files of this rank's parameters and gradients, if they live on disk. All ranks call this. Raises InputError
-    on all where one has no room."""
-    if not {"parameters", "gradients"} & {*state.offload.in_tier("disk")}:
+    """The files of this rank's parameters and gradients, and of saved tensors, if they go to disk; of the last, the
+    room is made when they first come. All ranks call this. Raises InputError on all where one has no room."""
+    saved = compiled.plan.hybrid.saved_on == "disk"
+    if not saved and not {"parameters", "gradients"} & {*state.offload.in_tier("disk")}:
         return None
     folder, hybrid, sizes, seen = state.limits.disk_path, compiled.plan.hybrid, list[int](), set[int]()
     assert folder is not None
@@ -138,7 +140,14 @@ def _files(state: State, compiled: Compiled) -> MappedFiles | None:
         width, sums = parameter.element_size(), hybrid.micro_batches > 1 and hybrid.sum_dtype
         sizes += [count * width] * ("parameters" in there)
         sizes += [count * max(width, sums.itemsize if sums else 0)] * ("gradients" in there and parameter.requires_grad)
-    return made_equally("files of parameters and gradients", lambda: MappedFiles(folder, sizes), lambda _: "")
+    beside = int(compiled.plan.prediction.disk_bytes) - sum(sizes) if saved else 0
+
+    def files() -> MappedFiles:
+        found = MappedFiles(folder, sizes)
+        check_room(folder, beside, "saved tensors and optimizer states")
+        return found
+
+    return made_equally("files of what is on disk", files, lambda _: "")
 
 
 def check_conversion(fn: Callable[[torch.Tensor], torch.Tensor], tensors: Iterable[tuple[str, torch.Tensor]]) -> None:

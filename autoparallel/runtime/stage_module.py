@@ -68,7 +68,7 @@ def in_blocks(program: GraphModule, hybrid: Hybrid) -> bool:
     """Whether a backend compiles a program block by block. Its parameters' communication then runs as under "eager",
     overlapped, between the compiled parts. (One graph would give all gradients at its end, and those that leave the
     device, or are stepped, during backward are to come earlier; so are saved tensors that leave.)"""
-    leave = hybrid.offload.moves_gradients or hybrid.offload.in_backward or hybrid.recompute == "offload"
+    leave = hybrid.offload.moves_gradients or hybrid.offload.in_backward or hybrid.saved_on != "device"
     return len({node.meta.get("block") for node in program.graph.nodes} - {None}) > (0 if leave else WHOLE_UP_TO)
 
 
@@ -82,7 +82,8 @@ def compiled_by(backend: str, program: GraphModule, hybrid: Hybrid, overlaps: bo
 
 def _compiled_by(backend: str, program: GraphModule, hybrid: Hybrid, overlaps: bool) -> GraphModule:
     regathers = hybrid.zero_stage == 3
-    how = Lowering(backend == INDUCTOR, regathers, hybrid.recompute, _recomputed(hybrid), hybrid.bucket_bytes)
+    how = Lowering(backend == INDUCTOR, regathers, hybrid.recompute, _recomputed(hybrid), hybrid.bucket_bytes,
+                   hybrid.saved_on)
     program = in_pieces(program, hybrid)
     in_parts = in_blocks(program, hybrid)
     if not in_parts and not hybrid.gathers_once:
@@ -90,7 +91,7 @@ def _compiled_by(backend: str, program: GraphModule, hybrid: Hybrid, overlaps: b
     if overlaps:
         program = overlap(program, hybrid, lambda node: node.meta.get("block") if in_parts else "all")
     program = _gathered_as(hybrid, program, gathers_parameter)
-    together = hybrid.recompute != "offload"    # whose blocks leave one by one
+    together = hybrid.saved_on == "device"    # else blocks leave one by one
     return compiled(program, replace(how, regathers=False), parts_of(program.graph, in_parts, together))
 
 
@@ -114,7 +115,7 @@ def _kept_less(module: GraphModule, hybrid: Hybrid) -> GraphModule:
         block = block_of(node)
         return block if block is None or "copy" not in node.meta else (block, node.meta["copy"])
 
-    return with_recompute(module, hybrid.recompute, part_of, hybrid.puts_off_weights)
+    return with_recompute(module, hybrid.recompute, part_of, hybrid.puts_off_weights, hybrid.saved_on)
 
 
 def gathered_blocks(hybrid: Hybrid) -> Callable[[FxNode], str | None]:

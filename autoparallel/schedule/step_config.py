@@ -5,18 +5,20 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import TYPE_CHECKING
 
 from autoparallel.errors import InfeasibleError, PlanError, shown
 from autoparallel.schedule.schedules import SCHEDULES, Schedule, names_of, usual
-from autoparallel.schedule.tiers import ON_DEVICE, Offload
+from autoparallel.schedule.tiers import ON_DEVICE, TIERS, Offload
 
 if TYPE_CHECKING:
     import torch
 
 RECOMPUTE = ("none", "selective", "full", "offload")
+#: Of these, the kinds whose saved tensors can wait for backward outside of the device.
+KEEPS = ("selective", "offload")
 #: Micro-batches, stages and ranks of a pipeline, each.
 MOST = 2**20
 #: The largest bucket of torch's DistributedDataParallel.
@@ -43,13 +45,14 @@ class Hybrid:
 
     (Whether a parameter is sharded at all is decided by its layout.) ``recompute``: "none"; "selective", all ops of a
     block but products, attention and collectives; "full", whole blocks; "offload", no recompute, but a block's saved
-    tensors wait for backward in the host's memory. ``recompute_blocks``: the paths of the blocks that this applies to
-    (None: all). ``reduce_dtype``: the dtype in which gradients are summed over ranks, and over micro-batches if it is
-    more precise than the parameter's (None: the parameter's). ``bucket_bytes``: the largest bucket of parameter gathers
-    and gradient reductions (a single larger parameter is allowed). ``copies``: micro-batches that run at
-    a time (multi-copy): one's activations are sent while another computes, and blocks' parameters are gathered once for
-    all of them (ZeRO-3), for the activations of so many. ``offload``:
-    where the optimizer's states live, and gradients and parameters. ``on_host``: tables whose lookups run on the host,
+    tensors wait for backward outside of the device. ``recompute_blocks``: the paths of the blocks that this applies to
+    (None: all). ``saved_on``: where what "selective" and "offload" save of blocks waits for backward: "device", "host"
+    or "disk"; of "offload" not the first. ``reduce_dtype``: the dtype in which gradients are summed over ranks, and
+    over micro-batches if it is more precise than the parameter's (None: the parameter's). ``bucket_bytes``: the largest
+    bucket of parameter gathers and gradient reductions (a single larger parameter is allowed). ``copies``:
+    micro-batches that run at a time (multi-copy): one's activations are sent while another computes, and blocks'
+    parameters are gathered once for all of them (ZeRO-3), for the activations of so many. ``offload``: where the
+    optimizer's states live, and gradients and parameters. ``on_host``: tables whose lookups run on the host,
     with their gradients and optimizer states in its memory (states on disk, where ``offload`` puts states there).
     ``pieces``: linear layers whose operand or result is redistributed run in so many pieces, of which one travels while
     another is computed (`schedule.pieces`).
@@ -70,8 +73,11 @@ class Hybrid:
     offload: Offload = ON_DEVICE
     on_host: tuple[str, ...] = ()
     pieces: int = 1
+    saved_on: str = "device"
 
     def __post_init__(self) -> None:
+        if self.recompute == "offload" and self.saved_on == "device":
+            object.__setattr__(self, "saved_on", "host")
         for name in ("micro_batches", "stages", "pipeline_ranks", "copies", "pieces"):
             if not 1 <= getattr(self, name) <= MOST:
                 raise PlanError(f"{name} is {shown(getattr(self, name))}: give a number from 1 to {MOST:,}")
@@ -83,6 +89,9 @@ class Hybrid:
             raise PlanError(f"unknown recompute {self.recompute!r}; there are {list(RECOMPUTE)}")
         if self.reduce_dtype not in (None, *REDUCE_DTYPES):
             raise PlanError(f"unknown reduce_dtype {self.reduce_dtype!r}; there are {list(REDUCE_DTYPES)}, and None")
+        if self.saved_on not in TIERS or (self.saved_on != "device" and self.recompute not in KEEPS):
+            raise PlanError(f"saved_on={self.saved_on!r} with recompute={self.recompute!r}: one of {list(TIERS)}, for "
+                            f"recompute={' or '.join(map(repr, KEEPS))}, which save tensors of blocks")
         if self.recompute_blocks is not None and (self.recompute == "none" or not self.recompute_blocks):
             raise PlanError(f"recompute={self.recompute!r} of the blocks {list(self.recompute_blocks)}: name some, and "
                             "say how ('selective' or 'full')")
@@ -209,6 +218,11 @@ class Hybrid:
     def micro_batches_on(self, stage: int) -> int:
         """The number of micro-batches per rank of a stage."""
         return self.micro_batches // self.groups[stage % len(self.groups)]
+
+
+def without_recompute(hybrid: Hybrid) -> Hybrid:
+    """The same step, with what all blocks save on the device."""
+    return replace(hybrid, recompute="none", recompute_blocks=None, saved_on="device")
 
 
 def _check_schedule(hybrid: Hybrid) -> None:

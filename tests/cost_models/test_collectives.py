@@ -10,7 +10,7 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from cost_models import Cluster, ClusterError, Group, Link, collectives, known_clusters
+from cost_models import Cluster, ClusterError, Group, Link, collectives, known_clusters, offload
 from cost_models.collectives import all_gather_s, all_reduce_s, all_to_all_s, broadcast_s, reduce_scatter_s, send_recv_s
 
 COLLECTIVES = [all_reduce_s, all_gather_s, reduce_scatter_s, all_to_all_s, broadcast_s, send_recv_s]
@@ -247,10 +247,10 @@ def test_defect_shards_of_later_dims_are_free() -> None:
 
 
 def test_copies_to_the_host() -> None:
-    assert collectives.host_copy_s(48e9, H100, to_device=True) == pytest.approx(1.0, rel=1e-3)
+    assert offload.host_copy_s(48e9, H100, to_device=True) == pytest.approx(1.0, rel=1e-3)
     silent = replace(H100, host=replace(H100.host, from_device_bytes_per_s=0.0))
     with pytest.raises(ClusterError, match=r"does not say how fast .* add from_device_bytes_per_s to .host."):
-        collectives.host_copy_s(1.0, silent, to_device=False)
+        offload.host_copy_s(1.0, silent, to_device=False)
 
 
 def test_sharing_a_nic_is_priced() -> None:

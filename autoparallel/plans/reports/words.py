@@ -219,7 +219,8 @@ def _settings(plan: Plan) -> Iterator[str]:
     if h.pieces > 1:
         yield f"linear layers in {h.pieces} pieces that overlap with communication"
     if h.recompute != "none":
-        how = "saved tensors in the host's memory" if h.recompute == "offload" else f"{h.recompute} recompute"
+        where = {"device": [], "host": ["saved tensors in the host's memory"], "disk": ["saved tensors on disk"]}
+        how = " and ".join([*[f"{h.recompute} recompute"] * (h.recompute != "offload"), *where[h.saved_on]])
         every = {path for block in plan.blocks for path in block.paths if path != "outside blocks"}
         some = f"{len(h.recompute_blocks)} of " if h.recompute_blocks is not None else "all "
         yield f"{how} on {some}{len(every)} blocks"

@@ -7,6 +7,7 @@ import fcntl
 import logging
 import mmap
 import os
+import shutil
 import tempfile
 import time
 from contextlib import suppress
@@ -36,6 +37,14 @@ def made(folder: Path, num_bytes: int, count: int, of: str = "optimizer states")
     with suppress(OSError):  # a file system without direct I/O goes by the page cache
         fcntl.fcntl(file.fileno(), fcntl.F_SETFL, fcntl.fcntl(file.fileno(), fcntl.F_GETFL) | os.O_DIRECT)
     return file
+
+
+def check_room(folder: Path, num_bytes: int, of: str) -> None:
+    """Raises InputError unless the disk of a folder has so many bytes left for what ``of`` names."""
+    left = shutil.disk_usage(folder).free
+    if num_bytes > left:
+        raise InputError(f"disk_path {folder} has {left:,} bytes left, and {of} of this rank need {num_bytes:,}\n  "
+                         "Give another folder as disk_path, or take more devices or micro-batches.")
 
 
 def requests(memory: memoryview) -> list[tuple[int, memoryview]]:
@@ -84,4 +93,4 @@ def speed(folder: Path) -> tuple[float, float]:
     return rates[0], rates[1]
 
 
-__all__ = ["check_folder", "file_system", "made", "requests", "speed"]
+__all__ = ["check_folder", "check_room", "file_system", "made", "requests", "speed"]
