@@ -168,7 +168,7 @@ def test_what_is_saved_goes_to_the_first_tier_with_room(fitting: str, tier: str)
         some = len(hybrid.recompute_blocks or "abcd")
         if some < 3 or (hybrid.saved_on != "device" and hybrid.saved_on != fitting):
             raise InfeasibleError("too much")
-        took = dataclasses.replace(plan.prediction, forward_s=seconds[hybrid.recompute] + some)
+        took = dataclasses.replace(plan.prediction, forward_s=seconds[hybrid.recompute] + some, recompute_s=1.0)
         return dataclasses.replace(plan, prediction=took, hybrid=hybrid)
 
     best = less_recomputed(make(Hybrid(recompute="full")), blocks, make, saved_tiers=("host", "disk"))
