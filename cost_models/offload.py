@@ -124,13 +124,13 @@ def host_copy_s(num_bytes: Any, cluster: Cluster, to_device: bool) -> Any:
 
 def saved_s(num_bytes: Any, cluster: Cluster, to_device: bool, on_disk: bool = False) -> Any:
     """Seconds of moving tensors that are saved for backward to the host's memory, or ``to_device``; ``on_disk``: on to
-    mapped files, or from there, while others are copied. Raises ClusterError where the cluster's description has no
+    a file, or from there, while others are copied. Raises ClusterError where the cluster's description has no
     rate of it."""
     copied_s = host_copy_s(num_bytes, cluster, to_device)
     if not on_disk:
         return copied_s
-    name, share = ("disk_read_bytes_per_s", MAPPED_READ) if to_device else ("disk_write_bytes_per_s", MAPPED_WRITE)
-    return np.maximum(copied_s, _moving_s(np.asarray(num_bytes, dtype=float), cluster, {name: 1 / share}))
+    rate = known_rate(cluster, "disk_read_bytes_per_s" if to_device else "disk_write_bytes_per_s")
+    return np.maximum(copied_s, np.asarray(num_bytes, dtype=float) / rate)
 
 
 def traffic_s(num_bytes: Any, cluster: Cluster) -> Any:

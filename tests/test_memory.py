@@ -227,7 +227,7 @@ def files_of(case_name: str, options: Options) -> tuple[float, float]:
     parallel = autoparallel.compile(case.build(), mesh_of(2, 2), example_inputs=args, example_kwargs=kwargs, **options)
     for _ in range(2):
         parallel.step(*args, **kwargs)
-    return parallel._state.files.num_bytes, parallel.plan.prediction.disk_bytes
+    return parallel._state.saved_file.used_bytes, parallel.plan.prediction.disk_bytes
 
 
 @pytest.mark.parametrize("options", [{"recompute": "offload", "micro_batches": 2},

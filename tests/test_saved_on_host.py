@@ -3,7 +3,11 @@
 from __future__ import annotations
 
 import copy
+import errno
 import gc
+import mmap
+import os
+import time
 import weakref
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -14,12 +18,12 @@ import torch
 from torch import fx, nn
 
 from autoparallel.errors import InputError
-from autoparallel.kernels import regather, saved_on_host
+from autoparallel.kernels import regather, saved_on_disk, saved_on_host
 from autoparallel.kernels.host_copies import Copies
 from autoparallel.kernels.recomputed import Recomputed
-from autoparallel.kernels.saved_on_disk import use_files
+from autoparallel.kernels.saved_on_disk import use_file
 from autoparallel.kernels.saved_on_host import OffloadedBlock, SavedInOrder
-from autoparallel.runtime.offload.mapped import MappedFiles
+from autoparallel.runtime.offload.saved_file import SavedFile
 from autoparallel.schedule.tiers import BLOCK_BYTES
 
 BLOCKS = 4
@@ -78,30 +82,45 @@ def test_gradients_of_what_waits_on_disk_and_of_what_selective_recompute_keeps(
     plain = [Block(1 + 0.1 * n) for n in range(BLOCKS)]
     x, weight = inputs()
     wanted = torch.autograd.grad(run(plain, x, weight), (x, weight))
-    files, modules = MappedFiles(tmp_path, ()), blocks(on_disk=on_disk, selective=selective)
+    file, modules = SavedFile(tmp_path), blocks(on_disk=on_disk, selective=selective)
     sizes = []
     for _ in range(3):
-        with use_files(files):
+        with use_file(file):
             losses = [run(modules, x, weight) for _ in range(2)]
         for loss in losses:
             found = torch.autograd.grad(loss, (x, weight))
             assert all(torch.equal(a, b) for a, b in zip(found, wanted, strict=True))
         del losses, loss
         gc.collect()
-        sizes.append(files.num_bytes)
+        sizes.append(file.used_bytes)
     # Of each block and forward a page for each storage: the matrix product alone, or also ``wide`` and ``rows``.
     kept = 2 * BLOCKS * (1 if selective else 3) * BLOCK_BYTES
     assert sizes == [kept if on_disk else 0] * 3
-    with use_files(files):
+    with use_file(file):
         copied = run(copy.deepcopy(nn.ModuleList(modules)), x, weight)  # type: ignore[arg-type]
     assert torch.equal(torch.autograd.grad(copied, (x, weight))[0], wanted[0])
 
 
-def test_errors_of_the_disk_are_those_of_forward(tmp_path: Path) -> None:
+def test_errors_of_the_disk_come_where_they_are_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """No room in forward; what was written to the file in between, in backward."""
     x, weight = inputs()
-    gone = MappedFiles(tmp_path / "gone", ())
-    with use_files(gone), pytest.raises(InputError, match=r"no room for .* saved tensors"):
-        run(blocks(on_disk=True), x, weight)
+    file, modules = SavedFile(tmp_path), blocks(on_disk=True)
+    with use_file(file):
+        loss = run(modules, x, weight)
+    for _ in range(saved_on_disk.THREADS):    # all is written before
+        saved_on_disk._threads("writes").submit(time.sleep, 0.1).result()
+    os.pwrite(file._file.fileno(), memoryview(mmap.mmap(-1, file.used_bytes)), 0)
+    with pytest.raises(InputError, match="read from disk otherwise than it was written"):
+        torch.autograd.grad(loss, (x, weight))
+
+    def full(*_: int) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(os, "posix_fallocate", full)
+    with pytest.raises(InputError, match=r"no room for saved tensors of blocks of .* No space left"):
+        SavedFile(tmp_path, 2**20)
+    with use_file(file), pytest.raises(InputError, match="no room for saved tensors"):
+        _ = run(modules, x, weight), run(modules, x, weight)
 
 
 def test_conjugated_and_negated_tensors_are_so_in_backward() -> None:

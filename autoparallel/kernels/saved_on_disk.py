@@ -1,4 +1,4 @@
-"""Saved tensors of blocks in files: a thread writes them while forward goes on, another reads them during backward.
+"""Saved tensors of blocks in a file: threads write them while forward goes on, others read them during backward.
 
 From a device they go by way of pinned host memory. A block waits until that before the last is written, so that the
 host holds two at most.
@@ -18,42 +18,57 @@ import torch
 from autoparallel.kernels import host_copies
 from autoparallel.kernels.host_copies import HOST, Copies, Values
 
-
-class Files(Protocol):
-    """Room for tensors in files that are mapped into memory."""
-
-    def rooms(self, sizes: Sequence[int]) -> Sequence[torch.Tensor]:
-        """A tensor of so many bytes for each size. Raises InputError without room."""
+#: Threads that write, and that read.
+THREADS = 2
 
 
-_files: ContextVar[Files | None] = ContextVar("files_of_saved_tensors", default=None)
+class Room(Protocol):
+    """Room on disk for one tensor of bytes."""
+
+    def write(self, value: torch.Tensor) -> None:
+        """Write a tensor in the memory of the host. Raises InputError where the disk fails."""
+
+    def read(self) -> torch.Tensor:
+        """The tensor, in new memory of the host. Raises InputError where the disk fails."""
+
+
+class File(Protocol):
+    """What gives rooms, each until it is let go of."""
+
+    def rooms(self, sizes: Sequence[int]) -> Sequence[Room]:
+        """A room for so many bytes for each size. Raises InputError where the disk has none."""
+
+
+_file: ContextVar[File | None] = ContextVar("file_of_saved_tensors", default=None)
 
 
 @contextmanager
-def use_files(files: Files | None) -> Iterator[None]:
-    """Set the files of the tensors that one call saves on disk."""
-    token = _files.set(files)
+def use_file(file: File | None) -> Iterator[None]:
+    """Set the file of the tensors that one call saves on disk."""
+    token = _file.set(file)
     try:
         yield
     finally:
-        _files.reset(token)
+        _file.reset(token)
 
 
 class OnDisk:
     """Copies on disk of the ``sources``, flat tensors of bytes: as `Copies` of ``begin(..., held=True)``. Made within
-    `use_files`. The caller holds the sources until `free_sources`."""
+    `use_file`. The caller holds the sources until `free_sources`."""
 
     def __init__(self, sources: Sequence[torch.Tensor]) -> None:
-        files = _files.get()
-        assert files is not None, "a plan with saved_on='disk' has files"
+        file = _file.get()
+        assert file is not None, "a plan with saved_on='disk' has a file"
         self._device = sources[0].device
-        self._rooms = files.rooms([source.nbytes for source in sources])
+        self._rooms = file.rooms([source.nbytes for source in sources])
         self._copies = None if self._device.type == "cpu" else host_copies.begin(sources, HOST, held=True)
-        self._written = _thread("writes").submit(_write, self._rooms, sources, self._copies)
+        self._written = [_threads("writes").submit(_write, room, source, number, self._copies)
+                         for number, (room, source) in enumerate(zip(self._rooms, sources, strict=True))]
 
     def free_sources(self) -> None:
         """Wait until all is written; then the caller may drop the sources. Raises errors of the disk."""
-        self._written.result()
+        for one in self._written:
+            one.result()
         if self._copies is not None:
             self._copies.free_sources()
             self._copies = None    # and the host's memory
@@ -65,41 +80,40 @@ class OnDisk:
 
     def back(self, which: Sequence[int]) -> FromDisk:
         """Begin to read some of these to the device that they came from, in memory of its current stream."""
-        rooms = [self._rooms[number] for number in which]
-        return FromDisk(_thread("reads").submit(
-            _read, rooms, self._written, self._device, host_copies.current(self._device)))
+        stream = host_copies.current(self._device)
+        reads = _threads("reads")
+        return FromDisk([reads.submit(_read, self._rooms[number], self._written[number], self._device, stream)
+                         for number in which])
 
 
 class FromDisk:
     """Tensors that are read from disk."""
 
-    def __init__(self, read: Future[Copies]) -> None:
+    def __init__(self, read: Sequence[Future[Copies]]) -> None:
         self._read = read
 
     def ready(self) -> Values:
         """The tensors, for the current stream, when they are read. Raises errors of the disk."""
-        return self._read.result().ready()
+        return tuple(value for one in self._read for value in one.result().ready())
 
 
-def _write(rooms: Sequence[torch.Tensor], sources: Sequence[torch.Tensor], copies: Copies | None) -> None:
-    for room, value in zip(rooms, sources if copies is None else copies.ready(), strict=True):
-        room.copy_(value)
+def _write(room: Room, source: torch.Tensor, number: int, copies: Copies | None) -> None:
+    room.write(source if copies is None else copies.ready()[number])
 
 
-def _read(rooms: Sequence[torch.Tensor], written: Future[None], device: torch.device, stream: torch.Stream | None
-          ) -> Copies:
+def _read(room: Room, written: Future[None], device: torch.device, stream: torch.Stream | None) -> Copies:
     written.result()
+    there = room.read()
     if device.type == "cpu":
-        return Copies(tuple(room.clone() for room in rooms))
-    there = [host_copies.host_memory(room) for room in rooms]
+        return Copies((there,))
     with host_copies.under(stream):
-        return host_copies.begin(there, device, held=True)
+        return host_copies.begin([host_copies.host_memory(there)], device, held=True)
 
 
 @cache
-def _thread(of: str) -> ThreadPoolExecutor:
-    """The one thread of a process for ``of``, "writes" or "reads"."""
-    return ThreadPoolExecutor(1, f"autoparallel-saved-{of}")
+def _threads(of: str) -> ThreadPoolExecutor:
+    """The threads of a process for ``of``, "writes" or "reads": several requests are on their way."""
+    return ThreadPoolExecutor(THREADS, f"autoparallel-saved-{of}")
 
 
-__all__ = ["FromDisk", "OnDisk", "use_files"]
+__all__ = ["FromDisk", "OnDisk", "use_file"]

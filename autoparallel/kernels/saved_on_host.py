@@ -27,7 +27,7 @@ from autoparallel.kernels.saved_views import Form, Here, has_storage
 class SavedInOrder:
     """The offloaded blocks of one program, in the order of its forward. ``ahead``: a block's tensors are fetched during
     backward of the next block; else each tensor at its use, for a backward in two parts. ``on_disk``: they wait there
-    (within `saved_on_disk.use_files`), else on the host."""
+    (within `saved_on_disk.use_file`), else on the host."""
 
     def __init__(self, ahead: bool, on_disk: bool = False) -> None:
         self.ahead, self.on_disk, self._blocks = ahead, on_disk, 0

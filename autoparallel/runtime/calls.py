@@ -19,7 +19,7 @@ from autoparallel.capture.passes import autocast
 from autoparallel.errors import InputError
 from autoparallel.kernels import groups, host_copies, rng
 from autoparallel.kernels.numbers import use_numbers
-from autoparallel.kernels.saved_on_disk import use_files
+from autoparallel.kernels.saved_on_disk import use_file
 from autoparallel.layout import INVARIANT, Layout
 from autoparallel.runtime import initialise
 from autoparallel.runtime.form import Compiled
@@ -90,7 +90,7 @@ class Calls:
                 together=state.host_gradients is None and not state.offload.in_backward,
             )
             seed = rng.mix(state.seed, state.calls)
-            with rng.use_seed(seed), use_files(state.files), autocast.without_autocast():
+            with rng.use_seed(seed), use_file(state.saved_file), autocast.without_autocast():
                 outputs, updates, _ = compiled.forward(*local)
         state.calls += 1
         self._settle()
@@ -120,7 +120,7 @@ class Calls:
             self._shared_gradients[key] = SharedGradients(partial(initialise.registered, self.module), own,
                                                           state.shared_groups, hybrid.sum_dtype, hybrid.bucket_bytes)
         feeds = self._feeds(compiled, leaves)
-        with self._shared_gradients[key].added_up() as shared, use_files(state.files), autocast.without_autocast():
+        with self._shared_gradients[key].added_up() as shared, use_file(state.saved_file), autocast.without_autocast():
             loss = self._runners[key].run(
                 lambda program: initialise.local_shards(
                     [

@@ -24,9 +24,9 @@ from autoparallel.runtime.hints import add_hints
 from autoparallel.runtime.initialise import Keep, as_dtensor, container, elsewhere, live_elsewhere, outside, registered
 from autoparallel.runtime.interleaved_views import view_rightly
 from autoparallel.runtime.mixing import mix_lists, mix_scalars
-from autoparallel.runtime.offload.files import check_room
 from autoparallel.runtime.offload.gradients import HostGradients, leaves_by_itself
 from autoparallel.runtime.offload.mapped import MappedFiles
+from autoparallel.runtime.offload.saved_file import SavedFile
 from autoparallel.runtime.optimizers import look_at_steps, offload_states
 from autoparallel.runtime.originals import Originals
 from autoparallel.runtime.shared import Ranks
@@ -60,7 +60,7 @@ def place(root: nn.Module, state: State, compiled: Compiled) -> None:
     root.training, state.original_modes = model.training, [module.training for module in state.parts]
     placed: dict[int, nn.Parameter | torch.Tensor] = {}
     state.offload, tables = compiled.plan.hybrid.offload, frozenset(compiled.plan.hybrid.on_host)
-    state.files = _files(state, compiled)
+    state.files, state.saved_file = _files(state, compiled), _saved_file(state, compiled)
     for name, parameter in model.named_parameters(remove_duplicate=False):
         value = _same_on_pipeline(state, parameter.detach())
         if compiled.micro.whole.aliases.get(name, name) in absent:
@@ -122,10 +122,9 @@ def _keep(state: State, name: str) -> Keep | None:
 
 
 def _files(state: State, compiled: Compiled) -> MappedFiles | None:
-    """The files of this rank's parameters and gradients, and of saved tensors, if they go to disk; of the last, the
-    room is made when they first come. All ranks call this. Raises InputError on all where one has no room."""
-    saved = compiled.plan.hybrid.saved_on == "disk"
-    if not saved and not {"parameters", "gradients"} & {*state.offload.in_tier("disk")}:
+    """The files of this rank's parameters and gradients, if they live on disk. All ranks call this. Raises InputError
+    on all where one has no room."""
+    if not {"parameters", "gradients"} & {*state.offload.in_tier("disk")}:
         return None
     folder, hybrid, sizes, seen = state.limits.disk_path, compiled.plan.hybrid, list[int](), set[int]()
     assert folder is not None
@@ -140,14 +139,18 @@ def _files(state: State, compiled: Compiled) -> MappedFiles | None:
         width, sums = parameter.element_size(), hybrid.micro_batches > 1 and hybrid.sum_dtype
         sizes += [count * width] * ("parameters" in there)
         sizes += [count * max(width, sums.itemsize if sums else 0)] * ("gradients" in there and parameter.requires_grad)
-    beside = int(compiled.plan.prediction.disk_bytes) - sum(sizes) if saved else 0
+    return made_equally("files of parameters and gradients", lambda: MappedFiles(folder, sizes), lambda _: "")
 
-    def files() -> MappedFiles:
-        found = MappedFiles(folder, sizes)
-        check_room(folder, beside, "saved tensors and optimizer states")
-        return found
 
-    return made_equally("files of what is on disk", files, lambda _: "")
+def _saved_file(state: State, compiled: Compiled) -> SavedFile | None:
+    """The file of the tensors that this rank's blocks save on disk, with room for as much as the plan predicts. All
+    ranks call this. Raises InputError on all where one has no room."""
+    if compiled.plan.hybrid.saved_on != "disk":
+        return None
+    folder, others = state.limits.disk_path, state.offload.in_tier("disk")    # which are in the prediction too
+    assert folder is not None
+    num_bytes = 0 if others else int(compiled.plan.prediction.disk_bytes)
+    return made_equally("a file of saved tensors", lambda: SavedFile(folder, num_bytes), lambda _: "")
 
 
 def check_conversion(fn: Callable[[torch.Tensor], torch.Tensor], tensors: Iterable[tuple[str, torch.Tensor]]) -> None:

@@ -28,6 +28,7 @@ from autoparallel.runtime.let_go import Root
 from autoparallel.runtime.offload.gradients import HostGradients
 from autoparallel.runtime.offload.mapped import MappedFiles
 from autoparallel.runtime.offload.optimizer import Limits
+from autoparallel.runtime.offload.saved_file import SavedFile
 from autoparallel.runtime.originals import Originals
 from autoparallel.runtime.scaler import make_torchs_right
 from autoparallel.runtime.shared import Ranks
@@ -75,6 +76,7 @@ class State:
         self.offload = ON_DEVICE  # of the first form's plan
         self.host_gradients: HostGradients | None = None
         self.files: MappedFiles | None = None  # of parameters and gradients on disk
+        self.saved_file: SavedFile | None = None  # of tensors that blocks save on disk
         self.optimizers = WeakSet[Any]()    # with states elsewhere, which share the limits
         self.keeps_away = False    # optimizers that would keep states on the device are refused
         self.gathers = False

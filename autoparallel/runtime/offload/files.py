@@ -7,7 +7,6 @@ import fcntl
 import logging
 import mmap
 import os
-import shutil
 import tempfile
 import time
 from contextlib import suppress
@@ -29,22 +28,25 @@ def made(folder: Path, num_bytes: int, count: int, of: str = "optimizer states")
     """A file without a name of so many bytes on disk; ``count`` of them are made. Raises InputError without room."""
     try:
         file = tempfile.TemporaryFile(dir=folder, prefix="autoparallel-", buffering=0)  # noqa: SIM115
-        os.posix_fallocate(file.fileno(), 0, max(BLOCK_BYTES, num_bytes))
     except OSError as error:
-        raise InputError(f"disk_path {folder} has no room for {of} of {count * num_bytes:,} bytes on this "
-                         f"rank: {error.strerror}\n  Give another folder as disk_path, or take more devices, whose "
-                         "shards are smaller.") from error
+        raise _no_room(folder, of, count * num_bytes, error) from error
+    grow(file, folder, 0, max(BLOCK_BYTES, num_bytes), of, count)
     with suppress(OSError):  # a file system without direct I/O goes by the page cache
         fcntl.fcntl(file.fileno(), fcntl.F_SETFL, fcntl.fcntl(file.fileno(), fcntl.F_GETFL) | os.O_DIRECT)
     return file
 
 
-def check_room(folder: Path, num_bytes: int, of: str) -> None:
-    """Raises InputError unless the disk of a folder has so many bytes left for what ``of`` names."""
-    left = shutil.disk_usage(folder).free
-    if num_bytes > left:
-        raise InputError(f"disk_path {folder} has {left:,} bytes left, and {of} of this rank need {num_bytes:,}\n  "
-                         "Give another folder as disk_path, or take more devices or micro-batches.")
+def grow(file: IO[bytes], folder: Path, begin: int, num_bytes: int, of: str, count: int = 1) -> None:
+    """Let a file below ``folder`` have so many bytes from ``begin`` on. Raises InputError without room."""
+    try:
+        os.posix_fallocate(file.fileno(), begin, num_bytes)
+    except OSError as error:
+        raise _no_room(folder, of, count * num_bytes, error) from error
+
+
+def _no_room(folder: Path, of: str, num_bytes: int, error: OSError) -> InputError:
+    return InputError(f"disk_path {folder} has no room for {of} of {num_bytes:,} bytes on this rank: {error.strerror}"
+                      "\n  Give another folder as disk_path, or take more devices, whose shards are smaller.")
 
 
 def requests(memory: memoryview) -> list[tuple[int, memoryview]]:
@@ -93,4 +95,4 @@ def speed(folder: Path) -> tuple[float, float]:
     return rates[0], rates[1]
 
 
-__all__ = ["check_folder", "check_room", "file_system", "made", "requests", "speed"]
+__all__ = ["check_folder", "file_system", "grow", "made", "requests", "speed"]

@@ -1,4 +1,4 @@
-"""Parameters, gradients and saved tensors on disk: tensors in a file without a name that is mapped into memory.
+"""Parameters and gradients on disk: tensors in a file without a name that is mapped into memory.
 
 The system reads what is used, keeps of it what memory is free, and writes back what was changed; none of it counts as
 memory of the process's own. There are no checksums, since they could not tell whoever writes to a tensor in place from
@@ -10,8 +10,8 @@ import math
 import mmap
 import threading
 import weakref
-from collections import Counter, defaultdict
-from collections.abc import Iterable, Sequence
+from collections import defaultdict
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -51,14 +51,6 @@ class MappedFiles:
         weakref.finalize(taken, self._give_back, room).atexit = False
         return torch.frombuffer(taken, dtype=dtype, count=count).view(shape)
 
-    def rooms(self, sizes: Sequence[int]) -> list[Tensor]:
-        """A tensor on disk of so many bytes for each size, with any values; what is not free comes in one file."""
-        with self._lock:
-            wanted = Counter(map(_room, sizes))
-            free = {size: len(self._free[size]) for size in wanted}
-            self._add([size for size, count in wanted.items() for _ in range(count - free[size])])
-            return [self.empty(torch.Size([size]), torch.uint8) for size in sizes]
-
     def copy_of(self, value: Tensor) -> Tensor:
         """A copy on disk."""
         return self.empty(value.shape, value.dtype).copy_(value.detach())
@@ -75,7 +67,7 @@ class MappedFiles:
         """A file with rooms of these sizes."""
         if not (whole := sum(sizes)):
             return
-        with made(self.folder, whole, 1, "parameters, gradients or saved tensors") as file:
+        with made(self.folder, whole, 1, "parameters and gradients") as file:
             memory = memoryview(mmap.mmap(file.fileno(), whole))
         self.num_bytes += whole
         self._mapped.append((torch.frombuffer(memory, dtype=torch.uint8, count=1).data_ptr(), whole))

@@ -126,14 +126,14 @@ class Disk:
             if os.preadv(self._files[number].fileno(), [part], tile.begin + at) != len(part):
                 raise InputError(f"the file of the optimizer's {self.names[number]} ended early: its disk has failed, "
                                  "or the file was written to\n  Load the last checkpoint.")
-        if _sum(memory) != self._sums.get((tile.number, number)):
+        if sum_of(memory) != self._sums.get((tile.number, number)):
             raise InputError(f"the optimizer's {self.names[number]} was read from disk otherwise than it was written "
                              f"(tile {tile.number}): the disk has failed, or a tensor of state_dict() was written "
                              "to\n  Load the last checkpoint; change states by load_state_dict.")
 
     def _write(self, tile: Tile, number: int) -> None:
         memory = self._memory(tile, number)
-        self._sums[tile.number, number] = _sum(memory)
+        self._sums[tile.number, number] = sum_of(memory)
         for at, part in requests(memory):
             if os.pwrite(self._files[number].fileno(), part, tile.begin + at) != len(part):
                 raise InputError(f"the file of the optimizer's {self.names[number]} was not written whole: the disk "
@@ -151,7 +151,8 @@ class Disk:
         return self._buffers[self._slots[tile.number]]
 
 
-def _sum(memory: memoryview) -> int:
+def sum_of(memory: memoryview) -> int:
+    """A checksum: of 64-bit words."""
     return int(np.frombuffer(memory, np.int64).sum())  # numpy's: torch's would take threads of the step's
 
 
