@@ -22,6 +22,7 @@ from autoparallel.kernels import saved_on_host
 from autoparallel.kernels.host_copies import Copies
 from autoparallel.plans import Prediction
 from autoparallel.runtime.stage_module import StageModule
+from autoparallel.schedule.tiers import BLOCK_BYTES
 from cost_models import Cluster
 from tests.support.captured import plan_of
 from tests.support.models import CASES
@@ -236,7 +237,8 @@ def files_of(case_name: str, options: Options) -> tuple[float, float]:
 def test_files_of_saved_tensors_are_as_predicted(ranks: Any, options: Options) -> None:
     where = {"saved_on": "disk", "disk_path": tempfile.gettempdir()}
     found = ranks(4).run(files_of, "llama", {**options, **where}, timeout_s=100)
-    assert max(there for there, _ in found) == pytest.approx(found[0][1], rel=0.05) and found[0][1] > 0
+    pages = 4 * BLOCK_BYTES    # an op's results and what it keeps beside them are priced as one, and lie apart
+    assert max(there for there, _ in found) == pytest.approx(found[0][1], rel=0.05, abs=pages) and found[0][1] > 0
 
 
 @pytest.mark.slow
