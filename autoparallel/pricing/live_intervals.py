@@ -190,21 +190,15 @@ class Liveness:
         found.put(numbers, start + decisions, start + turning + 1 - decisions, self._held[decisions] * count)
         in_block = np.array([self.blocks.evicted[index] is not None for index in decisions.tolist()], bool)
         again = in_block & inside & (put_off + gradients == 0)
-        some = decisions[again].tolist()
-        known = {both: self._resident_from(*both) for both in {self._returning(index) for index in some}}
-        resident = np.array([known[self._returning(index)] for index in some], np.int64)
+        back = [(self.blocks.evicted[index], self.blocks.moves(index)) for index in decisions[again].tolist()]
+        known = {(block, fetched): self._resident_from(block, fetched) for block, fetched in set(back) if block}
+        resident = np.array([known[both] for both in back], np.int64)
         found.put(numbers[again], start[again] + np.maximum(decisions[again], resident),
                   start[again] + turning + 1 - decisions[again], 1)
 
-    def _returning(self, index: int) -> tuple[Block, bool]:
-        """The block of a decision whose values are recomputed, or fetched (true)."""
-        block = self.blocks.evicted[index]
-        assert block is not None
-        return block, self.blocks.moves(index)
-
     def _resident_from(self, block: Block, fetched: bool) -> int:
-        """The time from which such values are on the device for backward: its recompute; of fetched ones backward of
-        the next offloaded block (in two parts: their own backward), of the last offloaded block its forward."""
+        """The time from which recomputed values of a block are on the device for backward: its recompute; of ``fetched``
+        ones backward of the next offloaded block (in two parts: their own), of the last such block its forward."""
         turning = 2 * self._num_decisions
         if not fetched:
             return turning - self.blocks.last[block]

@@ -10,8 +10,9 @@ from multiprocessing.process import BaseProcess
 from typing import Any
 from unittest.mock import patch
 
-#: The process in which HiGHS runs, which is part of planning, and the first question of Python's module `platform`.
-ALLOWED = ("highs_worker.py", "['uname', '-p']")
+#: The process in which HiGHS runs, which is part of planning, the first question of Python's module `platform`, and the
+#: list of fonts that matplotlib makes once on a machine.
+ALLOWED = ("highs_worker.py", "['uname', '-p']", "'fc-list'")
 
 
 @contextmanager
