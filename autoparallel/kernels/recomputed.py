@@ -69,11 +69,12 @@ class _Packed:
     def __init__(self, kept: _VersionWrapper, pack: Callable[[torch.Tensor], Any],
                  unpack: Callable[[Any], torch.Tensor]) -> None:
         value = kept.get_val(False)
-        self._packed, self._unpack = (pack(value), unpack) if isinstance(value, torch.Tensor) else (value, None)
+        self._is_tensor, self._unpack = isinstance(value, torch.Tensor), unpack
+        self._packed = pack(value) if self._is_tensor else value
 
     def get_val(self, allow_cache_entry_mutation: bool) -> Any:
         """What torch's holder gives."""
-        return self._packed if self._unpack is None else self._unpack(self._packed)
+        return self._unpack(self._packed) if self._is_tensor else self._packed
 
 
 def _selective(run: Callable[..., Any], values: Sequence[torch.Tensor], contexts: tuple[Any, Any]) -> Any:
