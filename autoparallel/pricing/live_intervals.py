@@ -197,8 +197,8 @@ class Liveness:
                   start[again] + turning + 1 - decisions[again], 1)
 
     def _resident_from(self, block: Block, fetched: bool) -> int:
-        """The time from which recomputed values of a block are on the device for backward: its recompute; of ``fetched``
-        ones backward of the next offloaded block (in two parts: their own), of the last such one its forward."""
+        """The time from which recomputed values of a block are on the device for backward: its recompute. Of
+        ``fetched`` ones: backward of the next offloaded block (in two parts: their own); of the last, its forward."""
         turning = 2 * self._num_decisions
         if not fetched:
             return turning - self.blocks.last[block]
