@@ -15,6 +15,7 @@ from torch._inductor import compile_fx, ir
 from torch._inductor.custom_graph_pass import CustomPartitionerFn, get_hash_for_files
 from torch._inductor.graph import GraphLowering
 from torch._inductor.lowering import register_lowering
+from torch._inductor.virtualized import V
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx import GraphModule
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
@@ -79,6 +80,31 @@ def _awaited(received: ir.TensorBox, sent: ir.TensorBox) -> ir.TensorBox:
     """As `wait_tensor`. ``sent`` is named for the passes over the graph; here the collective's own input is known."""
     ir._WaitKernel.create_wait(torch.ops._c10d_functional.wait_tensor.default, received)
     return received
+
+
+@register_lowering(torch.ops.autoparallel.bucket.default, type_promotion_kind=None)
+def _bucket(parts: Sequence[ir.TensorBox]) -> ir.TensorBox:
+    """As `cat`, whose parts Inductor makes in place, but of parts of any shapes."""
+    device, dtype, total = parts[0].get_device_or_error(), parts[0].get_dtype(), sum(x.get_numel() for x in parts)
+    made: Any = ir.ConcatKernel(name=None, layout=ir.FixedLayout(device, dtype, [total], [1]), inputs=[])
+    whole, begin = ir.StorageBox(made), 0
+    for part in parts:
+        strides = ir.FlexibleLayout.contiguous_strides(part.get_size())
+        where = ir.ReinterpretView(data=whole, layout=ir.FixedLayout(device, dtype, part.get_size(), strides, begin))
+        made.inputs.append(ir.ConcatKernel.realize_into(part, where))
+        begin += part.get_numel()
+    made.name = V.graph.register_buffer(made)
+    made.inputs = ir.ConcatKernel.unwrap_storage(made.inputs)
+    V.graph.register_operation(made)
+    return ir.TensorBox(whole)
+
+
+@register_lowering(torch.ops.autoparallel.sum_bucket.default, type_promotion_kind=None)
+def _sum_bucket(bucket: ir.TensorBox, reduce_op: str, group_name: str) -> ir.TensorBox:
+    """As torch's own all-reduce, without its copy of what is sent."""
+    whole: Any = ir.ExternKernel.require_contiguous(bucket)
+    ir._AllReduce_Kernel.create_inplace(torch.ops._c10d_functional.all_reduce_.default, whole, reduce_op, group_name)
+    return whole
 
 
 def fake_inputs(inputs: Sequence[torch.Tensor], graded: bool) -> list[torch.Tensor]:

@@ -1,6 +1,7 @@
 """Collectives of parameters and gradients in buckets, on a traced graph.
 
-Each member of a bucket keeps the shape that it had; the bucket is packed by one cat, and its result is cut by views.
+Each member of a bucket keeps the shape that it had; its result is cut by views. Gathers and scatters are packed by one
+cat. What is all-reduced is made where it lies in the bucket, by products too, and summed there.
 """
 
 from __future__ import annotations
@@ -12,7 +13,18 @@ import torch
 from torch.fx import Graph
 from torch.fx import Node as FxNode
 
-from autoparallel.backends.traced import GATHER, REDUCE, SCATTER, WAIT, aten, call, gathers_of, reductions_of, waited
+from autoparallel.backends.traced import (
+    GATHER,
+    REDUCE,
+    SCATTER,
+    WAIT,
+    aten,
+    call,
+    gathers_of,
+    own,
+    reductions_of,
+    waited,
+)
 from autoparallel.schedule.async_windows import FIRST_BUCKET_BYTES
 
 Bucket = list[FxNode]
@@ -81,9 +93,14 @@ def bucket_reductions(graph: Graph, most: float) -> None:
 
 def _all_reduce(graph: Graph, bucket: Bucket) -> None:
     with graph.inserting_before(bucket[-1]):
-        flat = [call(graph, aten.reshape.default, node.args[0], [-1]) for node in bucket]
-        start = call(graph, REDUCE, call(graph, aten.cat.default, flat), *bucket[0].args[1:])
-        _cut(graph, bucket, call(graph, WAIT, start), [node.meta["val"].shape[0] for node in flat])
+        parts = [_alone(graph, node.args[0]) for node in bucket]  # type: ignore[arg-type]
+        start = call(graph, REDUCE, call(graph, own.bucket.default, parts), *bucket[0].args[1:])
+        _cut(graph, bucket, call(graph, WAIT, start), [part.meta["val"].numel() for part in parts])
+
+
+def _alone(graph: Graph, value: FxNode) -> FxNode:
+    """A value that nothing else reads: in the bucket it changes."""
+    return value if len(value.users) == 1 and value.op != "placeholder" else call(graph, aten.clone.default, value)
 
 
 def _reduce_scatter(graph: Graph, bucket: Bucket) -> None:

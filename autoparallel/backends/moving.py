@@ -14,11 +14,22 @@ import itertools
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
 
-import torch
 from torch.fx import GraphModule
 from torch.fx import Node as FxNode
 
-from autoparallel.backends.traced import EXCHANGE, GATHER, REDUCE, SCATTER, STARTS, WAIT, aten, call, is_move, waited
+from autoparallel.backends.traced import (
+    EXCHANGE,
+    GATHER,
+    REDUCE,
+    SCATTER,
+    STARTS,
+    WAIT,
+    aten,
+    call,
+    is_move,
+    own,
+    waited,
+)
 
 
 def move_collectives(module: GraphModule, gathers: Sequence[FxNode]) -> None:
@@ -155,11 +166,17 @@ def name_what_is_sent(module: GraphModule) -> None:
     """The collectives in forms that show that what they send is in use until they are awaited (`kernels.collectives`).
     Without, a compiler takes its memory once they are issued. No other pass may follow.
 
-    An all-reduce of a product that nothing else reads stays as it is: a compiler sums it in place.
+    An all-reduce of a product that nothing else reads stays as it is: a compiler sums it in place. So it does with a
+    bucket.
     """
-    graph, own = module.graph, torch.ops.autoparallel
+    graph = module.graph
     for start in [node for node in graph.nodes if node.target in STARTS]:
         wait, sent = waited(start), start.args[0]
+        if sent.target is own.bucket.default and start.target is REDUCE:
+            with graph.inserting_before(start):
+                start.replace_all_uses_with(call(graph, own.sum_bucket.default, *start.args))
+            graph.erase_node(start)
+            continue
         if start.target is REDUCE and _is_only_reader(start):
             continue
         if start.target is GATHER:

@@ -10,7 +10,9 @@ import torch
 from torch.fx import Graph
 from torch.fx import Node as FxNode
 
-aten, c10d = torch.ops.aten, torch.ops._c10d_functional
+import autoparallel.kernels.collectives  # noqa: F401  its ops are looked up by name
+
+aten, c10d, own = torch.ops.aten, torch.ops._c10d_functional, torch.ops.autoparallel
 WAIT = c10d.wait_tensor.default
 GATHER = c10d.all_gather_into_tensor.default
 EXCHANGE = c10d.all_to_all_single.default
@@ -23,11 +25,11 @@ MOVES = frozenset({
     aten.t.default, aten.clone.default, aten.slice.Tensor, aten.cat.default, aten.constant_pad_nd.default,
     aten.split.Tensor, aten.split_with_sizes.default, aten.unsqueeze.default, aten.squeeze.dim, aten.squeeze.dims,
     aten._to_copy.default, aten.as_strided.default, aten.expand.default, aten.alias.default, aten.full.default,
-    torch.ops.prims.convert_element_type.default,
+    torch.ops.prims.convert_element_type.default, own.bucket.default,
 })
 #: Those whose result shares its input's memory.
 VIEWS = MOVES - {aten.clone.default, aten.cat.default, aten.constant_pad_nd.default, aten._to_copy.default,
-                 aten.full.default, torch.ops.prims.convert_element_type.default}
+                 aten.full.default, torch.ops.prims.convert_element_type.default, own.bucket.default}
 
 
 def is_move(node: FxNode) -> bool:

@@ -270,6 +270,16 @@ _library = torch.library.Library("autoparallel", "FRAGMENT")
 _library.define("kept_or_zeros(Tensor x, bool kept) -> Tensor")
 _library.impl("kept_or_zeros", _kept_or_zeros, "CompositeExplicitAutograd")
 torch.library.register_fake("autoparallel::kept_or_zeros", lambda x, kept: torch.empty_like(x), lib=_library)
+# A bucket: what is made for it a compiler makes where it lies in the bucket, and `sum_bucket` sums it in place (a
+# compiler copies what `all_reduce` sends, unless it knows that nobody else reads it).
+_library.define("bucket(Tensor[] parts) -> Tensor")
+_library.impl("bucket", lambda parts: torch.cat([part.reshape(-1) for part in parts]), "CompositeExplicitAutograd")
+torch.library.register_fake("autoparallel::bucket", lambda parts: parts[0].new_empty(
+    sum(part.numel() for part in parts)), lib=_library)
+_library.define("sum_bucket(Tensor(a!) bucket, str reduce_op, str group_name) -> Tensor(a!)")
+_library.impl("sum_bucket", lambda bucket, reduce_op, group_name: _c10d.all_reduce_(bucket, reduce_op, group_name),
+              "CompositeExplicitAutograd")
+torch.library.register_fake("autoparallel::sum_bucket", lambda bucket, reduce_op, group_name: bucket, lib=_library)
 # Two forms for compilers that plan memory and ops in place, as Inductor does. They see that what is sent is in use
 # until it is awaited: `awaited` names it, as torch's `wait_tensor` does not.
 _library.define("all_gather(Tensor x, int ranks, str group_name) -> Tensor")
