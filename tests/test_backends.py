@@ -7,6 +7,9 @@ from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F  # noqa: N812
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
 from torch.fx import Graph
 
 import autoparallel
@@ -243,6 +246,36 @@ def test_a_node_that_reads_a_later_one_moves_behind_it() -> None:
     with graph.inserting_before(product):
         part = graph.call_function(torch.neg, (bucket,))
     assert moving._sorted(graph.nodes) == [x, first, product, bucket, part]
+
+
+class Recognizer(nn.Module):
+    """A recurrent layer and a loss between compiled graphs: neither has a trace that holds."""
+
+    def __init__(self, kind: type[nn.Module], dropout: float) -> None:
+        super().__init__()
+        self.layers, self.out = kind(8, 8, 2, batch_first=True, dropout=dropout), nn.Linear(8, 5)
+
+    def forward(self, x: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+        log_probs = self.out(self.layers(x)[0]).log_softmax(-1).transpose(0, 1)
+        return F.ctc_loss(log_probs, labels, torch.full((4,), 6), torch.full((4,), 2))
+
+
+@pytest.mark.parametrize("dropout", [0.0, 0.4])
+@pytest.mark.parametrize("kind", [nn.LSTM, nn.GRU])
+def test_recurrent_layers_and_losses_of_alignments(mesh_of_one: DeviceMesh, kind: type[nn.Module], dropout: float,
+                                                   caplog: pytest.LogCaptureFixture) -> None:
+    """Under AOTAutograd an LSTM on CPUs saved None for backward, and the loss's fake tensors had no shape."""
+    torch.manual_seed(0)
+    model, batch = Recognizer(kind, dropout), (torch.randn(4, 6, 8), torch.randint(1, 5, (4, 2)))
+    found = {}
+    for backend in ("eager", "aot_eager"):
+        parallel = autoparallel.compile(model, mesh_of_one, example_inputs=batch, backend=backend)
+        parallel.manual_seed(3)
+        loss = parallel(*batch)
+        loss.backward()
+        found[backend] = {"loss": loss.detach(), **gradients_of(parallel)}
+    torch.testing.assert_close(found["aot_eager"], found["eager"])
+    assert "a recurrent layer" in caplog.text and "ctc_losses" in caplog.text
 
 
 def test_other_backends_are_refused_by_name() -> None:

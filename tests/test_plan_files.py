@@ -138,6 +138,22 @@ def test_strategies_of_unknown_ops_are_refused() -> None:
         wrong.strategies_on(space)
 
 
+@pytest.mark.parametrize(("change", "said"), [
+    (lambda m: nn.Sequential(*m, nn.Linear(32, 32)), r"model has the parameter \d+.weight \(and 1 more\), which"),
+    (lambda m: m.double(), "parameters are float64, the plan's float32"),
+    (lambda m: nn.Sequential(*m[:-1], nn.Linear(64, 8)), r"weight is \[8, 64\], the plan's \[32, 64\] \(and 1 more\)"),
+    (lambda m: m.requires_grad_(False), "or frozen parameters differ"),
+])
+def test_what_another_model_has_otherwise_is_told(change: Any, said: str) -> None:
+    other = change(model())
+    x = torch.ones(16, 32, dtype=next(other.parameters()).dtype)
+    with pytest.raises(PlanError, match=said):
+        planned().strategies_on(StrategySpace(capture(other, (x,)), (2, 2), planned().axis_names))
+    wrong = StrategySpace(capture(model(), (torch.ones(24, 32),)), (2, 2), planned().axis_names)
+    with pytest.raises(PlanError, match=r"is \[24, 32\], the plan's \[16, 32\]"):
+        planned().strategies_on(wrong)
+
+
 # ------------------------------------------------------------------------------------------------------ texts and files
 
 

@@ -22,6 +22,7 @@ from autoparallel.backends.recompute import tag_blocks, tag_collectives_of_backw
 from autoparallel.backends.traced import mark_gathers, own_results, with_one_wait
 from autoparallel.backends.untraceable import why_not_traced
 from autoparallel.kernels import groups, rng
+from autoparallel.kernels.collectives import item
 from autoparallel.kernels.saved_on_host import SavedInOrder
 from autoparallel.lower.recompute_pass import in_parts
 
@@ -58,6 +59,7 @@ def compiled(program: GraphModule, how: Lowering, part_of: Callable[[FxNode], ob
     Called within `groups.use` and `rng.use_seed`, like the program; all ranks make the same calls.
     """
     why = {node: reason for node in program.graph.nodes if (reason := why_not_traced(node)) is not None}
+    why |= {result: reason for node, reason in why.items() for result in node.users if result.target is item}
     runs = _runs(program, how.block_of) if how.recomputes else {}
     for reason in sorted(set(why.values())):
         _LOG.warning("%s: runs node by node, between compiled graphs", reason)

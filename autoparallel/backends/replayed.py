@@ -22,7 +22,7 @@ import torch.utils._pytree as pytree
 from torch import Tensor, nn
 from torch.fx import GraphModule
 
-from autoparallel.backends.untraceable import why_not_traced
+from autoparallel.backends.untraceable import why_data_decide
 from autoparallel.errors import InputError, LoweringError
 from autoparallel.kernels import rng
 
@@ -68,7 +68,7 @@ def why_not_recorded(program: GraphModule) -> str | None:
     for node in program.graph.nodes:
         if node.target in (rng.random_op, rng.random_op_of_copy):
             return f"it draws random numbers ({node.args[0]}), which a recording would repeat"
-        if (reason := why_not_traced(node)) is not None:
+        if (reason := why_data_decide(node)) is not None:
             return reason
     return None
 

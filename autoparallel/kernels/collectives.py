@@ -367,8 +367,9 @@ def _exchanged_blocks(source: int, target: int, ranks: int, rank: int) -> tuple[
     place of each that it wants in what it received."""
     count = math.lcm(source, target) * ranks
 
-    def held(parts: int, by: int) -> list[int]:
-        return torch.arange(count).view(parts, ranks, -1)[:, by].flatten().tolist()
+    def held(parts: int, by: int) -> list[int]:    # by Python's numbers: tensors have no values while a graph is traced
+        length = count // (parts * ranks)
+        return [(part * ranks + by) * length + place for part in range(parts) for place in range(length)]
 
     mine, wanted = held(source, rank), held(target, rank)
     to = [[mine.index(block) for block in held(target, other) if block in mine] for other in range(ranks)]

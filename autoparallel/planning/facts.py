@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Sequence
 
 from autoparallel.capture import OpGraph, find_blocks
 from autoparallel.capture.blocks import block_path
 from autoparallel.planning.options import Options
-from autoparallel.plans.facts import ModelFacts
+from autoparallel.plans.facts import ModelFacts, main_dtype
 from autoparallel.pricing.op_costs import kept_precision
 from autoparallel.schedule.tiers import ON_DEVICE, Offload
 from cost_models import Cluster
@@ -19,12 +18,8 @@ def facts_of(graph: OpGraph, body: OpGraph, cuts: Sequence[str]) -> ModelFacts:
     """Facts of the model for plan files, from the program of the whole batch. ``cuts``: the ops of ``body``, the
     program of a micro-batch, at which stages begin."""
     inputs = {node.name: node.outputs[0].shape for node in graph.of_kind("input")}
-    parameters = {node.path: node.outputs[0] for node in graph.of_kind("parameter")}
-    elements: Counter[str] = Counter()
-    for meta in parameters.values():
-        elements[str(meta.dtype).removeprefix("torch.")] += meta.num_elements
-    return ModelFacts(inputs, {name: meta.shape for name, meta in parameters.items()},
-                      elements.most_common(1)[0][0] if elements else "float32", _heads(graph), _experts(graph),
+    parameters = {node.path: node.outputs[0].shape for node in graph.of_kind("parameter")}
+    return ModelFacts(inputs, parameters, main_dtype(graph), _heads(graph), _experts(graph),
                       _starts(body, cuts) if cuts else ())
 
 

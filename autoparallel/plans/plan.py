@@ -222,10 +222,12 @@ class Plan:
             raise PlanError(f"the plan is for a mesh of shape {self.mesh_shape}, this mesh has {space.mesh_shape}: "
                             "plan again for this mesh, or run on the plan's")
         if self.fingerprint != space.graph.fingerprint:
+            found = self.model.departures(space.graph, self.hybrid.micro_batches == 1)
             raise PlanError(f"the plan belongs to another program (fingerprint {self.fingerprint}, this model with "
                             f"these inputs has {space.graph.fingerprint}): the same model, mode, shapes and dtypes are "
-                            "required. The first program must be the plan's: give compile the example inputs that it "
-                            "was planned for (of inference: autoparallel.inference_call); other calls may follow")
+                            f"required{''.join(f'; {one}' for one in found)}\n  The first program must be the plan's: "
+                            "give compile the example inputs that it was planned for (of inference: "
+                            "autoparallel.inference_call); other calls may follow")
         if unknown := [name for name in self.strategies if name not in space.decision_named]:
             raise PlanError(f"the plan has a strategy for {nearest(unknown[0], space.decision_named)}, which the "
                             "program has not")

@@ -10,6 +10,10 @@ from types import TracebackType
 
 #: What torch says, and what to write.
 _HINTS = (
+    ("an exception occurred : ('aten.copy_.default got mixed torch.Tensor and DTensor",
+     "A part of a parallel module does not load whole tensors: its parameters are DTensors.\n  Load by the parallel "
+     "module, on all ranks, with the names from its root: parallel.load_state_dict({f\"encoder.{name}\": value for "
+     "name, value in state.items()}, strict=False)."),
     ("got mixed torch.Tensor and DTensor",
      "Parameters of a parallel module, and outputs that its plan shards, are DTensors, and a plain tensor does not mix "
      "with them.\n  Write value.full_tensor() of the DTensor, on all ranks (gradients flow back), or of the plain "
@@ -45,10 +49,9 @@ def add_hints() -> None:
 
 
 def _told(hook: _Hook, kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
-    if isinstance(error, RuntimeError):
-        for said, hint in _HINTS:
-            if said in str(error):
-                error.add_note(hint)
+    hints = (hint for said, hint in _HINTS if said in str(error))
+    if isinstance(error, RuntimeError) and (hint := next(hints, None)):
+        error.add_note(hint)
     if isinstance(error, AssertionError) and not error.args and _raised_in(trace).endswith("tensor/_dispatch.py"):
         error.add_note(_WRITTEN_INTO)
     hook(kind, error, trace)
