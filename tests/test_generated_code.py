@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import re
+from collections.abc import Callable, Sequence
 
 import pytest
 import torch
 from torch.fx import Graph, GraphModule
 
-from autoparallel.backends import moving
+from autoparallel.backends import buckets, moving
 from autoparallel.backends.generated import misuse_of_memory
 from autoparallel.backends.traced import with_one_wait
 from autoparallel.errors import LoweringError
 from autoparallel.kernels import collectives
 from autoparallel.kernels.groups import Axis
+from autoparallel.schedule.step_config import BUCKET_BYTES
 
 AXIS = Axis("x", 4, 0, "0")
 KERNELS = """
@@ -77,7 +79,15 @@ def _gathered(x: torch.Tensor, y: torch.Tensor) -> tuple[torch.Tensor, ...]:
     return finish() * 2, beside
 
 
-def _compiled(monkeypatch: pytest.MonkeyPatch) -> GraphModule:
+def _summed(x: torch.Tensor, y: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    """Sums of a product, of one that is a result too, and of what is no product."""
+    product, other = torch.mm(x, y), torch.mm(y, y)
+    sums = [finish() for finish in [collectives.begin_all_reduce(part, AXIS) for part in (product, other, x.sum(0))]]
+    return *sums, other * 2
+
+
+def _compiled(monkeypatch: pytest.MonkeyPatch, function: Callable[..., tuple[torch.Tensor, ...]] = _gathered
+              ) -> GraphModule:
     """The graph that Inductor made code of, without a C++ compiler."""
     from torch._inductor import cpu_vec_isa
     from torch._inductor.async_compile import AsyncCompile
@@ -91,6 +101,7 @@ def _compiled(monkeypatch: pytest.MonkeyPatch) -> GraphModule:
 
     def alone(module: GraphModule) -> None:
         with_one_wait(module.graph)
+        buckets.bucket_reductions(module.graph, BUCKET_BYTES)
         moving.move_collectives(module, [])
         moving.name_what_is_sent(module)
         module.recompile()
@@ -98,8 +109,9 @@ def _compiled(monkeypatch: pytest.MonkeyPatch) -> GraphModule:
 
     inputs = [torch.zeros(64, 64), torch.zeros(64, 64)]
     graph = Graph()
-    made = graph.call_function(_gathered, (graph.placeholder("x"), graph.placeholder("y")))
-    graph.output(tuple(graph.call_function(collectives.item, (made, n)) for n in range(2)))
+    made = graph.call_function(function, (graph.placeholder("x"), graph.placeholder("y")))
+    results = 2 if function is _gathered else 4
+    graph.output(tuple(graph.call_function(collectives.item, (made, n)) for n in range(results)))
     program = GraphModule({}, graph)
     with torch.no_grad(), fresh_cache():
         aot.compile_graph(program, inputs, aot.Passes(alone, lambda module, _: None, alone), generates=True)
@@ -127,3 +139,20 @@ def test_code_that_would_take_it_is_refused(monkeypatch: pytest.MonkeyPatch) -> 
     monkeypatch.setattr(ir._WaitKernel, "get_volatile_reads", lambda self: [])
     with pytest.raises(LoweringError, match="Inductor's code would compute wrong numbers"):
         _compiled(monkeypatch)
+
+
+@pytest.mark.ranks
+def test_gradients_are_made_and_summed_in_their_bucket(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Not what is read elsewhere too, of which the bucket has a copy."""
+    from autoparallel.backends import aot
+
+    written = list[str]()
+    monkeypatch.setattr(aot, "misuse_of_memory", lambda code: written.append(code) or misuse_of_memory(code))
+    _compiled(monkeypatch, _summed)
+    (code,) = written
+    (bucket,) = re.findall(r"all_reduce_\.default\((buf\d+)", code)
+    assert f"{bucket} = empty_strided_cpu(({2 * 64 * 64 + 64}, )" in code
+    places = dict(re.findall(rf"(buf\d+) = reinterpret_tensor\({bucket}, .*, (\d+)\)  # alias", code))
+    outs = re.findall(r"extern_kernels\.mm\(.*, out=(?:reinterpret_tensor\()?(buf\d+)", code)
+    assert sorted(out in (*places, bucket) for out in outs) == [False, True]
+    assert code.count("empty_strided_cpu(") == 3, "the bucket, the product that is read twice, and its double"

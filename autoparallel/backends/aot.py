@@ -14,7 +14,7 @@ from torch._functorch.partitioners import min_cut_rematerialization_partition
 from torch._inductor import compile_fx, ir
 from torch._inductor.custom_graph_pass import CustomPartitionerFn, get_hash_for_files
 from torch._inductor.graph import GraphLowering
-from torch._inductor.lowering import register_lowering
+from torch._inductor.lowering import clone, register_lowering
 from torch._inductor.virtualized import V
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx import GraphModule
@@ -84,14 +84,17 @@ def _awaited(received: ir.TensorBox, sent: ir.TensorBox) -> ir.TensorBox:
 
 @register_lowering(torch.ops.autoparallel.bucket.default, type_promotion_kind=None)
 def _bucket(parts: Sequence[ir.TensorBox]) -> ir.TensorBox:
-    """As `cat`, whose parts Inductor makes in place, but of parts of any shapes."""
+    """As `cat`, whose parts Inductor makes in place, but of parts of any shapes; of those that others read too, a copy,
+    since the bucket changes."""
     device, dtype, total = parts[0].get_device_or_error(), parts[0].get_dtype(), sum(x.get_numel() for x in parts)
     made: Any = ir.ConcatKernel(name=None, layout=ir.FixedLayout(device, dtype, [total], [1]), inputs=[])
     whole, begin = ir.StorageBox(made), 0
-    for part in parts:
+    nodes = V.graph.current_node.args[0]
+    for part, node in zip(parts, nodes, strict=True):
         strides = ir.FlexibleLayout.contiguous_strides(part.get_size())
         where = ir.ReinterpretView(data=whole, layout=ir.FixedLayout(device, dtype, part.get_size(), strides, begin))
-        made.inputs.append(ir.ConcatKernel.realize_into(part, where))
+        own = part if len(node.users) == nodes.count(node) == 1 else clone(part)
+        made.inputs.append(ir.ConcatKernel.realize_into(own, where))
         begin += part.get_numel()
     made.name = V.graph.register_buffer(made)
     made.inputs = ir.ConcatKernel.unwrap_storage(made.inputs)

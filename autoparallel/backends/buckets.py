@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from itertools import accumulate
+from typing import Any
 
 import torch
 from torch.fx import Graph
@@ -93,14 +94,9 @@ def bucket_reductions(graph: Graph, most: float) -> None:
 
 def _all_reduce(graph: Graph, bucket: Bucket) -> None:
     with graph.inserting_before(bucket[-1]):
-        parts = [_alone(graph, node.args[0]) for node in bucket]  # type: ignore[arg-type]
+        parts: list[Any] = [node.args[0] for node in bucket]
         start = call(graph, REDUCE, call(graph, own.bucket.default, parts), *bucket[0].args[1:])
         _cut(graph, bucket, call(graph, WAIT, start), [part.meta["val"].numel() for part in parts])
-
-
-def _alone(graph: Graph, value: FxNode) -> FxNode:
-    """A value that nothing else reads: in the bucket it changes."""
-    return value if len(value.users) == 1 and value.op != "placeholder" else call(graph, aten.clone.default, value)
 
 
 def _reduce_scatter(graph: Graph, bucket: Bucket) -> None:
