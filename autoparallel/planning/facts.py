@@ -29,8 +29,9 @@ def facts_of(graph: OpGraph, body: OpGraph, cuts: Sequence[str]) -> ModelFacts:
 
 
 def whole_state(graph: OpGraph, cluster: Cluster, options: Options, away: Offload = ON_DEVICE) -> TrainingState:
-    """Bytes of all weights, and of the trained weights' gradients and optimizer states, but for what is ``away``, and
-    for tables that the options put on the host. Of sparse gradients, of the rows that are looked up."""
+    """Bytes of all weights, and of the trained weights' gradients and optimizer states, but for what is ``away`` or
+    let go during backward, and for tables that the options put on the host. Of sparse gradients, of the rows that are
+    looked up."""
     found, rows = TrainingState(0.0, 0.0, 0.0), graph.sparse_tables
     for node in graph.of_kind("parameter"):
         if node.path in options.on_host:
@@ -41,7 +42,7 @@ def whole_state(graph: OpGraph, cluster: Cluster, options: Options, away: Offloa
             own = training_state(meta.num_elements, kept_precision(meta, cluster), options.optimizer)
         found = TrainingState(found.parameters + float(own.parameters) * (not tiers.moves_parameters),
                               found.gradients + float(own.gradients) * rows.get(node.path, 1.0)
-                              * (not tiers.moves_gradients),
+                              * (not tiers.moves_gradients and not tiers.steps_there),
                               found.optimizer + float(own.optimizer) * (not tiers.is_away))
     return found
 

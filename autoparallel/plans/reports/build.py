@@ -23,7 +23,6 @@ from autoparallel.plans.reports.report import (
 from autoparallel.plans.reports.summary import summary
 from autoparallel.plans.reports.words import AxisWords, axis_words, title
 from autoparallel.plans.roles import parameters_of, roles_of
-from autoparallel.schedule.tiers import ON_DEVICE
 
 
 def report_of(plan: Plan) -> Report:
@@ -127,7 +126,7 @@ def _proof(plan: Plan) -> Proof:
     phases = tuple((name, seconds) for name, seconds in e.seconds.items() if not name.startswith("search:"))
     return Proof(searched, e.solver, e.objective_s, e.lower_bound_s, e.stop_reason,
                  None if within is None else max(0.0, within), within_any, e.step_bound_s, phases, e.combinations,
-                 plan.hybrid.offload != ON_DEVICE or bool(plan.hybrid.on_host))
+                 plan.hybrid.offload.is_away or bool(plan.hybrid.on_host))
 
 
 __all__ = ["rates", "report_of", "times_of"]

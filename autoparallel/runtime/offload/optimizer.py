@@ -394,10 +394,10 @@ class OffloadedOptimizer(torch.optim.Optimizer):
                              "new optimizer, parallel.load(folder, parallel.optimizer(...))")
 
 
-def _arrived(owner: weakref.ref[OffloadedOptimizer], number: int, _: Tensor) -> None:
-    """The hook of a parameter whose gradient is there."""
+def _arrived(owner: weakref.ref[OffloadedOptimizer], number: int, parameter: Tensor) -> None:
+    """The hook of a parameter whose gradient is there. (A sparse one `step` refuses.)"""
     optimizer = owner()
-    if optimizer is not None and optimizer._in_backward is not None:
+    if optimizer is not None and optimizer._in_backward is not None and not getattr(parameter.grad, "is_sparse", False):
         optimizer._in_backward.arrived(number)
 
 
