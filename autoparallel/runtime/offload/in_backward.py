@@ -25,8 +25,9 @@ _Place = tuple[int, int]
 
 @dataclass
 class _Backward:
-    """What one backward has stepped. ``task``: its number in autograd, or of several; ``gradients``: by parameter, with its versions
-    when it was stepped; ``left``: the parameters of each tile whose gradient is not there; ``options``: the groups'."""
+    """What one backward has stepped. ``task``: its number in autograd, or what stands for several; ``gradients``: by
+    parameter, with its versions when it was stepped; ``left``: the parameters of each tile whose gradient is not there;
+    ``options``: the groups'."""
 
     task: object
     options: list[dict[str, Any]]
@@ -178,13 +179,22 @@ class _Gone(Tensor):
 
     @classmethod
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        raise InputError("the gradient of a parameter is read or written to, and backward has stepped with it and let "
-                         f"it go (step_in_backward=True): {func}\n  Leave out what reads or writes gradients between "
-                         "backward and optimizer.step(), as clipping, scaling and logging of norms, or compile without "
-                         "step_in_backward.")
+        raise _read(str(func))
+
+    def _read(self, *_: Any, **__: Any) -> Any:
+        raise _read("a method of DTensors")
+
+    full_tensor = to_local = redistribute = coalesce = to_dense = _read  # type: ignore[assignment]
 
     def __repr__(self, **_: Any) -> str:  # type: ignore[override]
         return f"gradient of {list(self.shape)}, let go during backward"
+
+
+def _read(how: str) -> InputError:
+    return InputError("the gradient of a parameter is read or written to, and backward has stepped with it and let it "
+                      f"go (step_in_backward=True): {how}\n  Leave out what reads or writes gradients between backward "
+                      "and optimizer.step(), as clipping, scaling and logging of norms, or compile without "
+                      "step_in_backward.")
 
 
 def _gone(parameter: Tensor) -> Tensor:

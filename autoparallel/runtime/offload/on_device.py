@@ -53,9 +53,9 @@ class DeviceSteps:
             self._laid_out_for = laid_out_for
             self._lay_out(optimizer, parameters, trained)
         for parameter in (p for p in parameters if id(p) in self._hooks):
-            hooks, last = cast(Any, parameter)._post_accumulate_grad_hooks, self._hooks[id(parameter)].id
-            if next(reversed(hooks)) != last:
-                hooks.move_to_end(last)
+            hooks, own = cast(Any, parameter)._post_accumulate_grad_hooks, self._hooks[id(parameter)].id
+            if next(reversed(hooks)) != own:
+                hooks[own] = hooks.pop(own)    # autograd reads it as a dict, which `move_to_end` leaves as it is
 
     def _lay_out(self, optimizer: torch.optim.Optimizer, parameters: list[Tensor], trained: list[bool]) -> None:
         """Divide the trained parameters into buckets, from the last to the first, as backward gives gradients."""
