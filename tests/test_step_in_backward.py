@@ -164,7 +164,6 @@ def test_verification_steps_nothing(ranks: Any) -> None:
 
 
 @pytest.mark.parametrize(("options", "wanted"), [
-    ({"step_in_backward": True}, "step_in_backward=True is of states outside of the device"),
     ({"step_in_backward": 1, "offload": "host"}, "step_in_backward is 1: give True or False"),
     ({"step_in_backward": True, "offload": "host", "micro_batches": 2}, "micro_batches=2, whose gradients add up"),
     ({"step_in_backward": True, "offload": "host", "offload_fraction": 0.5}, "offload_fraction=0.5"),

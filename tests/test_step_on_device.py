@@ -72,7 +72,7 @@ def trained(case_name: str, shape: tuple[int, ...], options: dict[str, Any], kin
     ("bert", (2,), {"zero_stage": 2, "micro_batches": 2}, "AdamW"),
     ("gpt2", (2,), {"pipeline_stages": 2, "micro_batches": 4, "schedule": "1f1b"}, "Adagrad"),    # a tied weight
     slow("gpt2", (2,), {"pipeline_stages": 4, "micro_batches": 4, "schedule": "interleaved", "zero_stage": 1}, "AdamW"),
-    slow("bert", (4,), {"pipeline_stages": 2, "micro_batches": 4, "schedule": "zero_bubble", "zero_stage": 2}, "SGD"),
+    slow("bert", (2, 2), {"pipeline_stages": 2, "micro_batches": 4, "schedule": "zero_bubble", "zero_stage": 2}, "SGD"),
     slow("llama", (3,), {"stage_replicas": (1, 2), "micro_batches": 4}, "AdamW"),
     slow("llama", (2,), {"micro_batches": 4, "copies": 2, "zero_stage": 3}, "AdamW"),
     slow("mixtral", (2, 2), {"zero_stage": 1}, "AdamW"),
