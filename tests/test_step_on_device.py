@@ -1,11 +1,11 @@
-"""Steps on the device while backward goes on: the same numbers to the bit, what is refused, gradients' memory."""
+"""Steps on the device while backward goes on: the same numbers to the bit, what is refused."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from copy import deepcopy
 from functools import partial
-from typing import Any, cast
+from typing import Any
 
 import pytest
 import torch
@@ -18,7 +18,6 @@ from autoparallel.errors import InputError
 from autoparallel.runtime.shard_steps import ELEMENTWISE
 from tests.support.models import CASES
 from tests.support.offloaded import Net, local
-from tests.support.peaks import MostBytes
 from tests.support.ranks import mesh_of
 from tests.support.tiers import slow
 
@@ -376,63 +375,3 @@ def test_two_backwards_of_one_call_are_refused_before_they_compute(mesh_of_one: 
 def test_differentiable_optimizers_are_refused(mesh_of_one: DeviceMesh) -> None:
     with pytest.raises(InputError, match="differentiable=True steps within autograd"):
         made(mesh_of_one, differentiable=True)
-
-
-# --- plans ------------------------------------------------------------------------------------------------------------
-
-
-class Deep(nn.Module):
-    """Layers whose weights are more than their activations."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        torch.manual_seed(0)
-        self.layers = nn.ModuleList(nn.Linear(256, 256) for _ in range(10))
-
-    def forward(self, x: Tensor) -> Tensor:
-        for layer in self.layers:
-            x = layer(x).tanh()
-        return x.square().mean()
-
-
-#: Parameter and two moments of AdamW.
-KEPT = 3
-DEEP = {"bucket_bytes": 4 * 256 * 256}
-
-
-def peaks(mesh: DeviceMesh, early: bool, **options: Any) -> tuple[float, float]:
-    """Predicted and measured bytes of the second step."""
-    x = torch.randn(32, 256)
-    model = Deep()
-    parallel = autoparallel.compile(model, mesh, example_inputs=(x,), step_in_backward=early, **DEEP, **options)
-    optimizer = parallel.optimizer(torch.optim.AdamW, lr=1e-3)
-    parallel(x).backward()
-    optimizer.step()
-    optimizer.zero_grad()
-    states = [value.to_local() for entries in optimizer.state.values() for value in entries.values() if value.dim()]
-    shards = [cast(Any, p).to_local() for p in parallel.parameters()]
-    with MostBytes([*shards, *states, x, *model.parameters()]) as seen:
-        parallel(x).backward()
-    return parallel.plan.prediction.peak_bytes, seen.most + KEPT * sum(shard.nbytes for shard in shards)
-
-
-def test_gradients_of_the_whole_model_never_live_together(mesh_of_one: DeviceMesh) -> None:
-    after, early = peaks(mesh_of_one, False), peaks(mesh_of_one, True)
-    assert early[0] == pytest.approx(early[1], rel=0.05)
-    gradients = sum(4 * p.numel() for p in Deep().parameters())
-    assert after[1] - early[1] > 0.7 * gradients    # at the loss all activations live, and no gradient does
-
-
-def peaks_on_ranks(options: dict[str, Any], early: bool) -> tuple[float, float]:
-    return peaks(mesh_of(2), early, **options)
-
-
-@pytest.mark.ranks
-@pytest.mark.parametrize("options", [{"baseline": "ddp", "zero_stage": 0}, {"baseline": "fsdp", "zero_stage": 3},
-                                     slow({"baseline": "fsdp", "zero_stage": 2})])
-def test_bytes_on_ranks_are_as_predicted(ranks: Any, options: dict[str, Any]) -> None:
-    for predicted, measured in ranks(2).run(peaks_on_ranks, options, True):
-        assert predicted == pytest.approx(measured, rel=0.05)
-    if options["zero_stage"] != 2:    # where whole parameters live at the loss
-        (_, after), *_ = ranks(2).run(peaks_on_ranks, options, False)
-        assert measured < 0.95 * after

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Sequence
 
@@ -9,8 +10,10 @@ from autoparallel.capture import OpGraph, find_blocks
 from autoparallel.capture.blocks import block_path
 from autoparallel.planning.options import Options
 from autoparallel.plans.facts import ModelFacts
+from autoparallel.plans.reports.units import bytes_str
 from autoparallel.pricing.op_costs import kept_precision
 from autoparallel.schedule.tiers import ON_DEVICE, Offload
+from autoparallel.search.model.problem import MemoryLimitError
 from cost_models import Cluster
 from cost_models.memory import TrainingState, training_state
 
@@ -47,6 +50,17 @@ def whole_state(graph: OpGraph, cluster: Cluster, options: Options, away: Offloa
     return found
 
 
+def told_of_gradients(error: Exception, graph: OpGraph, cluster: Cluster, options: Options) -> str:
+    """What to say beside the error of a step that does not fit: that it may, if gradients did not live together; "" if
+    it lacks more bytes than they take, divided evenly over the devices, or they do not already."""
+    lacks = error.needed_bytes - error.limit_bytes if isinstance(error, MemoryLimitError) else math.inf
+    num_bytes = whole_state(graph, cluster, options).gradients / cluster.num_devices
+    if options.tier.is_away or options.tier.in_backward or lacks > num_bytes:
+        return ""
+    return (f" With step_in_backward=True it may fit: gradients, {bytes_str(num_bytes)} a device or more, are let go "
+            "one after the other.")
+
+
 def block_paths(graph: OpGraph) -> list[str]:
     """The paths of blocks that have parameters, in order."""
     owners = {block_path(node.path) for node in graph.of_kind("parameter")}
@@ -75,4 +89,4 @@ def _experts(graph: OpGraph) -> int:
     return 0
 
 
-__all__ = ["block_paths", "facts_of", "whole_state"]
+__all__ = ["block_paths", "facts_of", "told_of_gradients", "whole_state"]

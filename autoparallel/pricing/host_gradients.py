@@ -10,6 +10,7 @@ import numpy as np
 from autoparallel.pricing.counts import ExecutionCounts
 from autoparallel.pricing.host_parameters import ops_beside
 from autoparallel.pricing.unit_costs import Prices
+from autoparallel.schedule.async_windows import in_buckets
 from autoparallel.schedule.tiers import BUCKETS_IN_FLIGHT
 from cost_models import memory, offload
 
@@ -84,16 +85,18 @@ class HostGradients:
     def last_in_flight(self) -> Mapping[int, int | None]:
         """By parameter whose gradient leaves, the reader at whose backward it is gone for good: more than
         `BUCKETS_IN_FLIGHT` buckets, divided evenly over the devices, have been made since: one on its way to the host
-        or reduced, the other made, or stepped on the device. None: only at the end."""
+        or reduced, the other made, or stepped on the device. (Where one device steps, a bucket is gone when it is
+        made.) None: only at the end."""
         read_at: dict[int, int] = {}
         for use in self.space.uses:
             if self.leave(use.source):
                 read_at[use.source] = min(use.target, read_at.get(use.source, use.target))
         order = sorted(read_at, key=read_at.__getitem__, reverse=True)
         sizes = [float(self.bytes_of(index).min()) for index in order]
-        none_moves = self.counts.hybrid.offload.steps_there and math.prod(self.space.mesh_shape) == 1
-        buckets = 1 if none_moves else BUCKETS_IN_FLIGHT
-        most, gone, pending = buckets * self.counts.hybrid.bucket_bytes, 0, 0.0
+        if self.counts.hybrid.offload.steps_there and math.prod(self.space.mesh_shape) == 1:
+            buckets = in_buckets(sizes[::-1], self.counts.hybrid.bucket_bytes)
+            return {order[::-1][n]: read_at[order[::-1][bucket[0]]] for bucket in buckets for n in bucket}
+        most, gone, pending = BUCKETS_IN_FLIGHT * self.counts.hybrid.bucket_bytes, 0, 0.0
         found: dict[int, int | None] = dict.fromkeys(order)
         for number, index in enumerate(order):
             pending += sizes[number]

@@ -18,6 +18,7 @@ from autoparallel.runtime.offload.tiles import Region, Tile
 from autoparallel.runtime.offload.work import local_of
 from autoparallel.runtime.optimizers import check_now, step_some
 from autoparallel.runtime.shard_steps import ELEMENTWISE, steps_shards
+from autoparallel.schedule.async_windows import in_buckets
 
 #: Parameters by group of an optimizer.
 _Groups = list[list[Tensor]]
@@ -60,16 +61,10 @@ class DeviceSteps:
     def _lay_out(self, optimizer: torch.optim.Optimizer, parameters: list[Tensor], trained: list[bool]) -> None:
         """Divide the trained parameters into buckets, from the last to the first, as backward gives gradients."""
         group_of = [number for number, group in enumerate(optimizer.param_groups) for _ in group["params"]]
-        numbers, held, size = list[list[int]](), list[int](), 0
-        for number in (n for n in reversed(range(len(parameters))) if trained[n]):
-            num_bytes = local_of(parameters[number]).nbytes
-            if held and size + num_bytes > self._bucket_bytes:
-                numbers.append(held)
-                held, size = [], 0
-            held.append(number)
-            size += num_bytes
-        numbers += [held] if held else []
-        self._buckets = [[[parameters[n] for n in sorted(some) if group_of[n] == group]
+        chosen = [number for number, is_trained in enumerate(trained) if is_trained]
+        sizes = [local_of(parameters[number]).nbytes for number in chosen]
+        numbers = [[chosen[n] for n in bucket] for bucket in in_buckets(sizes, self._bucket_bytes)]
+        self._buckets = [[[parameters[n] for n in some if group_of[n] == group]
                           for group in range(len(optimizer.param_groups))] for some in numbers]
         self._known = {id(parameters[number]): number for some in numbers for number in some}
         own, alive = weakref.ref(self), self._optimizer
