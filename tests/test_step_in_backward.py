@@ -38,7 +38,7 @@ def trained(case_name: str, shape: tuple[int, ...], options: dict[str, Any], ear
         losses.append(float(parallel.step(*args, **kwargs)))
         if early:
             tiles = sum(len(part.tiles) for part in optimizer._parts if part.on_host)
-            share = len(optimizer._in_backward._now.given) / tiles
+            share = len(optimizer.backward_steps._now.given) / tiles
         optimizer.step()
         optimizer.zero_grad()
         scheduler.step()

@@ -257,7 +257,32 @@ def grown(parallel: Any, optimizer: Any) -> None:
         other.zero_grad()
 
 
-@pytest.mark.parametrize("act", [in_a_closure, two_calls, hooked, step_hooks, unfrozen, restored, verified, grown])
+def failed(parallel: Any, optimizer: Any) -> None:
+    """A backward that failed: the last checkpoint is loaded, with a new optimizer."""
+    known = deepcopy(parallel.state_dict())
+    hook = next(parallel.parameters()).register_hook(lambda gradient: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        parallel(X).backward()
+    hook.remove()
+    parallel.zero_grad()
+    parallel.load_state_dict(known)
+    other = parallel.optimizer(torch.optim.AdamW, lr=0.1, tile_bytes=0)
+    parallel(X).backward()
+    other.step()
+
+
+def grown_meanwhile(parallel: Any, optimizer: Any) -> None:
+    """A group that is added between forward and backward is stepped by ``step``."""
+    first, *rest = parallel.parameters()
+    other = parallel.optimizer(torch.optim.AdamW, rest, lr=0.1, tile_bytes=0)
+    loss = parallel(X)
+    other.add_param_group({"params": [first], "lr": 0.5})
+    loss.backward()
+    other.step()
+
+
+@pytest.mark.parametrize("act", [in_a_closure, two_calls, hooked, step_hooks, unfrozen, restored, verified, grown,
+                                 grown_meanwhile, failed])
 def test_what_users_do_gives_the_same(mesh_of_one: DeviceMesh, act: Callable[[Any, Any], None]) -> None:
     found = []
     for early in (True, False):
@@ -305,6 +330,11 @@ def scaled(scaler: Any, parallel: Any, optimizer: Any) -> None:
     scaler.step(optimizer)
 
 
+def scaled_step(parallel: Any, optimizer: Any) -> None:
+    with autoparallel.GradScaler("cpu").scaling():
+        parallel.step(X)
+
+
 def reset(parallel: Any, optimizer: Any) -> None:
     parallel(X).backward()
     optimizer.zero_grad()
@@ -346,6 +376,7 @@ REFUSED: list[tuple[Callable[[Any, Any], None], str]] = [
     (clipped_by_torch, "the gradient of a parameter is read or written to, and backward has stepped with it"),
     (partial(scaled, autoparallel.GradScaler("cpu")), "the gradient of a parameter is read or written to"),
     (partial(scaled, torch.amp.GradScaler("cpu")), "the gradient of a parameter is read or written to"),
+    (scaled_step, "gradients are scaled (GradScaler.scaling)"),
     (reset, "a gradient was changed after backward had stepped with it"),
     (other_rate, "options of the optimizer changed after backward had stepped with them"),
     (saved, "state_dict() before optimizer.step()"), (again, "the module was called before optimizer.step()"),
@@ -370,6 +401,21 @@ def test_two_backwards_of_one_call_are_refused_before_they_compute(mesh_of_one: 
     loss.backward(retain_graph=True)
     with pytest.raises(InputError, match="each backward needs a step"):
         loss.backward()
+
+
+class Detached(Net):
+    """A weight is read without gradient, too, below the layer that trains it."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = nn.functional.linear(x, self.a.weight[:8]).tanh()
+        return super().forward(nn.functional.linear(x, self.b.weight.detach()[:, :8]).tanh())
+
+
+def test_a_parameter_that_is_read_after_its_step_is_torchs_error(mesh_of_one: DeviceMesh) -> None:
+    """Not numbers of its new values."""
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        stepped(mesh_of_one, True, lambda parallel: [parallel.optimizer(torch.optim.SGD, lr=0.1, tile_bytes=0)],
+                Detached)
 
 
 def test_differentiable_optimizers_are_refused(mesh_of_one: DeviceMesh) -> None:

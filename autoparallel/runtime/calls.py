@@ -26,7 +26,7 @@ from autoparallel.runtime.form import Compiled
 from autoparallel.runtime.interpret import values_of
 from autoparallel.runtime.local_inputs import local_input
 from autoparallel.runtime.placing import keep_states_away
-from autoparallel.runtime.scaler import scaled
+from autoparallel.runtime.scaler import check_unscaled, scaled
 from autoparallel.runtime.shared import SharedGradients
 from autoparallel.runtime.state import State
 from autoparallel.runtime.step import StepRunner, loss_of
@@ -91,7 +91,7 @@ class Calls:
             )
             with rng.use_seed(rng.mix(state.seed, state.calls)), autocast.without_autocast():
                 outputs, updates, _ = compiled.forward(*local)
-        for output in outputs if state.offload.steps_there else ():
+        for output in outputs if state.offload.in_backward else ():
             if output.requires_grad:
                 output.register_hook(self._check_backward)
         state.calls += 1
@@ -154,7 +154,8 @@ class Calls:
     def _check_backward(self, _: torch.Tensor) -> None:
         """The hook of outputs, before backward computes with parameters."""
         for optimizer in self._state.optimizers:
-            optimizer.check_backward()
+            if (steps := optimizer.backward_steps) is not None:
+                steps.check_backward()
 
     @contextmanager
     def _one_backward(self) -> Iterator[None]:
@@ -170,6 +171,8 @@ class Calls:
             host_copies.settle()
 
     def _watch_gradients(self) -> None:
+        if self._state.offload.in_backward:
+            check_unscaled("the plan (step_in_backward=True)")
         for optimizer in self._state.optimizers if self._state.offload.in_backward else ():
             optimizer.check_stepped("the module was called")
             if self._state.offload.steps_there:

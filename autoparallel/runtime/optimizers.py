@@ -111,8 +111,8 @@ def step_some(optimizer: torch.optim.Optimizer, parameters: Sequence[Sequence[Te
     steps."""
     groups = list(optimizer.param_groups)
     kept = [group["params"] for group in groups]
-    for group, some in zip(groups, parameters, strict=False):
-        group["params"] = list(some)
+    for number, group in enumerate(groups):
+        group["params"] = list(parameters[number]) if number < len(parameters) else []    # of one that was added since
     try:
         with torch.no_grad(), autocast.without_autocast(), \
                 on_shards(optimizer) if isinstance(optimizer, torch.optim.SparseAdam) else nullcontext():

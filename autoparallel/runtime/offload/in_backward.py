@@ -121,6 +121,8 @@ class BackwardSteps:
                     now.steps[place[0]] = self._begin(place[0], stream)
                 now.given.add(place)
                 now.steps[place[0]].give(self._tiles[place])
+                torch.autograd.graph.increment_version(    # so that reads of saved parameters that come later are told
+                    [local_of(self._parameters[region.parameter]) for region in self._tiles[place].regions])
                 if self._lets_go:
                     self._let_go(now, self._tiles[place])
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
 from typing import Any, cast
 
@@ -27,16 +27,15 @@ _Groups = list[list[Tensor]]
 class DeviceSteps:
     """Steps parameters of ``optimizer``, which torch has made, during backward: each bucket of ``bucket_bytes``, or one
     parameter, once its gradients are there, which are let go then. ``optimizer.step()`` steps the others. Lives as long
-    as the optimizer."""
+    as the optimizer. ``backward_steps``: None where backward steps nothing."""
 
     def __init__(self, optimizer: torch.optim.Optimizer, bucket_bytes: float) -> None:
         self._optimizer, self._bucket_bytes = weakref.ref(optimizer), bucket_bytes
         self._known: Mapping[int, int] = {}    # by id of a parameter that is watched, its number
         self._hooks: dict[int, Any] = {}
-        self._laid_out_for: object = None
+        self._laid_out_for: list[tuple[int, bool]] | None = None
         self._buckets = list[_Groups]()
-        self._steps: BackwardSteps
-        self._is_idle = False
+        self.backward_steps: BackwardSteps | None = None
         check_now(optimizer)
         optimizer.register_step_pre_hook(self._before_step)
         optimizer.register_state_dict_pre_hook(lambda _: self.check_stepped("state_dict()"))
@@ -48,6 +47,8 @@ class DeviceSteps:
         theirs."""
         optimizer = self._optimizer()
         assert optimizer is not None
+        if self.backward_steps is None and self._laid_out_for is not None:    # idle
+            return
         parameters = [p for group in optimizer.param_groups for p in group["params"]]
         trained = [p.requires_grad and not p.is_meta for p in parameters]
         if (laid_out_for := [*zip(map(id, parameters), trained, strict=True)]) != self._laid_out_for:
@@ -73,9 +74,10 @@ class DeviceSteps:
             there = alive()
             return [] if there is None else there.param_groups
 
-        self._steps = BackwardSteps(parameters, groups, {0: _tiles(numbers, parameters)}, None,
-                                    lambda *_: TileSteps(lambda tile: tile.number, partial(_step, own),
-                                                         lambda *_: None, ahead=False), lets_go=True)
+        self.backward_steps = BackwardSteps(
+            parameters, groups, {0: _tiles(numbers, parameters)}, None,
+            lambda *_: TileSteps(lambda tile: tile.number, partial(_step, own), lambda *_: None, ahead=False),
+            lets_go=True)
         for number in (number for some in numbers for number in some):
             if id(parameters[number]) not in self._hooks:
                 self._hooks[id(parameters[number])] = parameters[number].register_post_accumulate_grad_hook(
@@ -89,12 +91,13 @@ class DeviceSteps:
         """Step nothing in backward any more; what a backward has begun is forgotten."""
         while self._hooks:
             self._hooks.popitem()[1].remove()
-        self._steps.abandon()
+        if self.backward_steps is not None:
+            self.backward_steps.abandon()
 
     def arrived(self, parameter: Tensor) -> None:
         """A parameter has its gradient."""
-        if not self._is_idle and (number := self._known.get(id(parameter))) is not None:
-            self._steps.arrived(number)
+        if self.backward_steps is not None and (number := self._known.get(id(parameter))) is not None:
+            self.backward_steps.arrived(number)
 
     def step_bucket(self, number: int) -> None:
         """Step the parameters of a bucket."""
@@ -111,31 +114,28 @@ class DeviceSteps:
             with torch.enable_grad():
                 loss = closure()
             given = (args[0], lambda: loss), {}
-        self._steps.end()
+        if self.backward_steps is not None:
+            self.backward_steps.end()
         return given
 
     def check_stepped(self, what: str) -> None:
         """Raises InputError if a backward has stepped parameters that ``what`` reads, and no step has ended it."""
-        self._steps.check_ended(what)
-
-    def check_backward(self) -> None:
-        """Within a backward: raises InputError if another one has stepped parameters, and no step has ended it."""
-        if not self._is_idle:
-            self._steps.check_backward()
+        if self.backward_steps is not None:
+            self.backward_steps.check_ended(what)
 
     def one_backward(self) -> AbstractContextManager[None]:
         """Within, several calls of autograd give each parameter one gradient."""
-        return self._steps.one_backward()
+        return nullcontext() if self.backward_steps is None else self.backward_steps.one_backward()
 
     @contextmanager
     def idle(self) -> Iterator[None]:
         """Within, backward steps nothing."""
         self.check_stepped("another step was run")
-        self._is_idle = True
+        steps, self.backward_steps = self.backward_steps, None
         try:
             yield
         finally:
-            self._is_idle = False
+            self.backward_steps = steps
 
 
 def check_steps(kind: type[torch.optim.Optimizer], options: Mapping[str, Any]) -> None:
