@@ -81,9 +81,9 @@ class _Scaled(torch.autograd.Function):
 def check_unscaled(how: str) -> None:
     """Raises InputError within `GradScaler.scaling`, where ``how`` would step with gradients that are scaled."""
     if _scale.get() is not None:
-        raise InputError(f"gradients are scaled (GradScaler.scaling), and {how} steps with them during backward, before "
-                         "they could be divided\n  Train in bfloat16, which needs no scaling, or compile without "
-                         "step_in_backward.")
+        raise InputError(f"gradients are scaled (GradScaler.scaling), and {how} steps with them during backward, "
+                         "before they could be divided\n  Train in bfloat16, which needs no scaling, or compile "
+                         "without step_in_backward.")
 
 
 def scaled(loss: torch.Tensor) -> torch.Tensor:

@@ -396,8 +396,8 @@ class OffloadedOptimizer(torch.optim.Optimizer):
 
 def _arrived(owner: weakref.ref[OffloadedOptimizer], number: int, parameter: Tensor) -> None:
     """The hook of a parameter whose gradient is there. (A sparse one `step` refuses.)"""
-    optimizer = owner()
-    if optimizer is not None and optimizer.backward_steps is not None and not getattr(parameter.grad, "is_sparse", False):
+    optimizer, is_sparse = owner(), parameter.grad is not None and parameter.grad.is_sparse
+    if optimizer is not None and optimizer.backward_steps is not None and not is_sparse:
         optimizer.backward_steps.arrived(number)
 
 
