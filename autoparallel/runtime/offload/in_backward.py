@@ -180,13 +180,14 @@ class _Gone(Tensor):
     """In the place of a gradient that was let go: without values, so that whoever reads or writes to it is told."""
 
     @classmethod
-    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(  # type: ignore[override]
+            cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         raise _read(str(func))
 
     def _read(self, *_: Any, **__: Any) -> Any:
         raise _read("a method of DTensors")
 
-    full_tensor = to_local = redistribute = coalesce = to_dense = _read  # type: ignore[assignment]
+    full_tensor = to_local = redistribute = coalesce = to_dense = _read
 
     def __repr__(self, **_: Any) -> str:  # type: ignore[override]
         return f"gradient of {list(self.shape)}, let go during backward"
@@ -201,7 +202,7 @@ def _read(how: str) -> InputError:
 
 def _gone(parameter: Tensor) -> Tensor:
     """In the place of the parameter's gradient."""
-    made = Tensor._make_wrapper_subclass(  # type: ignore[attr-defined]
+    made = Tensor._make_wrapper_subclass(
         _Gone, parameter.shape, dtype=parameter.dtype, device=parameter.device)
     return cast(Tensor, made)
 
