@@ -91,10 +91,10 @@ def _check(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
             raise InputError(f"{names[0]} cannot step parameters that lie on a mesh: {why}\n  Write {write}.")
     if not isinstance(optimizer, OffloadedOptimizer):
         _check_tier(optimizer, parameters)
-    check_now(optimizer)
+    compute_on_shards(optimizer)
 
 
-def check_now(optimizer: torch.optim.Optimizer) -> None:
+def compute_on_shards(optimizer: torch.optim.Optimizer) -> None:
     """Make an optimizer of parameters on a mesh, which is not to be refused, compute on local shards."""
     if not isinstance(optimizer, OffloadedOptimizer):
         _shard_states(optimizer)
@@ -210,4 +210,4 @@ def _check_tier(optimizer: torch.optim.Optimizer, parameters: Iterable[Any]) -> 
         raise InputError(f"the plan {against}\n  Write parallel.optimizer({kind}, ...), with the same options.")
 
 
-__all__ = ["check_now", "look_at_steps", "offload_states", "step_some"]
+__all__ = ["compute_on_shards", "look_at_steps", "offload_states", "step_some"]

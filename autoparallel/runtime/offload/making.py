@@ -24,8 +24,9 @@ from autoparallel.runtime.state import State
 def optimizer(parallel: nn.Module, state: State, kind: type[torch.optim.Optimizer], params: Any, tile_bytes: int | None,
               prefetch: bool, threads: int | None, options: Mapping[str, Any]) -> torch.optim.Optimizer:
     """An optimizer ``kind(params, **options)`` of the module's parameters (None: all), with its states where the plan
-    puts them: on the device, as torch makes it; on the host or disk, an `OffloadedOptimizer` that steps ``tile_bytes``
-    of parameters at a time (None: the plan's) on ``threads`` threads (None: this rank's share of the cores) and, with
+    puts them: on the device, as torch makes it, which backward steps in buckets of ``tile_bytes`` (None: the plan's
+    ``bucket_bytes``) where the plan says so; on the host or disk, an `OffloadedOptimizer` that steps ``tile_bytes`` of
+    parameters at a time (None: the plan's) on ``threads`` threads (None: this rank's share of the cores) and, with
     ``prefetch``, reads the next tile meanwhile.
 
     All ranks call this. Raises InputError for a ``kind`` that is no optimizer and for parameters on the meta device;
@@ -46,8 +47,7 @@ def optimizer(parallel: nn.Module, state: State, kind: type[torch.optim.Optimize
                   if isinstance(group, dict) and not isinstance(group.get("params", ()), torch.Tensor)
                   and "params" in group else group for group in chosen]
         groups = torch.optim.Optimizer(chosen, {}).param_groups
-        return _on_device(kind(chosen, **options, **fused_by_default(kind, groups, options)), state,
-                          bucket_bytes)
+        return _on_device(kind(chosen, **options, **fused_by_default(kind, groups, options)), state, bucket_bytes)
     if any(p.is_meta for p in parallel.parameters()):
         raise InputError("parameters are on the meta device, and have no values: call init_weights(), load_pretrained "
                          "or load_state_dict before the optimizer is made")

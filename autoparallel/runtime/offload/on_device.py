@@ -16,7 +16,7 @@ from autoparallel.runtime.offload.in_backward import BackwardSteps
 from autoparallel.runtime.offload.tile_steps import TileSteps
 from autoparallel.runtime.offload.tiles import Region, Tile
 from autoparallel.runtime.offload.work import local_of
-from autoparallel.runtime.optimizers import check_now, step_some
+from autoparallel.runtime.optimizers import compute_on_shards, step_some
 from autoparallel.runtime.shard_steps import ELEMENTWISE, steps_shards
 from autoparallel.schedule.async_windows import in_buckets
 
@@ -36,7 +36,7 @@ class DeviceSteps:
         self._laid_out_for: list[tuple[int, bool]] | None = None
         self._buckets = list[_Groups]()
         self.backward_steps: BackwardSteps | None = None
-        check_now(optimizer)
+        compute_on_shards(optimizer)
         optimizer.register_step_pre_hook(self._before_step)
         optimizer.register_state_dict_pre_hook(lambda _: self.check_stepped("state_dict()"))
         optimizer.register_load_state_dict_pre_hook(lambda *_: self.check_stepped("load_state_dict()"))
