@@ -84,8 +84,8 @@ def plan(
                                                "'embed*=disk,*=host'; auto: by price")] = None,
     offload_fraction: Annotated[float | None, typer.Option(help="with --offload host or disk: the share of optimizer "
                                                           "states that moves, as 0.5; all by default")] = None,
-    step_in_backward: Annotated[bool, typer.Option("--step-in-backward", help="step offloaded states while "
-                                                   "backward goes on")] = False,
+    step_in_backward: Annotated[bool, typer.Option("--step-in-backward", help="step parameters while backward "
+                                                   "goes on, and let each gradient go then")] = False,
     host_memory_limit: Annotated[str | None, typer.Option(help="host memory that each device may take, for example "
                                                            "200GiB; by default its share of the host's")] = None,
     disk_limit: Annotated[str | None, typer.Option(help="disk space that each device may take, for example 1TB; no "

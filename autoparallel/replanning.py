@@ -200,6 +200,7 @@ def _makers(plan: Plan, cluster: Cluster, model: nn.Module, example: tuple[Any, 
         kept["offload"] = plan.hybrid.offload.place
         if plan.hybrid.offload.fraction != 1:
             kept["offload_fraction"] = plan.hybrid.offload.fraction
+    if "step_in_backward" not in options and "offload" not in options:
         kept["step_in_backward"] = plan.hybrid.offload.in_backward or None
     if plan.hybrid.on_host and "pins" not in options:
         kept["pins"] = dict.fromkeys(plan.hybrid.on_host, "host")

@@ -20,6 +20,7 @@ from autoparallel.backends.replayed import MANY, Replayed
 from autoparallel.backends.untraceable import why_not_traced
 from autoparallel.errors import InputError, PlanError
 from autoparallel.plans import Hybrid
+from autoparallel.schedule.tiers import Offload
 from tests.support.models import BATCH_SIZE, CASES
 from tests.support.ranks import mesh_of
 from tests.support.reference import (
@@ -296,7 +297,9 @@ def test_a_cpu_is_refused(mesh_of_one: DeviceMesh) -> None:
 
 @pytest.mark.parametrize(("hybrid", "size", "how", "told"), [
     (Hybrid(2), 1, "nccl", "2 micro-batches"), (Hybrid(2, 2, 2, "1f1b"), 2, "nccl", "2 stages"),
-    (Hybrid(recompute="offload"), 1, "nccl", "to the host"), (Hybrid(), 2, "gloo", "gloo sends by the host"),
+    (Hybrid(recompute="offload"), 1, "nccl", "to the host"),
+    (Hybrid(offload=Offload(in_backward=True)), 1, "nccl", "all gradients at its end"),
+    (Hybrid(), 2, "gloo", "gloo sends by the host"),
     (Hybrid(), 2, "nccl", ""), (Hybrid(), 1, "gloo", ""),
 ])
 def test_what_cannot_be_recorded_is_refused(hybrid: Hybrid, size: int, how: str, told: str) -> None:

@@ -129,9 +129,8 @@ def test_states_leave_the_device_in_a_plan(tier: str, fraction: float) -> None:
     states, gradients = 2 * each, each if away.hybrid.offload.moves_gradients else 0.0
     moved = there.prediction.state_bytes - away.prediction.state_bytes - gradients
     assert moved == pytest.approx(fraction * states, rel=0.02)
-    # two buckets of gradients may be on their way, which is all of so small a model's; at the peak there are few
-    less = there.prediction.peak_bytes - away.prediction.peak_bytes
-    assert 0.98 * moved <= less <= 1.02 * (moved + gradients) and (less > 1.02 * moved) == (gradients > 0)
+    # the peak is at the loss, where gradients of parameters are in no tier yet
+    assert there.prediction.peak_bytes - away.prediction.peak_bytes == pytest.approx(moved, rel=0.02)
     on_disk = tier == "disk"
     assert away.prediction.disk_bytes == pytest.approx(moved if on_disk else 0)
     assert away.prediction.host_bytes == pytest.approx(min(BUFFERS * 2 * TILE_BYTES, BUFFERS * moved) if on_disk else

@@ -2,47 +2,22 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import pytest
 import torch
-import torch.utils._pytree as pytree
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
-from torch.multiprocessing.reductions import StorageWeakRef
 from torch.nn import functional
-from torch.utils._python_dispatch import TorchDispatchMode
 
 import autoparallel
 from benchmarks.subjects import gpt2, llama, token_batch
 from cost_models import Cluster
+from tests.support.peaks import MostBytes
 
 VOCABULARY, LENGTH = 20_000, 64
 #: Parameter and two moments of AdamW: at the loss there are no gradients of parameters.
 KEPT = 3
 MODELS = {"gpt2": lambda: gpt2(VOCABULARY, 64, 2, LENGTH), "llama": lambda: llama(VOCABULARY, 64, 176, 2, 2, heads=4)}
-
-
-class MostBytes(TorchDispatchMode):
-    """The most bytes of storages that ops have made, and that lived at once, without those of ``known`` tensors."""
-
-    def __init__(self, known: list[torch.Tensor]) -> None:
-        super().__init__()
-        self.known = {tensor.untyped_storage()._cdata for tensor in known}
-        self.storages: dict[int, tuple[StorageWeakRef, int]] = {}
-        self.most = 0
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        made = func(*args, **(kwargs or {}))
-        for tensor in pytree.tree_leaves(made):
-            if isinstance(tensor, torch.Tensor) and not isinstance(tensor, DTensor):
-                storage = tensor.untyped_storage()
-                if storage._cdata not in self.known:
-                    self.storages[storage._cdata] = StorageWeakRef(storage), storage.nbytes()
-        self.storages = {key: one for key, one in self.storages.items() if not one[0].expired()}
-        self.most = max(self.most, sum(size for _, size in self.storages.values()))
-        return made
 
 
 def local(tensor: torch.Tensor) -> torch.Tensor:

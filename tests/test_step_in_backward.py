@@ -38,7 +38,7 @@ def trained(case_name: str, shape: tuple[int, ...], options: dict[str, Any], ear
         losses.append(float(parallel.step(*args, **kwargs)))
         if early:
             tiles = sum(len(part.tiles) for part in optimizer._parts if part.on_host)
-            share = len(optimizer._in_backward._now.given) / tiles
+            share = len(optimizer.backward_steps._now.given) / tiles
         optimizer.step()
         optimizer.zero_grad()
         scheduler.step()
@@ -164,7 +164,6 @@ def test_verification_steps_nothing(ranks: Any) -> None:
 
 
 @pytest.mark.parametrize(("options", "wanted"), [
-    ({"step_in_backward": True}, "step_in_backward=True is of states outside of the device"),
     ({"step_in_backward": 1, "offload": "host"}, "step_in_backward is 1: give True or False"),
     ({"step_in_backward": True, "offload": "host", "micro_batches": 2}, "micro_batches=2, whose gradients add up"),
     ({"step_in_backward": True, "offload": "host", "offload_fraction": 0.5}, "offload_fraction=0.5"),

@@ -11,7 +11,6 @@ from typing import TYPE_CHECKING
 from autoparallel.errors import PlanError, shown
 from autoparallel.schedule.schedules import names_of
 from autoparallel.schedule.step_config import Hybrid
-from autoparallel.schedule.tiers import ON_DEVICE
 
 if TYPE_CHECKING:
     from autoparallel.kernels.groups import MeshPosition
@@ -71,7 +70,10 @@ def check_replays(hybrid: Hybrid, position: MeshPosition, sparse: Collection[str
     if not hybrid.is_plain:
         refuse(f"a step of {hybrid.micro_batches} micro-batches, {hybrid.stages} stages and {hybrid.copies} copies is "
                "several programs, and only one forward and its backward are recorded")
-    if hybrid.offload != ON_DEVICE or hybrid.saved_on != "device" or hybrid.on_host:
+    if hybrid.offload.in_backward:
+        refuse("step_in_backward=True steps each parameter when its gradient comes, and a recording gives all "
+               "gradients at its end")
+    if hybrid.offload.is_away or hybrid.saved_on != "device" or hybrid.on_host:
         refuse("what goes to the host or comes from it waits for the host, which a recording cannot")
     if sparse:
         refuse(f"{next(iter(sparse))} has sparse gradients (sparse=True), whose sizes depend on the ids")

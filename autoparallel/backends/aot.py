@@ -89,7 +89,7 @@ def _bucket(parts: Sequence[ir.TensorBox]) -> ir.TensorBox:
     device, dtype, total = parts[0].get_device_or_error(), parts[0].get_dtype(), sum(x.get_numel() for x in parts)
     made: Any = ir.ConcatKernel(name=None, layout=ir.FixedLayout(device, dtype, [total], [1]), inputs=[])
     whole, begin = ir.StorageBox(made), 0
-    nodes = V.graph.current_node.args[0]
+    nodes: Any = V.graph.current_node.args[0]
     for part, node in zip(parts, nodes, strict=True):
         strides = ir.FlexibleLayout.contiguous_strides(part.get_size())
         where = ir.ReinterpretView(data=whole, layout=ir.FixedLayout(device, dtype, part.get_size(), strides, begin))

@@ -59,6 +59,8 @@ def export_plan(plan: Plan, to: str) -> Exported:
     degrees = degrees_of(plan)
     if plan.hybrid.offload.is_away and to != "deepspeed":    # whose file says it, where it can
         degrees = degrees.losing([states_lost(plan)])
+    if plan.hybrid.offload.steps_there:
+        degrees = degrees.losing([Lost(plan.hybrid.offload.told(), "after backward, with all gradients in memory")])
     if to != "fsdp2":    # where the model trains in the dtypes that it has
         degrees = degrees.losing(masters_added(plan))
     if plan.hybrid.on_host:

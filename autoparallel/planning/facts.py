@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 
 from autoparallel.capture import OpGraph, find_blocks
 from autoparallel.capture.blocks import block_path
 from autoparallel.planning.options import Options
 from autoparallel.plans.facts import ModelFacts, main_dtype
+from autoparallel.plans.reports.units import bytes_str
 from autoparallel.pricing.op_costs import kept_precision
 from autoparallel.schedule.tiers import ON_DEVICE, Offload
+from autoparallel.search.model.problem import MemoryLimitError
 from cost_models import Cluster
 from cost_models.memory import TrainingState, training_state
 
@@ -24,8 +27,9 @@ def facts_of(graph: OpGraph, body: OpGraph, cuts: Sequence[str]) -> ModelFacts:
 
 
 def whole_state(graph: OpGraph, cluster: Cluster, options: Options, away: Offload = ON_DEVICE) -> TrainingState:
-    """Bytes of all weights, and of the trained weights' gradients and optimizer states, but for what is ``away``, and
-    for tables that the options put on the host. Of sparse gradients, of the rows that are looked up."""
+    """Bytes of all weights, and of the trained weights' gradients and optimizer states, but for what is ``away`` or
+    let go during backward, and for tables that the options put on the host. Of sparse gradients, of the rows that are
+    looked up."""
     found, rows = TrainingState(0.0, 0.0, 0.0), graph.sparse_tables
     for node in graph.of_kind("parameter"):
         if node.path in options.on_host:
@@ -36,9 +40,20 @@ def whole_state(graph: OpGraph, cluster: Cluster, options: Options, away: Offloa
             own = training_state(meta.num_elements, kept_precision(meta, cluster), options.optimizer)
         found = TrainingState(found.parameters + float(own.parameters) * (not tiers.moves_parameters),
                               found.gradients + float(own.gradients) * rows.get(node.path, 1.0)
-                              * (not tiers.moves_gradients),
+                              * (not tiers.moves_gradients and not tiers.steps_there),
                               found.optimizer + float(own.optimizer) * (not tiers.is_away))
     return found
+
+
+def told_of_gradients(error: Exception, graph: OpGraph, cluster: Cluster, options: Options) -> str:
+    """What to say beside the error of a step that does not fit: that it may, if gradients did not live together; "" if
+    it lacks more bytes than they take, divided evenly over the devices, or they do not already."""
+    lacks = error.needed_bytes - error.limit_bytes if isinstance(error, MemoryLimitError) else math.inf
+    num_bytes = whole_state(graph, cluster, options).gradients / cluster.num_devices
+    if options.tier.is_away or options.tier.in_backward or lacks > num_bytes:
+        return ""
+    return (f" With step_in_backward=True it may fit: gradients, {bytes_str(num_bytes)} a device or more, are let go "
+            "one after the other.")
 
 
 def block_paths(graph: OpGraph) -> list[str]:
@@ -69,4 +84,4 @@ def _experts(graph: OpGraph) -> int:
     return 0
 
 
-__all__ = ["block_paths", "facts_of", "whole_state"]
+__all__ = ["block_paths", "facts_of", "told_of_gradients", "whole_state"]

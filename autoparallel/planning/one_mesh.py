@@ -27,7 +27,7 @@ from autoparallel.partition import (
 from autoparallel.planning.baselines import baseline
 from autoparallel.planning.block_summary import block_layouts
 from autoparallel.planning.candidates import First
-from autoparallel.planning.facts import block_paths, facts_of, whole_state
+from autoparallel.planning.facts import block_paths, facts_of, told_of_gradients, whole_state
 from autoparallel.planning.faster_pieces import in_faster_pieces, tell_of_pieces
 from autoparallel.planning.offloading import fastest_tier, tier_limits
 from autoparallel.planning.options import Options
@@ -255,7 +255,8 @@ def _plan_call(space: StrategySpace, micro: MicroBatches, cluster: Cluster, opti
                              found.hybrid.recompute, found.hybrid.zero_stage)
                 return replace(found, evidence=replace(found.evidence, stop_reason=reason))
         error.args = (f"{error} (No plan was found with recompute and ZeRO-3 either. With micro_batches, which "
-                      "parallel.step runs, less memory is needed.)",)
+                      "parallel.step runs, less memory is needed.)"
+                      f"{told_of_gradients(error, space.graph, cluster, options)}",)
         raise
 
 

@@ -95,8 +95,10 @@ OPTIONS = f"""
         with tables on the host; None: "none". `ParallelModule.optimizer` makes the optimizer that steps such states.
     offload_fraction: with "host" or "disk", the share of each parameter's elements whose states are there; None: all
         ("auto": on the host, as few quarters as memory requires).
-    step_in_backward: states outside of the device are stepped while backward goes on: each backward is followed by one
-        optimizer.step(), and gradients are neither clipped nor added up between the two; None: False.
+    step_in_backward: parameters are stepped while backward goes on: on the device each bucket of gradients
+        (bucket_bytes) is let go when it has been stepped with, so that those of the whole model never live together;
+        states on the host or disk are stepped there meanwhile. Each backward is followed by one optimizer.step(), and
+        gradients are neither clipped nor added up between the two; None: False.
     host_memory_limit_bytes: limit, for each device, of the host memory for what leaves it, or for tiles of what is on
         disk; None: the device's share of the host's.
     disk_limit_bytes: limit, for each device, of the disk space for what leaves it; None: no limit in a plan, what is
@@ -186,9 +188,9 @@ class Options:
 
     @property
     def tier(self) -> Offload:
-        """The tier of optimizer states; of "auto" the first, the device."""
+        """The tier of optimizer states, and when they are stepped; of "auto" the first, the device."""
         if self.offload in (None, "none", "auto"):
-            return ON_DEVICE
+            return replace(ON_DEVICE, in_backward=bool(self.step_in_backward))
         most = EARLY_TILE_BYTES if self.step_in_backward else TILE_BYTES
         found = replace(offload_of(self.offload, self.offload_fraction or 1.0, most),
                         in_backward=bool(self.step_in_backward))
@@ -341,9 +343,6 @@ def options_of(given: Mapping[str, Any]) -> Options:
     if given.get("offload_fraction") is not None and given.get("offload") not in ("host", "disk"):
         raise PlanError(f"offload_fraction={given['offload_fraction']} is of offload='host' or 'disk', and offload is "
                         f"{shown(given.get('offload'))}: give one of these, or leave offload_fraction out")
-    if given.get("step_in_backward") and given.get("offload") in (None, "none"):
-        raise PlanError("step_in_backward=True is of states outside of the device: put them there, as offload='host', "
-                        "or leave it out")
     if given.get("saved_on") and (given.get("recompute") not in KEEPS
                                   or (given["saved_on"], given["recompute"]) == ("device", "offload")):
         raise PlanError(f"saved_on={given['saved_on']!r} with recompute={given.get('recompute')!r}: it says where what "

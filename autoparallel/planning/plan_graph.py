@@ -17,7 +17,7 @@ from autoparallel.errors import InfeasibleError, InputError, MeshError, SearchEr
 from autoparallel.garbage import collected_later
 from autoparallel.partition import Splits
 from autoparallel.planning.by_hand import ByHand
-from autoparallel.planning.facts import block_paths, whole_state
+from autoparallel.planning.facts import block_paths, told_of_gradients, whole_state
 from autoparallel.planning.joint_plan import plan_jointly
 from autoparallel.planning.meshes import best_of, mesh_shapes
 from autoparallel.planning.offloading import fastest_tier
@@ -229,7 +229,7 @@ def _plan_fitting(split: Splits, cluster: Cluster, mesh_shape: Sequence[int] | N
     except (InfeasibleError, SearchError, InputError) as other:
         error.args = (f"{error} (This is of a step of one micro-batch without recompute; no plan was found with "
                       f"micro-batches, ZeRO and recompute either{_least(other)}. Pipelines were not tried: "
-                      "joint=True tries them.)",)
+                      f"joint=True tries them.){told_of_gradients(error, split.graph, cluster, options)}",)
         raise error from None
     reason = ("a step of one micro-batch without recompute does not fit; "
               f"{found.evidence.stop_reason}")

@@ -1,13 +1,14 @@
 """Memory of the largest gradients of activations, such as those of logits. Each lives from the backward of its reader
 to the backward of its own op. (Small ones are left out: saved tensors are freed as they come.)
 
-Gradients of parameters are counted in the whole step. But in a step of one micro-batch none exists at the loss, if they
-were reset to None: so their bytes, in the smallest shards, are subtracted from gradients that are made before them.
+Gradients of parameters are counted in the whole step, but for those that leave the device, or are let go, in backward.
+In a step of one micro-batch none exists at the loss, if they were reset to None: so the bytes that are counted, in the
+smallest shards, are subtracted from gradients that are made before them.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import cached_property
 from typing import NamedTuple
 
@@ -36,9 +37,11 @@ class Gradient(NamedTuple):
 
 
 class GradientMemory:
-    """``held``: the gradients that count. A compiler's kernels keep none of values that they fuse."""
+    """``held``: the gradients that count. A compiler's kernels keep none of values that they fuse. ``leaves``: whether
+    the gradient of a parameter does, by decision."""
 
-    def __init__(self, prices: Prices, counts: ExecutionCounts, live: Liveness) -> None:
+    def __init__(self, prices: Prices, counts: ExecutionCounts, live: Liveness, leaves: Callable[[int], bool]) -> None:
+        self.leaves = leaves
         self.prices, self.counts, self.live, self.space = prices, counts, live, prices.space
         found = self._found() if prices.training else ()
         self.held: Sequence[Gradient] = sorted(found, key=lambda one: one.interval[0])    # from the loss on
@@ -66,10 +69,11 @@ class GradientMemory:
         return 2 * len(self.space) - max(readers, default=0)
 
     def _room(self) -> float:
-        """Bytes of the parameters' gradients, each in its smallest shard, that are not there at the loss."""
+        """Bytes of the parameters' gradients that are counted and not there at the loss, each in its smallest shard."""
         if not self.counts.hybrid.is_plain:
             return 0.0
-        sets = [self.space.strategy_sets[d.index] for d in self.space.decisions if d.kind == "parameter"]
+        sets = [self.space.strategy_sets[d.index] for d in self.space.decisions
+                if d.kind == "parameter" and not self.leaves(d.index)]
         return sum(float(self.prices.local_bytes(s.output_metas[0], s.outputs[0]).min()) for s in sets
                    if s.output_metas[0].requires_grad)
 

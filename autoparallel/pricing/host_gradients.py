@@ -1,7 +1,8 @@
-"""Seconds and bytes of gradients that go to the host or disk: on their way, and there."""
+"""Seconds and bytes of gradients that go to the host or disk: on their way, and there; of those let go: their bytes."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping
 
 import numpy as np
@@ -9,13 +10,14 @@ import numpy as np
 from autoparallel.pricing.counts import ExecutionCounts
 from autoparallel.pricing.host_parameters import ops_beside
 from autoparallel.pricing.unit_costs import Prices
+from autoparallel.schedule.async_windows import in_buckets
 from autoparallel.schedule.tiers import BUCKETS_IN_FLIGHT
 from cost_models import memory, offload
 
 
 class HostGradients:
-    """Gradients of parameters that leave the device during backward (`Offload.gradients`), on the fullest rank; arrays
-    by strategy of a parameter."""
+    """Gradients of parameters that leave the device during backward (`Offload.gradients`), or that it lets go when it
+    has stepped with them (`Offload.steps_there`), on the fullest rank; arrays by strategy of a parameter."""
 
     def __init__(self, prices: Prices, counts: ExecutionCounts) -> None:
         self.prices, self.counts, self.space = prices, counts, prices.space
@@ -23,14 +25,22 @@ class HostGradients:
 
     def leave(self, index: int) -> bool:
         """Whether a parameter's gradient leaves the device within backward. Those that several micro-batches add up
-        before they are reduced (ZeRO 0 and 1), and those of several pipeline ranks, leave at its end."""
+        before they are reduced (ZeRO 0 and 1), and those of several pipeline ranks, leave at its end; let go are those
+        of one micro-batch only."""
         hybrid = self.counts.hybrid
+        if hybrid.offload.steps_there:
+            return hybrid.is_plain and self._is_let_go(index)
         return (self._goes(index) and (hybrid.is_plain or hybrid.zero_stage >= 2)
                 and len(self.counts.stages_of[index]) == 1 and len(self.counts.ranks_with(index)) < 2)
 
     def _goes(self, index: int) -> bool:
         """Whether a decision is a trained parameter whose gradient leaves the device, where it is made."""
         return self.go and self._is_away(index) and index not in self.counts.lookups.tables
+
+    def _is_let_go(self, index: int) -> bool:
+        s = self.space.strategy_sets[index]
+        return (self.prices.training and self.space.decisions[index].kind == "parameter"
+                and index not in self.counts.lookups.tables and s.output_metas[0].requires_grad)
 
     def _is_away(self, index: int) -> bool:
         """Whether a decision is a trained parameter whose gradient is outside of the device, also if made there."""
@@ -74,13 +84,18 @@ class HostGradients:
 
     def last_in_flight(self) -> Mapping[int, int | None]:
         """By parameter whose gradient leaves, the reader at whose backward it is gone for good: more than
-        `BUCKETS_IN_FLIGHT` buckets, divided evenly over the devices, have been made since. None: only at the end."""
+        `BUCKETS_IN_FLIGHT` buckets, divided evenly over the devices, have been made since: one on its way to the host
+        or reduced, the other made, or stepped on the device. (Where one device steps, a bucket is gone when it is
+        made.) None: only at the end."""
         read_at: dict[int, int] = {}
         for use in self.space.uses:
             if self.leave(use.source):
                 read_at[use.source] = min(use.target, read_at.get(use.source, use.target))
         order = sorted(read_at, key=read_at.__getitem__, reverse=True)
         sizes = [float(self.bytes_of(index).min()) for index in order]
+        if self.counts.hybrid.offload.steps_there and math.prod(self.space.mesh_shape) == 1:
+            buckets = in_buckets(sizes[::-1], self.counts.hybrid.bucket_bytes)
+            return {order[::-1][n]: read_at[order[::-1][bucket[0]]] for bucket in buckets for n in bucket}
         most, gone, pending = BUCKETS_IN_FLIGHT * self.counts.hybrid.bucket_bytes, 0, 0.0
         found: dict[int, int | None] = dict.fromkeys(order)
         for number, index in enumerate(order):

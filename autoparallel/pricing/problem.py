@@ -68,7 +68,7 @@ class SpacePricer:
         self.costs = StepCosts(prices, self.counts, exposed)
         self.live = Liveness(self.counts, () if self.counts.one_for_all else prices.memory_shares(self.counts.hybrid))
         self.windows = WindowMemory(self.counts, self.live)
-        self.gradients = GradientMemory(prices, self.counts, self.live)
+        self.gradients = GradientMemory(prices, self.counts, self.live, self.costs.gradients.leave)
         self.allowed = {**_side_computations(self.space), **(allowed or {})}
         self.axis_names = self.space.axis_names
         self.tier_limits: Mapping[str, float] = {}
@@ -293,9 +293,9 @@ class _Builder:
             yield Edge(use.source, use.target, np.zeros(usages.shape), usages, self.live.gathered_interval(use))
 
     def _gradients(self) -> list[Edge]:
-        """Zero-cost edges with the bytes of gradients on their way to the host."""
+        """Zero-cost edges with the bytes of gradients on their way to the host, or until they are let go."""
         found, first = [], {use.source: use for use in reversed(self.space.uses)}
-        for index, last in self.costs.gradients.last_in_flight().items() if self.costs.gradients.go else ():
+        for index, last in self.costs.gradients.last_in_flight().items():
             use, interval = first[index], self.live.leaving_interval(index, last)
             share = self.live.share(*self.counts.stages_of[index])
             num_bytes = share * self.costs.gradients.bytes_of(index)[self.chosen[index]]

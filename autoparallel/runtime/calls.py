@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 from copy import deepcopy
 from functools import partial
 from typing import Any, cast
@@ -26,7 +27,7 @@ from autoparallel.runtime.form import Compiled
 from autoparallel.runtime.interpret import values_of
 from autoparallel.runtime.local_inputs import local_input
 from autoparallel.runtime.placing import keep_states_away
-from autoparallel.runtime.scaler import scaled
+from autoparallel.runtime.scaler import check_unscaled, scaled
 from autoparallel.runtime.shared import SharedGradients
 from autoparallel.runtime.state import State
 from autoparallel.runtime.step import StepRunner, loss_of
@@ -92,6 +93,9 @@ class Calls:
             seed = rng.mix(state.seed, state.calls)
             with rng.use_seed(seed), use_file(state.saved_file), autocast.without_autocast():
                 outputs, updates, _ = compiled.forward(*local)
+        for output in outputs if state.offload.in_backward else ():
+            if output.requires_grad:
+                output.register_hook(self._check_backward)
         state.calls += 1
         self._settle()
         self._update(program.updates, updates)
@@ -120,7 +124,8 @@ class Calls:
             self._shared_gradients[key] = SharedGradients(partial(initialise.registered, self.module), own,
                                                           state.shared_groups, hybrid.sum_dtype, hybrid.bucket_bytes)
         feeds = self._feeds(compiled, leaves)
-        with self._shared_gradients[key].added_up() as shared, use_file(state.saved_file), autocast.without_autocast():
+        with self._one_backward(), self._shared_gradients[key].added_up() as shared, use_file(state.saved_file), \
+                autocast.without_autocast():
             loss = self._runners[key].run(
                 lambda program: initialise.local_shards(
                     [
@@ -149,15 +154,34 @@ class Calls:
         of_model = compiled.micro.body.meta(compiled.micro.body.outputs[loss_of(compiled.micro.loss)]).dtype
         return loss if loss.dtype == of_model else loss.to(torch.promote_types(of_model, torch.float32))  # a pipeline's
 
+    def _check_backward(self, _: torch.Tensor) -> None:
+        """The hook of outputs, before backward computes with parameters."""
+        for optimizer in self._state.optimizers:
+            if (steps := optimizer.backward_steps) is not None:
+                steps.check_backward()
+
+    @contextmanager
+    def _one_backward(self) -> Iterator[None]:
+        """Within, what steps parameters on the device during backward takes calls of autograd for one backward."""
+        with ExitStack() as entered:
+            for optimizer in self._state.optimizers if self._state.offload.steps_there else ():
+                entered.enter_context(optimizer.one_backward())
+            yield
+
     def _settle(self) -> None:
         """Parameters on the host are not read any more."""
         if self._state.offload.moves_parameters:
             host_copies.settle()
 
     def _watch_gradients(self) -> None:
+        if self._state.offload.in_backward:
+            check_unscaled("the plan (step_in_backward=True)")
         for optimizer in self._state.optimizers if self._state.offload.in_backward else ():
             optimizer.check_stepped("the module was called")
-        if self._state.offload.is_away and not self._state.keeps_away:    # of a copy
+            if self._state.offload.steps_there:
+                optimizer.watch()
+        offload = self._state.offload
+        if (offload.is_away or offload.in_backward) and not self._state.keeps_away:    # of a copy
             keep_states_away(self.module, self._state)
         if (gradients := self._state.host_gradients) is not None:
             gradients.watch(nn.Module.named_parameters(self.module, remove_duplicate=False))

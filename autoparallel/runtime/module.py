@@ -199,10 +199,11 @@ class ParallelModule(nn.Module):
 
             optimizer = parallel.optimizer(torch.optim.AdamW, lr=3e-4, weight_decay=0.1)
 
-        kind: a class of torch.optim; where states leave the device an element-wise one.
+        kind: a class of torch.optim; where states leave the device, or backward steps, an element-wise one.
         params: parameters or groups of them, as torch takes them; None: all.
         tile_bytes: of the parameters that are stepped at once, a multiple of 4096; None: the plan's, which are 64 MiB,
-            or less by its limit of host memory. States on disk take three times that for each state.
+            or less by its limit of host memory. States on disk take three times that for each state. Of buckets that
+            the device steps during backward (``step_in_backward``): any number; None: the plan's ``bucket_bytes``.
         prefetch: read the next tile and write the one before while one is stepped.
         threads: of steps on the host; None: the cores of this host over its ranks, if torch has fewer, as under
             torchrun, which sets OMP_NUM_THREADS=1; a warning says so.

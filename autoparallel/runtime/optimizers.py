@@ -6,8 +6,10 @@ with an alternative. (torch has a global hook for optimizers' steps, none for th
 
 from __future__ import annotations
 
+import inspect
 import logging
-from collections.abc import Callable, Iterable, Mapping, MutableMapping
+from collections.abc import Callable, Iterable, Mapping, MutableMapping, Sequence
+from contextlib import nullcontext
 from functools import cache
 from typing import Any, cast
 from weakref import WeakKeyDictionary, WeakSet, ref
@@ -18,13 +20,14 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
+from autoparallel.capture.passes import autocast
 from autoparallel.errors import InputError
 from autoparallel.runtime.dtensors import is_watched
 from autoparallel.runtime.loading import check_place
 from autoparallel.runtime.offload.optimizer import OffloadedOptimizer
 from autoparallel.runtime.originals import refuse_idle, refuse_originals
-from autoparallel.runtime.shard_steps import step_shards, steps_shards
-from autoparallel.runtime.sparse_gradients import keep_hooks_outside, step_sparse_shards
+from autoparallel.runtime.shard_steps import step_shards, steps_shards, take_momentum
+from autoparallel.runtime.sparse_gradients import keep_hooks_outside, on_shards, step_sparse_shards
 from autoparallel.schedule.tiers import Offload
 
 _LOG = logging.getLogger("autoparallel")
@@ -54,7 +57,7 @@ _stale: MutableMapping[torch.optim.Optimizer, _Stale] = WeakKeyDictionary()
 
 def offload_states(owner: object, parameters: Mapping[int, Offload]) -> None:
     """Refuse, as long as their owner lives, optimizers that would keep the states of its ``parameters`` (by id) on the
-    device."""
+    device, or step them there after backward, against what their `Offload` says."""
     _offloaded[owner] = parameters
 
 
@@ -88,6 +91,12 @@ def _check(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
             raise InputError(f"{names[0]} cannot step parameters that lie on a mesh: {why}\n  Write {write}.")
     if not isinstance(optimizer, OffloadedOptimizer):
         _check_tier(optimizer, parameters)
+    compute_on_shards(optimizer)
+
+
+def compute_on_shards(optimizer: torch.optim.Optimizer) -> None:
+    """Make an optimizer of parameters on a mesh, which is not to be refused, compute on local shards."""
+    if not isinstance(optimizer, OffloadedOptimizer):
         _shard_states(optimizer)
         optimizer.register_load_state_dict_post_hook(_shard_states)
     if steps_shards(type(optimizer)):
@@ -95,6 +104,24 @@ def _check(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
     elif isinstance(optimizer, torch.optim.SparseAdam):
         step_sparse_shards(optimizer)
     _passed.add(optimizer)
+
+
+def step_some(optimizer: torch.optim.Optimizer, parameters: Sequence[Sequence[Tensor]]) -> None:
+    """Step some of the parameters, by group, of an optimizer that computes on local shards, without the hooks of its
+    steps."""
+    groups = list(optimizer.param_groups)
+    kept = [group["params"] for group in groups]
+    for number, group in enumerate(groups):
+        group["params"] = list(parameters[number]) if number < len(parameters) else []    # of one that was added since
+    try:
+        with torch.no_grad(), autocast.without_autocast(), \
+                on_shards(optimizer) if isinstance(optimizer, torch.optim.SparseAdam) else nullcontext():
+            inspect.unwrap(type(optimizer).step)(optimizer)
+        if isinstance(optimizer, torch.optim.SGD):
+            take_momentum(optimizer)
+    finally:
+        for group, whole in zip(groups, kept, strict=True):
+            group["params"] = whole
 
 
 def _shard_states(optimizer: torch.optim.Optimizer) -> None:
@@ -177,9 +204,10 @@ def _check_tier(optimizer: torch.optim.Optimizer, parameters: Iterable[Any]) -> 
     away = next((known[number] for known in _offloaded.values() for number in wanted & known.keys()), None)
     if away is not None:
         kind = type(optimizer).__name__
-        raise InputError(f"the plan keeps optimizer states on the {away.states}, and "
-                         f"{kind} would keep them on the device\n  Write parallel.optimizer({kind}, ...), with the "
-                         "same options.")
+        against = f"keeps optimizer states on the {away.states}, and {kind} would keep them on the device" \
+            if away.is_away else f"steps parameters during backward (step_in_backward=True), and {kind} would step " \
+            "them after it, with all gradients in memory"
+        raise InputError(f"the plan {against}\n  Write parallel.optimizer({kind}, ...), with the same options.")
 
 
-__all__ = ["look_at_steps", "offload_states"]
+__all__ = ["compute_on_shards", "look_at_steps", "offload_states", "step_some"]

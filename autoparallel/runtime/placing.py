@@ -92,9 +92,11 @@ def place(root: nn.Module, state: State, compiled: Compiled) -> None:
 
 
 def keep_states_away(root: nn.Module, state: State) -> None:
-    """Refuse optimizers that would keep states on the device of parameters whose states the plan has elsewhere."""
+    """Refuse optimizers that would keep states on the device of parameters whose states the plan has elsewhere, or
+    would step those after backward that the plan steps within."""
     tiers = {name: state.offload.of(name) for name in state.layouts}    # of tables, as if none were looked up
-    offload_states(state, {id(registered(root, name)): one for name, one in tiers.items() if one.is_away})
+    offload_states(state, {id(registered(root, name)): one for name, one in tiers.items()
+                           if one.is_away or state.offload.steps_there})
     state.keeps_away = True
 
 

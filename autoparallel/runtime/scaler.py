@@ -78,6 +78,14 @@ class _Scaled(torch.autograd.Function):
         return gradient * ctx.scale.to(gradient.device, gradient.dtype), None
 
 
+def check_unscaled(how: str) -> None:
+    """Raises InputError within `GradScaler.scaling`, where ``how`` would step with gradients that are scaled."""
+    if _scale.get() is not None:
+        raise InputError(f"gradients are scaled (GradScaler.scaling), and {how} steps with them during backward, "
+                         "before they could be divided\n  Train in bfloat16, which needs no scaling, or compile "
+                         "without step_in_backward.")
+
+
 def scaled(loss: torch.Tensor) -> torch.Tensor:
     """The loss of a step; within `GradScaler.scaling` its gradient is scaled."""
     scale = _scale.get()

@@ -53,7 +53,7 @@ def step_shards(optimizer: torch.optim.Optimizer) -> None:
 
     optimizer._init_group = collect_shards  # type: ignore[attr-defined]
     if isinstance(optimizer, torch.optim.SGD):
-        hook = optimizer.register_step_post_hook(_take_momentum)
+        hook = optimizer.register_step_post_hook(lambda optimizer, args, kwargs: take_momentum(optimizer))
         cast(OrderedDict[int, Any], optimizer._optimizer_step_post_hooks).move_to_end(hook.id, last=False)
 
 
@@ -92,7 +92,7 @@ def _take_spec(other: DTensor, parameter: Tensor) -> bool:
     return ours.placements == theirs.placements and ours.mesh == theirs.mesh and ours.shape == theirs.shape
 
 
-def _take_momentum(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+def take_momentum(optimizer: torch.optim.SGD) -> None:
     """SGD stores its momentum under the tensors of its lists: move what it stored under local shards to their
     parameters, as DTensors."""
     for group in optimizer.param_groups:
@@ -108,4 +108,4 @@ def _on_meshes(parameters: Sequence[Tensor]) -> list[DTensor]:
     return [parameter for parameter in parameters if isinstance(parameter, DTensor)]
 
 
-__all__ = ["ELEMENTWISE", "step_shards", "steps_shards"]
+__all__ = ["ELEMENTWISE", "step_shards", "steps_shards", "take_momentum"]

@@ -8,7 +8,8 @@ torch's optimizers ask for.
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Callable, MutableMapping
+from collections.abc import Callable, Iterator, MutableMapping
+from contextlib import ExitStack, contextmanager
 from typing import Any, cast
 from weakref import WeakKeyDictionary
 
@@ -119,23 +120,33 @@ _takes_shards: MutableMapping[torch.optim.Optimizer, int] = WeakKeyDictionary()
 def step_sparse_shards(optimizer: torch.optim.Optimizer) -> None:
     """Make a `torch.optim.SparseAdam` compute on local shards from the step on before which this is called: for the
     time of a step its groups have shards in place of parameters. Its state stays of DTensors for everybody else."""
-    put_back: list[Callable[[], None]] = []
+    taken = ExitStack()
 
     def before(_: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         if any(callable(value) for value in (*args[1:], *kwargs.values())):
             raise InputError("SparseAdam.step(closure) of parameters on a mesh: call the closure first, then step()")
         after()    # of a step that failed
-        for group in optimizer.param_groups:
-            _check(group["params"])
-        put_back.extend([_take_shards(optimizer, group) for group in optimizer.param_groups])
+        taken.enter_context(on_shards(optimizer))
 
     def after(*_: Any) -> None:
-        while put_back:
-            put_back.pop()()
+        taken.close()
 
     _takes_shards[optimizer] = optimizer.register_step_pre_hook(before).id
     first = optimizer.register_step_post_hook(after).id
     cast(OrderedDict[int, Any], optimizer._optimizer_step_post_hooks).move_to_end(first, last=False)
+
+
+@contextmanager
+def on_shards(optimizer: torch.optim.Optimizer) -> Iterator[None]:
+    """Within, the groups of a `torch.optim.SparseAdam` have local shards in place of parameters."""
+    for group in optimizer.param_groups:
+        _check(group["params"])
+    put_back = [_take_shards(optimizer, group) for group in optimizer.param_groups]
+    try:
+        yield
+    finally:
+        while put_back:
+            put_back.pop()()
 
 
 def keep_hooks_outside(optimizer: torch.optim.Optimizer) -> None:
@@ -190,5 +201,5 @@ def _take_shards(optimizer: torch.optim.Optimizer, group: dict[str, Any]) -> Cal
     return back
 
 
-__all__ = ["SparseGradient", "keep_hooks_outside", "own_rows_of", "sparse_gradient", "start_states",
+__all__ = ["SparseGradient", "keep_hooks_outside", "on_shards", "own_rows_of", "sparse_gradient", "start_states",
            "step_sparse_shards"]

@@ -82,8 +82,8 @@ def places(decisions: Iterable[tuple[int, object]]) -> dict[int, int]:
 class AsyncWindows:
     """The async windows of a program's parameter reads, given in program order, in buckets of at most
     ``bucket_bytes``; ``stays``: whether gathered parameters are kept until backward (`starts`). ``adds``: gradients are
-    added to those of other micro-batches, and a bucket of them takes memory of its own until it is awaited: where
-    backward launches the next one.
+    added to those of other micro-batches, or let go once they are stepped with, and a bucket of them takes memory of
+    its own until it is awaited: where backward launches the next one.
 
     ``gathered``: one window per bucket of gathers for one block with the same axis, dtype and backward; a path may have
     several gathers in sequence. ``reduced``: one window per bucket of gradient reductions with the same axis, dtype and
@@ -111,8 +111,8 @@ class AsyncWindows:
     def of(cls, reads: Sequence[Read], hybrid: Hybrid) -> AsyncWindows:
         """The windows of a step configuration: of the program that reads parameters (`Hybrid.reads_each`: of a
         micro-batch)."""
-        adds = hybrid.reads_each
-        return cls(reads, hybrid.bucket_bytes, hybrid.keeps_gathered and not adds, adds)
+        stays = hybrid.keeps_gathered and not hybrid.reads_each
+        return cls(reads, hybrid.bucket_bytes, stays, hybrid.reads_each or hybrid.offload.in_backward)
 
     def _gathered(self) -> list[Pair]:
         """A bucket of gathers is awaited at its first consumer, or where the next gather of the same parameters

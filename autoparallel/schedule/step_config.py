@@ -101,7 +101,7 @@ class Hybrid:
             _check_fetches(self)
         if self.on_host:
             _check_lookups(self)
-        if self.offload.in_backward:
+        if self.offload.in_backward and self.offload.is_away:
             _check_steps_in_backward(self)
         if self.replicas:
             _check_replicas(self)
@@ -257,7 +257,6 @@ def _check_fetches(hybrid: Hybrid) -> None:
 def _check_steps_in_backward(hybrid: Hybrid) -> None:
     away = hybrid.offload
     for wrong, given in (
-            (not away.is_away, "offload='none': put states on the host or disk, as offload='host'"),
             (away.fraction != 1, f"offload_fraction={away.fraction:g}: leave offload_fraction out"),
             (hybrid.micro_batches > 1, f"micro_batches={hybrid.micro_batches}, whose gradients add up: leave it out"),
             (hybrid.stages > 1, f"{hybrid.stages} pipeline stages: leave the pipeline out")):
@@ -282,7 +281,7 @@ def check_sparse_tables(tables: Iterable[str], hybrid: Hybrid) -> None:
     """Raises InfeasibleError for a step configuration that does not take tables with sparse gradients."""
     for name in tables:
         gradients = f"{name} has sparse gradients (sparse=True)"
-        if (away := hybrid.offload.of(name)) != ON_DEVICE:
+        if (away := hybrid.offload.of(name)).is_away:
             raise InfeasibleError(f"{gradients}, and offload={away.place!r} steps dense ones\n  Let it stay where it "
                                   f"is looked up, offload={{{name!r}: 'none', '*': {away.place!r}}}, or write "
                                   "sparse=False.")

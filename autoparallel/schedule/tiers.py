@@ -45,7 +45,8 @@ class Offload:
     says. ``tile_bytes``: of the parameters that are stepped at once, a multiple of `BLOCK_BYTES`. ``groups``: patterns
     of parameters' names, each with one of `PLACES`: the first that matches a parameter says its tiers (`of`), and the
     fields above those of parameters that none matches. ``in_backward``: states outside of the device are stepped while
-    backward goes on, each tile once its gradients are there. Raises PlanError for values that cannot be.
+    backward goes on, each tile once its gradients are there; if all states are on the device, these (`steps_there`).
+    Raises PlanError for values that cannot be.
     """
 
     states: str = "device"
@@ -121,6 +122,11 @@ class Offload:
         return any(one.parameters != "device" for one in self.each)
 
     @property
+    def steps_there(self) -> bool:
+        """Whether the device steps parameters while backward goes on, and lets each gradient go when it has."""
+        return self.in_backward and not self.is_away
+
+    @property
     def place(self) -> str | dict[str, str]:
         """The value of the option ``offload`` that says this, but for the fraction."""
         rest = next(place for place, tiers in _TIERS_OF.items() if tiers == self._as_option)
@@ -140,7 +146,7 @@ class Offload:
                      if any(getattr(one, name) == tier for one in self.each))
 
     def told(self, host: str = "in the memory of the host", disk: str = "on disk", between: str = "; ") -> str:
-        """What leaves the device, in words; "" if all stays.
+        """What leaves the device, and what backward steps, in words; "" if all stays and is stepped after backward.
 
         >>> offload_of({"embed*": "disk", "*": "host"}).told()
         'of embed*: optimizer states on disk; of the others: gradients and optimizer states in the memory of the host'
@@ -156,6 +162,8 @@ class Offload:
             of = f"of {listed(some_of(names))}: " if self.groups else ""
             said.append(of + between.join(f"{some}{listed(there)} {words}" for tier, words in (
                 ("host", host), ("disk", disk)) if (there := one.in_tier(tier))))
+        if self.steps_there:
+            return "parameters stepped during backward, each gradient let go then"
         return "; ".join(said) + (", stepped during backward" if self.in_backward else "")
 
     def moved(self, elements: Any, item_bytes: float) -> Any:

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Iterable
 
 from autoparallel.plans.plan import Plan, Prediction
-from autoparallel.plans.record import Record, Workload
+from autoparallel.plans.record import MemoryProfile, Record, Workload
 from autoparallel.plans.reports.blocks import block_rows
 from autoparallel.plans.reports.report import (
     CROSSED,
@@ -23,7 +24,7 @@ from autoparallel.plans.reports.report import (
 from autoparallel.plans.reports.summary import summary
 from autoparallel.plans.reports.words import AxisWords, axis_words, title
 from autoparallel.plans.roles import parameters_of, roles_of
-from autoparallel.schedule.tiers import ON_DEVICE
+from autoparallel.schedule.tiers import BUCKETS_IN_FLIGHT
 
 
 def report_of(plan: Plan) -> Report:
@@ -34,7 +35,7 @@ def report_of(plan: Plan) -> Report:
     times = times_of(p)
     found = Report(
         (), (), title(plan, axes), plan.cluster, plan.fingerprint, axes, _departures(axes),
-        _speed(p, record.workload if record else None), _memory(p, record), times,
+        _speed(p, record.workload if record else None), _memory(plan, record), times,
         (p.exposed_s - p.crossings_s) / p.step_s if p.step_s else 0.0,
         tuple(_collectives(plan, labels)), block_rows(plan, axes),
         _proof(plan), tuple(plan.pins.items()), plan.hybrid.cuts,
@@ -83,7 +84,8 @@ def rates(work: Workload, step_s: float) -> tuple[float, float | None, float | N
     return work.count / step_s, work.model_flops / peak, work.hardware_flops / peak
 
 
-def _memory(p: Prediction, record: Record | None) -> Memory:
+def _memory(plan: Plan, record: Record | None) -> Memory:
+    p = plan.prediction
     plain = p.peak_bytes, p.limit_bytes, p.state_bytes, p.activation_bytes, p.host_bytes, p.disk_bytes
     if record is None or record.memory is None or not record.memory.num_bytes:
         return Memory(*plain, (("parameters, gradients and optimizer state", p.state_bytes),
@@ -92,7 +94,18 @@ def _memory(p: Prediction, record: Record | None) -> Memory:
     table = record.memory
     at = max(range(len(table.at)), key=lambda n: sum(table.num_bytes[n]))
     return Memory(*plain, tuple(zip(table.kinds, table.num_bytes[at], strict=True)), table.at[at],
-                  record.workload.memory_bytes)
+                  record.workload.memory_bytes, _stepped_bytes(plan, table, record.workload))
+
+
+def _stepped_bytes(plan: Plan, table: MemoryProfile, work: Workload) -> float:
+    """The peak without gradients of parameters but for those of `BUCKETS_IN_FLIGHT` buckets, or of as many times the
+    largest whole parameter. (Those of several micro-batches add up, whatever steps them.)"""
+    hybrid, away = plan.hybrid, plan.hybrid.offload
+    if not hybrid.is_plain or away.in_backward or away.is_away or "gradients" not in table.kinds:
+        return 0.0
+    largest = max(map(math.prod, plan.model.parameters.values()), default=0) * work.state_bytes.get("gradient", 0.0)
+    column, most = table.kinds.index("gradients"), BUCKETS_IN_FLIGHT * max(hybrid.bucket_bytes, largest)
+    return max(sum(row) - max(0.0, row[column] - most) for row in table.num_bytes)
 
 
 def times_of(p: Prediction) -> tuple[Time, ...]:
@@ -127,7 +140,7 @@ def _proof(plan: Plan) -> Proof:
     phases = tuple((name, seconds) for name, seconds in e.seconds.items() if not name.startswith("search:"))
     return Proof(searched, e.solver, e.objective_s, e.lower_bound_s, e.stop_reason,
                  None if within is None else max(0.0, within), within_any, e.step_bound_s, phases, e.combinations,
-                 plan.hybrid.offload != ON_DEVICE or bool(plan.hybrid.on_host))
+                 plan.hybrid.offload.is_away or bool(plan.hybrid.on_host))
 
 
 __all__ = ["rates", "report_of", "times_of"]

@@ -65,7 +65,8 @@ class Speed:
 @dataclass(frozen=True)
 class Memory:
     """Bytes on the fullest rank. ``limit_bytes``: what tensors may take (0: no limit). ``kinds``: at the peak.
-    ``fullest``: the place of the peak. ``device_bytes``: of the device (0: not known)."""
+    ``fullest``: the place of the peak. ``device_bytes``: of the device (0: not known). ``stepped_bytes``: at the peak,
+    if ``step_in_backward`` let gradients go (0: it does not apply, or that is not known)."""
 
     peak_bytes: float
     limit_bytes: float
@@ -76,6 +77,7 @@ class Memory:
     kinds: tuple[tuple[str, float], ...] = ()
     fullest: str = ""
     device_bytes: float = 0.0
+    stepped_bytes: float = 0.0
 
     @property
     def margin_bytes(self) -> float:

@@ -135,6 +135,8 @@ def _memory(memory: Memory) -> str:
         return f"{peak} a device{whole}{host}"
     margin = memory.margin_bytes
     room = f"{bytes_str(margin)} left" if margin >= 0 else f"does not fit: {bytes_str(-margin)} too much"
+    if margin < 0 < memory.stepped_bytes <= memory.limit_bytes:
+        room += f"; step_in_backward=True would take {bytes_str(memory.stepped_bytes)}, which fits"
     room += ": tight" if 0 <= margin < TIGHT * memory.limit_bytes else ""
     whole = f", of {bytes_str(memory.device_bytes)} a device" if memory.device_bytes > memory.limit_bytes else ""
     if 0 < memory.device_bytes < memory.limit_bytes:

@@ -224,8 +224,8 @@ def _settings(plan: Plan) -> Iterator[str]:
         every = {path for block in plan.blocks for path in block.paths if path != "outside blocks"}
         some = f"{len(h.recompute_blocks)} of " if h.recompute_blocks is not None else "all "
         yield f"{how} on {some}{len(every)} blocks"
-    if h.offload.is_away:
-        yield h.offload.told()
+    if said := h.offload.told():
+        yield said
     if h.on_host:
         some = h.on_host[0] if len(h.on_host) == 1 else f"{len(h.on_host)} tables ({h.on_host[0]}, ...)"
         yield f"{some} looked up in the memory of the host"

@@ -1,12 +1,13 @@
-"""The optimizer's step on the host while backward goes on: each tile once the gradients of its parameters are there."""
+"""The optimizer's step while backward goes on: each tile once the gradients of its parameters are there."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -24,10 +25,11 @@ _Place = tuple[int, int]
 
 @dataclass
 class _Backward:
-    """What one backward has stepped. ``task``: its number in autograd; ``gradients``: by parameter, with its versions
-    when it was stepped; ``left``: the parameters of each tile whose gradient is not there; ``options``: the groups'."""
+    """What one backward has stepped. ``task``: its number in autograd, or what stands for several; ``gradients``: by
+    parameter, with its versions when it was stepped; ``left``: the parameters of each tile whose gradient is not there;
+    ``options``: the groups'."""
 
-    task: int
+    task: object
     options: list[dict[str, Any]]
     left: dict[_Place, set[int]]
     gradients: dict[int, tuple[Tensor, tuple[int, int]]] = field(default_factory=dict)
@@ -40,7 +42,8 @@ class _Backward:
 class BackwardSteps:
     """Steps the tiles of an optimizer's parts during backward. ``groups``: returns the optimizer's, of which
     `load_state_dict` makes others; ``moves``: what brings gradients to the host (None: programs do, or they stay on the
-    device); ``begin``: part number, stream of the device -> what steps its tiles.
+    device); ``begin``: part number, stream of the device -> what steps its tiles; ``lets_go``: of gradients, when their
+    tile is stepped, which then is within `arrived`.
 
     Between backward and ``step()`` some parameters have new values and others not. What would go unnoticed then is
     refused: another backward, other options, a gradient that was changed.
@@ -48,39 +51,58 @@ class BackwardSteps:
 
     def __init__(self, parameters: Sequence[Tensor], groups: Callable[[], Sequence[Mapping[str, Any]]],
                  tiles: Mapping[int, Sequence[Tile]], moves: HostGradients | None,
-                 begin: Callable[[int, Any], TileSteps[Any]]) -> None:
+                 begin: Callable[[int, Any], TileSteps[Any]], lets_go: bool = False) -> None:
         self._parameters, self._groups, self._moves, self._begin = parameters, groups, moves, begin
+        self._lets_go = lets_go
         self._tiles = {(part, tile.number): tile for part, some in tiles.items() for tile in some}
         self._places: dict[int, list[_Place]] = {}    # by parameter, its tiles
         for place, tile in self._tiles.items():
             for region in tile.regions:
                 self._places.setdefault(region.parameter, []).append(place)
         self._now: _Backward | None = None
+        self._together: object | None = None
+
+    @contextmanager
+    def one_backward(self) -> Iterator[None]:
+        """Within, several calls of autograd give each parameter one gradient."""
+        self._together = object()
+        try:
+            yield
+        finally:
+            self._together = None
+
+    def check_backward(self) -> None:
+        """Within a backward: raises InputError if another one has begun a step that did not end."""
+        if self._now is not None and self._now.task != self._task:
+            raise _second_backward()
 
     @property
-    def is_pending(self) -> bool:
-        """Whether a backward has begun a step that did not end."""
-        return self._now is not None
+    def _task(self) -> object:
+        return self._together or torch._C._current_graph_task_id()
 
     def arrived(self, number: int) -> None:
         """A parameter has its gradient. Raises InputError if this is a second one before the step."""
-        parameter, task = self._parameters[number], torch._C._current_graph_task_id()
-        if parameter.grad is None or parameter.grad.is_sparse or number not in self._places:
+        parameter, task = self._parameters[number], self._task
+        if parameter.grad is None or number not in self._places:
             return
+        if torch.is_grad_enabled():
+            raise InputError("backward(create_graph=True) makes gradients that can be differentiated, and this plan "
+                             "steps with them during backward (step_in_backward=True)\n  Compile without "
+                             "step_in_backward.")
         if self._now is None:
             self._now = _Backward(task, _options(self._groups()), {
                 place: {region.parameter for region in tile.regions if self._parameters[region.parameter].requires_grad}
                 for place, tile in self._tiles.items()})
         now = self._now
         if now.task != task or number in now.arrived:
-            raise InputError("a gradient came before optimizer.step() had ended the last one: its plan steps during "
-                             "backward (step_in_backward=True), and each backward needs a step() of its own\n  Call "
-                             "optimizer.step() after each backward; compile without step_in_backward to add gradients "
-                             "up.")
+            raise _second_backward()
         now.arrived.add(number)
         gradient, like = parameter.grad, getattr(parameter, "placements", None)
         if getattr(gradient, "placements", None) != like:
             return    # `step` redistributes it
+        if self._lets_go:
+            self._there(now, number, gradient, None)
+            return
         read = host_copies.now(local_of(parameter).device)    # nothing reads the parameter after this in backward
         if self._moves is not None and is_on_host(gradient):
             now.notes.append(self._moves.then(partial(self._there, now, number, gradient, read)))
@@ -99,6 +121,16 @@ class BackwardSteps:
                     now.steps[place[0]] = self._begin(place[0], stream)
                 now.given.add(place)
                 now.steps[place[0]].give(self._tiles[place])
+                torch.autograd.graph.increment_version(    # so that reads of saved parameters that come later are told
+                    [local_of(self._parameters[region.parameter]) for region in self._tiles[place].regions])
+                if self._lets_go:
+                    self._let_go(now, self._tiles[place])
+
+    def _let_go(self, now: _Backward, tile: Tile) -> None:
+        for number in (region.parameter for region in tile.regions if region.parameter in now.gradients):
+            parameter = self._parameters[number]
+            parameter.grad = gone = _gone(parameter)
+            now.gradients[number] = gone, _versions(gone)
 
     def end(self) -> set[_Place]:
         """Wait for what backward has given; returns the tiles that are stepped. Raises their errors, and InputError
@@ -120,7 +152,15 @@ class BackwardSteps:
                 raise InputError("a gradient was changed after backward had stepped with it (step_in_backward=True)\n  "
                                  "Leave out what reads or writes gradients between backward and optimizer.step(), as "
                                  "clipping and scaling, or compile without step_in_backward.")
+            if isinstance(gradient, _Gone):
+                self._parameters[number].grad = None
         return now.given
+
+    def abandon(self) -> None:
+        """Forget what a backward has begun, with its gradients."""
+        now, self._now = self._now, None
+        for number in now.arrived if now is not None else ():
+            self._parameters[number].grad = None
 
     def check_ended(self, what: str) -> None:
         """Raises InputError, if a backward has begun a step, for ``what`` would read its parameters."""
@@ -128,6 +168,43 @@ class BackwardSteps:
             raise InputError(f"{what} before optimizer.step(), and backward has stepped some parameters already "
                              "(step_in_backward=True)\n  Call optimizer.step() after backward, before anything else; "
                              "after a backward that failed, load the last checkpoint with a new optimizer.")
+
+
+def _second_backward() -> InputError:
+    return InputError("a gradient came before optimizer.step() had ended the last one: its plan steps during backward "
+                      "(step_in_backward=True), and each backward needs a step() of its own\n  Call optimizer.step() "
+                      "after each backward; compile without step_in_backward to add gradients up.")
+
+
+class _Gone(Tensor):
+    """In the place of a gradient that was let go: without values, so that whoever reads or writes to it is told."""
+
+    @classmethod
+    def __torch_dispatch__(  # type: ignore[override]
+            cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        raise _read(str(func))
+
+    def _read(self, *_: Any, **__: Any) -> Any:
+        raise _read("a method of DTensors")
+
+    full_tensor = to_local = redistribute = coalesce = to_dense = _read
+
+    def __repr__(self, **_: Any) -> str:  # type: ignore[override]
+        return f"gradient of {list(self.shape)}, let go during backward"
+
+
+def _read(how: str) -> InputError:
+    return InputError("the gradient of a parameter is read or written to, and backward has stepped with it and let it "
+                      f"go (step_in_backward=True): {how}\n  Leave out what reads or writes gradients between backward "
+                      "and optimizer.step(), as clipping, scaling and logging of norms, or compile without "
+                      "step_in_backward.")
+
+
+def _gone(parameter: Tensor) -> Tensor:
+    """In the place of the parameter's gradient."""
+    made = Tensor._make_wrapper_subclass(
+        _Gone, parameter.shape, dtype=parameter.dtype, device=parameter.device)
+    return cast(Tensor, made)
 
 
 def _versions(gradient: Tensor) -> tuple[int, int]:

@@ -14,6 +14,7 @@ from autoparallel.runtime import tracing
 from autoparallel.runtime.agree import made_equally
 from autoparallel.runtime.arguments import check_flag
 from autoparallel.runtime.initialise import tiers_of
+from autoparallel.runtime.offload.on_device import DeviceSteps, check_steps
 from autoparallel.runtime.offload.optimizer import OffloadedOptimizer
 from autoparallel.runtime.offload.states import FUSED_ON_DEVICE, fused_by_default
 from autoparallel.runtime.offload.threads import step_threads
@@ -23,26 +24,30 @@ from autoparallel.runtime.state import State
 def optimizer(parallel: nn.Module, state: State, kind: type[torch.optim.Optimizer], params: Any, tile_bytes: int | None,
               prefetch: bool, threads: int | None, options: Mapping[str, Any]) -> torch.optim.Optimizer:
     """An optimizer ``kind(params, **options)`` of the module's parameters (None: all), with its states where the plan
-    puts them: on the device, as torch makes it; on the host or disk, an `OffloadedOptimizer` that steps ``tile_bytes``
-    of parameters at a time (None: the plan's) on ``threads`` threads (None: this rank's share of the cores) and, with
+    puts them: on the device, as torch makes it, which backward steps in buckets of ``tile_bytes`` (None: the plan's
+    ``bucket_bytes``) where the plan says so; on the host or disk, an `OffloadedOptimizer` that steps ``tile_bytes`` of
+    parameters at a time (None: the plan's) on ``threads`` threads (None: this rank's share of the cores) and, with
     ``prefetch``, reads the next tile meanwhile.
 
     All ranks call this. Raises InputError for a ``kind`` that is no optimizer and for parameters on the meta device;
     and on all ranks, before any state is made, where states exceed the limits of host memory or disk.
     """
-    tracing.first_form(state)
+    hybrid = tracing.first_form(state).plan.hybrid
     check_flag("prefetch", prefetch)
     if not isinstance(kind, type) or not issubclass(kind, torch.optim.Optimizer):
         raise InputError(f"the optimizer is {shown(kind)}: give a class of torch.optim, as torch.optim.AdamW")
     chosen: list[Any] = list(parallel.parameters() if params is None else params)
     if not state.offload.is_away:
+        bucket_bytes = hybrid.bucket_bytes if tile_bytes is None else tile_bytes
+        if state.offload.steps_there:
+            check_steps(kind, options)
         if kind not in FUSED_ON_DEVICE:
-            return kind(chosen, **options)
+            return _on_device(kind(chosen, **options), state, bucket_bytes)
         chosen = [{**group, "params": list(group["params"])}    # it is read twice, and may be a generator
                   if isinstance(group, dict) and not isinstance(group.get("params", ()), torch.Tensor)
                   and "params" in group else group for group in chosen]
         groups = torch.optim.Optimizer(chosen, {}).param_groups
-        return kind(chosen, **options, **fused_by_default(kind, groups, options))
+        return _on_device(kind(chosen, **options, **fused_by_default(kind, groups, options)), state, bucket_bytes)
     if any(p.is_meta for p in parallel.parameters()):
         raise InputError("parameters are on the meta device, and have no values: call init_weights(), load_pretrained "
                          "or load_state_dict before the optimizer is made")
@@ -60,3 +65,15 @@ def optimizer(parallel: nn.Module, state: State, kind: type[torch.optim.Optimize
         lambda made: f"{kind.__qualname__} {away}")
     state.optimizers.add(found)
     return found
+
+
+def _on_device(optimizer: torch.optim.Optimizer, state: State, bucket_bytes: float) -> torch.optim.Optimizer:
+    """The optimizer, which steps buckets of parameters during backward if the plan says so, in the place of one that
+    was made for them before."""
+    if state.offload.steps_there:
+        steps = DeviceSteps(optimizer, bucket_bytes)
+        for other in [other for other in state.optimizers if other.shares_with(steps)]:
+            other.give_up()
+            state.optimizers.discard(other)
+        state.optimizers.add(steps)
+    return optimizer

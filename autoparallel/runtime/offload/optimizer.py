@@ -115,7 +115,7 @@ class OffloadedOptimizer(torch.optim.Optimizer):
         self._parts = list[_Part]()
         self._new: dict[int, dict[str, Any]] = {}  # scalars of parameters that this step has stepped
         self._steps_early = in_backward
-        self._in_backward: BackwardSteps | None = None
+        self.backward_steps: BackwardSteps | None = None
         self._lay_out(0)
         self._sealed = True
 
@@ -149,7 +149,7 @@ class OffloadedOptimizer(torch.optim.Optimizer):
             return optimizer._steps_of(number, stream, lambda n: gradient_of(parameters[n]), ahead=True)
 
         tiles = {number: part.tiles for number, part in enumerate(self._parts) if part.on_host}
-        self._in_backward = BackwardSteps(self._parameters, lambda: alive().param_groups, tiles, self._gradients,
+        self.backward_steps = BackwardSteps(self._parameters, lambda: alive().param_groups, tiles, self._gradients,
                                           begin)
         for number in range(first, len(self._parameters)):
             if self._parameters[number].requires_grad:    # else, if trained later, it is stepped by step()
@@ -222,7 +222,7 @@ class OffloadedOptimizer(torch.optim.Optimizer):
         self._others = max(self._others, _others_on_host(self._tiers, self._parameters, gradients))
         stream = _stream_of(self._parameters)
         try:
-            done = self._in_backward.end() if self._in_backward is not None else ()
+            done = self.backward_steps.end() if self.backward_steps is not None else ()
             for number, part in enumerate(self._parts):
                 left = [tile for tile in part.tiles if (number, tile.number) not in done]
                 steps = self._steps_of(number, stream, gradients.__getitem__, self._prefetch and len(left) > 1)
@@ -375,18 +375,18 @@ class OffloadedOptimizer(torch.optim.Optimizer):
 
     def check_stepped(self, what: str) -> None:
         """Raises InputError if a backward has stepped parameters that ``what`` reads, and `step` has not ended it."""
-        if self._in_backward is not None:
-            self._in_backward.check_ended(what)
+        if self.backward_steps is not None:
+            self.backward_steps.check_ended(what)
 
     @contextmanager
     def idle(self) -> Iterator[None]:
         """Within, backward steps nothing."""
         self.check_stepped("another step was run")
-        steps, self._in_backward = self._in_backward, None
+        steps, self.backward_steps = self.backward_steps, None
         try:
             yield
         finally:
-            self._in_backward = steps
+            self.backward_steps = steps
 
     def _check_whole(self) -> None:
         if self._broken:
@@ -394,11 +394,11 @@ class OffloadedOptimizer(torch.optim.Optimizer):
                              "new optimizer, parallel.load(folder, parallel.optimizer(...))")
 
 
-def _arrived(owner: weakref.ref[OffloadedOptimizer], number: int, _: Tensor) -> None:
-    """The hook of a parameter whose gradient is there."""
-    optimizer = owner()
-    if optimizer is not None and optimizer._in_backward is not None:
-        optimizer._in_backward.arrived(number)
+def _arrived(owner: weakref.ref[OffloadedOptimizer], number: int, parameter: Tensor) -> None:
+    """The hook of a parameter whose gradient is there. (A sparse one `step` refuses.)"""
+    optimizer, is_sparse = owner(), parameter.grad is not None and parameter.grad.is_sparse
+    if optimizer is not None and optimizer.backward_steps is not None and not is_sparse:
+        optimizer.backward_steps.arrived(number)
 
 
 def _store(tier: str, disk_path: Path | None, names: Sequence[str], tile_bytes: int, num_bytes: int) -> Store:
