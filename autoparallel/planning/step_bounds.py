@@ -6,7 +6,6 @@ device alone, hidden communication takes what it slows compute by. Its optimum, 
 
 from __future__ import annotations
 
-import itertools
 import math
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
@@ -14,13 +13,12 @@ from typing import NamedTuple
 import numpy as np
 
 from autoparallel.errors import InfeasibleError
+from autoparallel.planning.bound_kinds import Kind
 from autoparallel.planning.candidate_bounds import CandidateBounds
 from autoparallel.planning.candidates import Candidate
 from autoparallel.planning.reduced_model import ReducedModel
-from autoparallel.plans import Hybrid
 from autoparallel.pricing import ExecutionCounts, Prices, SpacePricer, equal_stages_s
 from autoparallel.pricing.prediction import fixed_s
-from autoparallel.pricing.step_cost import Exposed
 from autoparallel.search.high_width.bound_filter import bound_without_limit
 from autoparallel.search.low_width.bucket_elimination import Eliminator
 from autoparallel.search.low_width.solve import elimination_cells
@@ -31,25 +29,21 @@ from cost_models import Cluster
 MOST_CELLS = 1e8
 
 
-class Kind(NamedTuple):
-    """What the decision graph of a combination depends on: other schedules, stages per rank and recompute share its
-    bound. ``per_use``: parameters are gathered for each use (ZeRO-3)."""
+class Work(NamedTuple):
+    """A lower bound of the seconds of all micro-batches of the whole model on one rank, by how much longer they take in
+    a pipeline that fills and drains: without that, and ``most`` times as long (by the ends of a concave function)."""
 
-    micro_batches: int
-    pipeline_ranks: int
-    mesh_shape: tuple[int, ...]
-    per_use: bool
-    copies: int
+    alone_s: float
+    longest_s: float
+    most: float
 
-    @classmethod
-    def of(cls, candidate: Candidate) -> Kind:
-        h = candidate.hybrid
-        return cls(h.micro_batches, h.pipeline_ranks, candidate.mesh_shape, h.zero_stage == 3, h.copies)
-
-    @property
-    def hybrid(self) -> Hybrid:
-        """The step configuration with the fewest executions; its pipeline is priced as one stage."""
-        return Hybrid(self.micro_batches, zero_stage=3 if self.per_use else 1, copies=self.copies)
+    def at(self, longer: float, even_s: float) -> float:
+        """Where they take ``longer`` times as long; ``even_s``: at least so much of them does."""
+        if self.alone_s == math.inf:
+            return math.inf
+        share = min(1.0, (longer - 1) / (self.most - 1)) if self.most > 1 else 0.0
+        between_s = (1 - share) * self.alone_s + share * self.longest_s
+        return max(between_s, self.alone_s + (longer - 1) * even_s)
 
 
 class StepBounds:
@@ -65,10 +59,9 @@ class StepBounds:
                  micro_batches: Callable[[int], Sequence[int]]) -> None:
         self.reduced_model, self.cluster, self.even = reduced_model, cluster, even
         self.prices_of, self.micro_batches = prices_of, micro_batches
-        #: Seconds of all micro-batches of the whole model on one rank, by kind (a few hundred floats); and the same as
-        #: a bound of kinds with more micro-batches, too.
-        self._work_s: dict[Kind, float] = {}
-        self._more_s: dict[Kind, float] = {}
+        #: By kind, of which there are a few hundred; and the same as a bound of kinds with more micro-batches, too.
+        self._work: dict[Kind, Work] = {}
+        self._more: dict[Kind, Work] = {}
         #: By numbers of micro-batches, pipeline ranks and copies.
         self._divisors: dict[tuple[int, int, int], list[int]] = {}
 
@@ -76,17 +69,20 @@ class StepBounds:
         """Bound the combination's decision graph, or one that is no more, unless that is done; returns whether it is
         new. Takes about 0.1 s.
 
-        Without ZeRO-3 a step takes no longer, and with fewer micro-batches that divide these, none takes longer but for
-        what stays in the cache: where such a step is above ``best_s``, it is bounded without that too.
+        With fewer micro-batches that divide these, no step takes longer but for what stays in the cache (where such a
+        step is above ``best_s``, it is bounded without that too); nor does one whose backward is in one part, but for
+        the pipeline's bubble.
         """
-        kind = Kind.of(candidate)
-        for per_use in sorted({False, kind.per_use}):
-            for count in self._fewer(kind):
-                one = kind._replace(micro_batches=count, per_use=per_use)
-                if one not in self._work_s:
-                    self._bound(one, best_s)
-                    return True
+        for one in self._no_more(Kind.of(candidate)):
+            if one not in self._work:
+                self._bound(one, best_s)
+                return True
         return False
+
+    def _no_more(self, kind: Kind) -> list[Kind]:
+        """Kinds that take no longer, and itself, the last one."""
+        return [kind._replace(micro_batches=count, puts_off=later)
+                for later in sorted({False, kind.puts_off}) for count in self._fewer(kind)]
 
     def _fewer(self, kind: Kind) -> list[int]:
         """Numbers of micro-batches that divide the kind's, and that itself, ascending."""
@@ -98,72 +94,73 @@ class StepBounds:
 
     def _bound(self, kind: Kind, best_s: float) -> None:
         try:
-            problem, prices = self._problem(kind, cached=False)
+            self._work[kind] = self._least_work(kind, cached=False)
         except InfeasibleError:    # the model computes across samples, as batch norm does
-            self._work_s[kind] = math.inf
+            self._work[kind] = Work(math.inf, math.inf, 1.0)
             return
-        self._work_s[kind] = _least_s(problem)
-        if prices.cluster.profile is None:
-            self._more_s[kind] = self._work_s[kind]
-        elif self._work_s[kind] / kind.pipeline_ranks >= best_s:
-            self._more_s[kind] = _least_s(self._problem(kind, cached=True)[0])
+        if self.cluster.profile is None:
+            self._more[kind] = self._work[kind]
+        elif self._work[kind].alone_s / kind.pipeline_ranks >= best_s:
+            self._more[kind] = self._least_work(kind, cached=True)
 
     def step_s(self, candidate: Candidate) -> float:
         """Seconds that no plan of the combination is below, though it may recompute as few blocks as memory allows."""
-        work_s = self._known_work_s(candidate)
+        work_s = self._known_work_s(candidate, 1.0)
         if work_s == math.inf:
             return work_s
-        return self._step_s(candidate, work_s, self.even.forced_again_s(candidate, work_s))
+        return self._step_s(candidate, self.even.forced_again_s(candidate, work_s))
 
     def estimate_s(self, candidate: Candidate) -> float:
         """Seconds that no plan of the combination is below if all blocks are recomputed as it says (where it names
         blocks, as many as memory forces)."""
         if candidate.hybrid.recompute_blocks is not None:
             return self.step_s(candidate)
-        return self._step_s(candidate, self._known_work_s(candidate), self.even.again_s(candidate))
+        return self._step_s(candidate, self.even.again_s(candidate))
 
-    def _known_work_s(self, candidate: Candidate) -> float:
-        kind = Kind.of(candidate)
-        kinds = [kind._replace(per_use=per_use) for per_use in sorted({False, kind.per_use})]
-        known = [self._work_s.get(one, 0.0) for one in kinds]
-        known += [self._more_s.get(one._replace(micro_batches=count), 0.0)
-                  for one, count in itertools.product(kinds, self._fewer(kind))]
-        return max(self.even.work_s(candidate), *known)
+    def _known_work_s(self, candidate: Candidate, longer: float) -> float:
+        """Seconds on one rank of a pipeline in which all micro-batches take ``longer`` times as long."""
+        kind, even_s = Kind.of(candidate), self.even.work_s(candidate)
+        kinds = self._no_more(kind)
+        known = [self._work.get(one) for one in kinds if one.micro_batches == kind.micro_batches]
+        known += [self._more.get(one) for one in kinds]
+        return max([longer * even_s, *(work.at(longer, even_s) for work in known if work is not None)])
 
-    def _step_s(self, candidate: Candidate, work_s: float, again_s: float) -> float:
+    def _step_s(self, candidate: Candidate, again_s: float) -> float:
         """Seconds of a step: the longer of computing (the work of a rank, or its launches if they take longer, the
         bubble of an even pipeline, and what the optimizer takes longer on the host than on the devices) and of fetching
         parameters before the host's step; and what no op takes."""
-        h, even_s = candidate.hybrid, self.even.work_s(candidate)
-        once_s = (work_s - even_s) / h.pipeline_ranks
+        h = candidate.hybrid
+        longer = h.pipeline_ranks * equal_stages_s(h, 1.0)
         update = self.even.host_update(h)
         launched_s = equal_stages_s(h, h.micro_batches * self.even.launches_s)
-        computing_s = max(equal_stages_s(h, even_s + again_s) + once_s, launched_s) + update.more_s
+        worked_s = (self._known_work_s(candidate, longer) + longer * again_s) / h.pipeline_ranks
+        computing_s = max(worked_s, launched_s) + update.more_s
         return fixed_s(self.cluster, h) + max(computing_s, self.even.fetch_s(h) + update.whole_s)
 
-    def _problem(self, kind: Kind, cached: bool) -> tuple[Problem, Prices]:
+    def _least_work(self, kind: Kind, cached: bool) -> Work:
         prices = self.prices_of(kind.micro_batches, kind.pipeline_ranks, kind.mesh_shape, cached)
         inside, stands_for = self.reduced_model.inside(prices.space), self.reduced_model.counts(prices.space)
         counts = ExecutionCounts(prices.space, kind.hybrid, multiplicities=stands_for)
-        pricer = SpacePricer(prices, counts=counts, exposed=self._least_exposed(kind, prices))
-        return with_free_ends(pricer.without_memory(), stands_for, inside), prices
-
-    def _least_exposed(self, kind: Kind, prices: Prices) -> Exposed:
-        """The shares of communication that count even where all of it overlaps with compute: by what it slows compute.
-        Of n streams that overlap at a time, an n-th counts."""
-        profile = self.cluster.profile
-        share = (prices.device.overlap_slowdown - 1) / len(kind.mesh_shape)
-        hidden = 1.0 if profile is None else profile.hide_data
-        left = 1 - hidden * (1 - share)
-        if profile is None or profile.overlaps_activations:
-            return Exposed(left, left, share)
-        of_activations = 1 - profile.hide_tensor    # the software hides a share of its own
-        return Exposed(left, left, left * of_activations if kind.copies > 1 else of_activations)
+        pricer = SpacePricer(prices, counts=counts, exposed=kind.least_exposed(prices))
+        return _least_work(with_free_ends(pricer.without_memory(), stands_for, inside), counts.of_parameter, kind)
 
 
-def _least_s(problem: Problem) -> float:
-    """The optimum of a problem without a memory limit, or a bound of it where that takes long."""
+def _least_work(problem: Problem, of_parameter: Sequence[bool], kind: Kind) -> Work:
+    """The optima of a problem without a memory limit: as it is, and where the kind's micro-batches take longest.
+    ``of_parameter``: by node, whether it is of parameters, whose seconds (of communication and updates) count once."""
     eliminator = Eliminator.of(problem)
+    alone_s = _least_s(problem, eliminator)
+    if not kind.filling or alone_s == math.inf:
+        return Work(alone_s, alone_s, 1.0)
+    once = np.zeros(len(problem.nodes), bool)
+    once[: len(of_parameter)] = of_parameter
+    each = ~np.concatenate([once, once[problem.ends[:, 0]]])
+    longer = problem.costs.priced(problem.costs, kind.filling * each)
+    return Work(alone_s, _least_s(problem.with_costs(longer, FORBIDDEN), eliminator), 1 + kind.filling)
+
+
+def _least_s(problem: Problem, eliminator: Eliminator) -> float:
+    """The optimum of a problem without a memory limit, or a bound of it where that takes long."""
     if elimination_cells(eliminator, problem) <= MOST_CELLS:
         return eliminator.solve(problem.costs)[0]
     return bound_without_limit(problem)
@@ -195,4 +192,4 @@ def with_free_ends(problem: Problem, multiplicities: Sequence[int], inside: Sequ
                    problem.limit, problem.name)
 
 
-__all__ = ["Kind", "StepBounds", "with_free_ends"]
+__all__ = ["StepBounds", "with_free_ends"]

@@ -257,7 +257,11 @@ class _Builder:
         """The same without memory."""
         (sources, targets), uses = self.kinds.use_ends, self.space.uses
         clock.did("decisions read", len(uses))
-        first, which = firsts(paired(paired(self.kinds.uses, self.picks[sources]), self.picks[targets]))
+        kinds = paired(paired(self.kinds.uses, self.picks[sources]), self.picks[targets])
+        if self.costs.exposed.by_use:
+            ways = np.array([self.costs.exposed.of(use, self.counts.of_parameter[use.source]) for use in uses])
+            kinds = paired(kinds, np.unique(ways, axis=0, return_inverse=True)[1].reshape(-1))
+        first, which = firsts(kinds)
         return Repeats([self._edge(uses[at]) for at in first], which, source=sources.tolist(), target=targets.tolist())
 
     def _edge(self, use: TensorUse, copies: float | None = None) -> Edge:
