@@ -23,8 +23,9 @@ WHOLE: Ways = 1.0, 1.0
 
 class Kind(NamedTuple):
     """What the decision graph of a combination depends on: other schedules, stages per rank and recompute share its
-    bound. ``zero_stage``: 1 also for 0. ``puts_off``: backward computes the gradients of weights last (zero bubble).
-    ``pieces``: the most in which linear layers run."""
+    bound. ``zero_stage``: 1 also for 0; 0: a bound for all of them, with the fewest executions and all overlap.
+    ``puts_off``: backward computes the gradients of weights last (zero bubble). ``pieces``: the most in which linear
+    layers run."""
 
     micro_batches: int
     pipeline_ranks: int
@@ -40,27 +41,35 @@ class Kind(NamedTuple):
         return cls(h.micro_batches, h.pipeline_ranks, candidate.mesh_shape, max(1, h.zero_stage), h.copies,
                    h.puts_off_weights, max(h.pieces, *TRIED))
 
+    def least(self, micro_batches: int) -> Kind:
+        """Of so many micro-batches, the kind that is a bound of all ZeRO stages, in one part of backward or two."""
+        return self._replace(micro_batches=micro_batches, zero_stage=0, puts_off=False)
+
     @property
     def hybrid(self) -> Hybrid:
         """The step configuration with the fewest executions; its pipeline is priced as one stage."""
-        return Hybrid(self.micro_batches, zero_stage=self.zero_stage, copies=self.copies)
+        return Hybrid(self.micro_batches, zero_stage=max(1, self.zero_stage), copies=self.copies)
 
     @property
     def filling(self) -> float:
-        """The longest bubble of its schedules, of equal stages, as a share of all micro-batches on a rank."""
-        return (self.pipeline_ranks - 1) / self.micro_batches
+        """The longest bubble of its schedules, of equal stages, as a share of all micro-batches on a rank (of the bound
+        of all ZeRO stages, which takes less time, none)."""
+        return (self.pipeline_ranks - 1) / self.micro_batches if self.zero_stage else 0.0
 
-    def least_exposed(self, prices: Prices) -> Exposed:
+    def least_exposed(self, prices: Prices, sent: float = 0.0) -> Exposed:
         """The fractions of communication that count even where all of it overlaps that may: what it slows compute by,
         while at most one collective runs on each stream. What runs before all micro-batches (gathers of ZeRO-0 and 1)
-        or after them (zero bubble) overlaps with its own copies and with other streams at most."""
+        or after them (zero bubble) overlaps with its own copies and with other streams at most. ``sent``: so many times
+        the seconds that communication of parameters takes at least, with all streams busy, count as well."""
         profile = prices.cluster.profile
         streams = max(1, len({group.crossed[-1][1].name for group in prices.groups if group.crossed}))
         share = (prices.device.overlap_slowdown - 1) / streams
         left = 1 - (1.0 if profile is None else profile.hide_data) * (1 - share)
         plain = self.micro_batches == self.pipeline_ranks == 1
-        early, apart = not self.puts_off and (plain or self.zero_stage >= 2), max(left, 1 / (streams + 1))
-        exposed = Exposed(left if early else apart, apart if self.puts_off else left)
+        early = not self.puts_off and (plain or self.zero_stage != 1)
+        busy = 1 / (streams + 1)
+        gathers, reductions = (left if overlaps else max(left, busy) for overlaps in (early, not self.puts_off))
+        exposed = Exposed(gathers + sent * busy, reductions + sent * busy)
         if profile is not None and not profile.overlaps_activations:    # the software hides a share of its own
             of_activations = 1 - profile.hide_tensor
             return exposed._replace(activations=left * of_activations if self.copies > 1 else of_activations)

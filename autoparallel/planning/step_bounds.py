@@ -27,15 +27,20 @@ from cost_models import Cluster
 
 #: Cells of an elimination beyond which messages bound the graph, which takes less time and is weaker.
 MOST_CELLS = 1e8
+#: A step with ZeRO-3 takes no less than its compute, nor than its communication of parameters; nor than a mean of both,
+#: in which the latter has this weight.
+SENT = 0.75
 
 
 class Work(NamedTuple):
     """A lower bound of the seconds of all micro-batches of the whole model on one rank, by how much longer they take in
-    a pipeline that fills and drains: without that, and ``most`` times as long (by the ends of a concave function)."""
+    a pipeline that fills and drains: without that, and ``most`` times as long (by the ends of a concave function).
+    ``sent_s``: a bound for both that counts what the rank sends rather than what it computes."""
 
     alone_s: float
     longest_s: float
     most: float
+    sent_s: float = 0.0
 
     def at(self, longer: float, even_s: float) -> float:
         """Where they take ``longer`` times as long; ``even_s``: at least so much of them does."""
@@ -43,7 +48,7 @@ class Work(NamedTuple):
             return math.inf
         share = min(1.0, (longer - 1) / (self.most - 1)) if self.most > 1 else 0.0
         between_s = (1 - share) * self.alone_s + share * self.longest_s
-        return max(between_s, self.alone_s + (longer - 1) * even_s)
+        return max(between_s, self.alone_s + (longer - 1) * even_s, self.sent_s)
 
 
 class StepBounds:
@@ -69,20 +74,16 @@ class StepBounds:
         """Bound the combination's decision graph, or one that is no more, unless that is done; returns whether it is
         new. Takes about 0.1 s.
 
-        With fewer micro-batches that divide these, no step takes longer but for what stays in the cache (where such a
-        step is above ``best_s``, it is bounded without that too); nor does one whose backward is in one part, but for
-        the pipeline's bubble.
+        Its own graph comes last, and before it those that bound other ZeRO stages, too, of numbers of micro-batches
+        that divide its own: no step takes longer, but for what stays in the cache (where such a step is above
+        ``best_s``, it is bounded without that too).
         """
-        for one in self._no_more(Kind.of(candidate)):
+        kind = Kind.of(candidate)
+        for one in [*map(kind.least, self._fewer(kind)), kind]:
             if one not in self._work:
                 self._bound(one, best_s)
                 return True
         return False
-
-    def _no_more(self, kind: Kind) -> list[Kind]:
-        """Kinds that take no longer, and itself, the last one."""
-        return [kind._replace(micro_batches=count, puts_off=later)
-                for later in sorted({False, kind.puts_off}) for count in self._fewer(kind)]
 
     def _fewer(self, kind: Kind) -> list[int]:
         """Numbers of micro-batches that divide the kind's, and that itself, ascending."""
@@ -98,7 +99,7 @@ class StepBounds:
         except InfeasibleError:    # the model computes across samples, as batch norm does
             self._work[kind] = Work(math.inf, math.inf, 1.0)
             return
-        if self.cluster.profile is None:
+        if self.cluster.profile is None or kind.zero_stage:
             self._more[kind] = self._work[kind]
         elif self._work[kind].alone_s / kind.pipeline_ranks >= best_s:
             self._more[kind] = self._least_work(kind, cached=True)
@@ -120,9 +121,8 @@ class StepBounds:
     def _known_work_s(self, candidate: Candidate, longer: float) -> float:
         """Seconds on one rank of a pipeline in which all micro-batches take ``longer`` times as long."""
         kind, even_s = Kind.of(candidate), self.even.work_s(candidate)
-        kinds = self._no_more(kind)
-        known = [self._work.get(one) for one in kinds if one.micro_batches == kind.micro_batches]
-        known += [self._more.get(one) for one in kinds]
+        known = [self._work.get(one) for one in (kind, kind.least(kind.micro_batches))]
+        known += [self._more.get(kind.least(count)) for count in self._fewer(kind)]
         return max([longer * even_s, *(work.at(longer, even_s) for work in known if work is not None)])
 
     def _step_s(self, candidate: Candidate, again_s: float) -> float:
@@ -142,7 +142,12 @@ class StepBounds:
         inside, stands_for = self.reduced_model.inside(prices.space), self.reduced_model.counts(prices.space)
         counts = ExecutionCounts(prices.space, kind.hybrid, multiplicities=stands_for)
         pricer = SpacePricer(prices, counts=counts, exposed=kind.least_exposed(prices))
-        return _least_work(with_free_ends(pricer.without_memory(), stands_for, inside), counts.of_parameter, kind)
+        found = _least_work(with_free_ends(pricer.without_memory(), stands_for, inside), counts.of_parameter, kind)
+        if kind.zero_stage < 3 or found.alone_s == math.inf:
+            return found
+        sent = pricer.exposing(kind.least_exposed(prices, SENT / (1 - SENT)))
+        problem = with_free_ends(sent.without_memory(), stands_for, inside)
+        return found._replace(sent_s=(1 - SENT) * _least_s(problem, Eliminator.of(problem)))
 
 
 def _least_work(problem: Problem, of_parameter: Sequence[bool], kind: Kind) -> Work:
