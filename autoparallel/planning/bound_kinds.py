@@ -109,6 +109,12 @@ def _reading(space: StrategySpace, target: int) -> list[int]:
     return [reader for one in space.readers_of.get(target, ()) for reader in _reading(space, one)]
 
 
+def sends_on(space: StrategySpace, index: int) -> bool:
+    """Whether a decision's value is read in another block than its own, or outside of blocks."""
+    return any(space.blocks[reader] != space.blocks[index] for one in space.readers_of.get(index, ())
+               for reader in _reading(space, one))
+
+
 def _made_by(space: StrategySpace, source: int) -> int:
     """The decision that makes a value, also through shared reads."""
     while space.decisions[source].kind == "shared_read":
@@ -116,4 +122,4 @@ def _made_by(space: StrategySpace, source: int) -> int:
     return source
 
 
-__all__ = ["Kind"]
+__all__ = ["Kind", "sends_on"]

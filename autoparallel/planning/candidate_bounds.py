@@ -63,7 +63,8 @@ class CandidateBounds:
         """
         h, devices = candidate.hybrid, math.prod(candidate.mesh_shape)
         kept = self._kept(h)
-        held = np.zeros(h.pipeline_ranks) if h.recompute == "offload" else self._held(h)  # else in the host's memory
+        in_host = h.recompute == "offload"
+        held = np.zeros(h.pipeline_ranks) if in_host else self.least_in_flight(h)
         blocks = kept["state", True] + times * kept["micro_batch", True] / h.micro_batches * held
         ends = kept["state", False] + times * kept["micro_batch", False] / h.micro_batches
         if not blocks.all():
@@ -87,6 +88,16 @@ class CandidateBounds:
         the devices of a stage, without communication, recompute and the host's launches."""
         micro_batches = candidate.hybrid.micro_batches
         return micro_batches * sum(self._least_compute(micro_batches * math.prod(candidate.mesh_shape)))
+
+    def block_s(self, candidate: Candidate) -> float:
+        """As `work_s`, of the blocks that one block of the reduced-depth model stands for (of several such, the fewest
+        seconds; infinite without any)."""
+        h, found = candidate.hybrid, dict[str, float]()
+        for index, (count, price) in self._least_prices(h.micro_batches * math.prod(candidate.mesh_shape)).items():
+            if count > 1 and (block := self._whole.blocks[index]):
+                seconds = float((price.forward_s + price.backward_s).min())
+                found[block] = found.get(block, 0.0) + h.micro_batches * count * seconds
+        return min(found.values(), default=math.inf)
 
     @cached_property
     def launches_s(self) -> float:
@@ -119,7 +130,7 @@ class CandidateBounds:
         devices, ranks = math.prod(candidate.mesh_shape), h.pipeline_ranks
         keeping, again = self._kept(replace(h, recompute="none", recompute_blocks=None)), self._kept(h)
         per_share = devices * h.micro_batches
-        most, least = (kept["micro_batch", True] / per_share * self._held(h) for kept in (keeping, again))
+        most, least = (kept["micro_batch", True] / per_share * self.least_in_flight(h) for kept in (keeping, again))
         state, limit = keeping["state", True] / devices, self.limit_of(candidate)
         if ranks == 1:
             limit -= keeping["state", False] / devices + again["micro_batch", False] / per_share
@@ -193,7 +204,7 @@ class CandidateBounds:
             self._live[key] = found
         return self._live[key]
 
-    def _held(self, h: Hybrid) -> np.ndarray:
+    def least_in_flight(self, h: Hybrid) -> np.ndarray:
         """By pipeline rank, the least number of micro-batches whose activations one of its stages holds at its fullest.
         Candidates that differ in ZeRO, recompute and sharding share it."""
         key = h.schedule, h.stages, h.pipeline_ranks, h.replicas, h.micro_batches, h.copies

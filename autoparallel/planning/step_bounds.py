@@ -8,21 +8,28 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import NamedTuple
 
 import numpy as np
 
 from autoparallel.errors import InfeasibleError
-from autoparallel.planning.bound_kinds import Kind
+from autoparallel.planning.bound_kinds import Kind, sends_on
 from autoparallel.planning.candidate_bounds import CandidateBounds
-from autoparallel.planning.candidates import Candidate
+from autoparallel.planning.candidates import Candidate, Combination
+from autoparallel.planning.memory_bounds import least_fitting_s
 from autoparallel.planning.reduced_model import ReducedModel
+from autoparallel.plans import Hybrid
 from autoparallel.pricing import ExecutionCounts, Prices, SpacePricer, equal_stages_s
 from autoparallel.pricing.prediction import fixed_s
+from autoparallel.pricing.step_cost import Exposed
+from autoparallel.schedule.step_config import RECOMPUTE
+from autoparallel.schedule.tiers import ON_DEVICE
 from autoparallel.search.high_width.bound_filter import bound_without_limit
 from autoparallel.search.low_width.bucket_elimination import Eliminator
 from autoparallel.search.low_width.solve import elimination_cells
 from autoparallel.search.model.problem import FORBIDDEN, Node, Problem, repeats
+from autoparallel.strategies.space import StrategySpace
 from cost_models import Cluster
 
 #: Cells of an elimination beyond which messages bound the graph, which takes less time and is weaker.
@@ -67,6 +74,8 @@ class StepBounds:
         #: By kind, of which there are a few hundred; and the same as a bound of kinds with more micro-batches, too.
         self._work: dict[Kind, Work] = {}
         self._more: dict[Kind, Work] = {}
+        #: By combination, the seconds on one rank of those plans that fit.
+        self._fitting: dict[Combination, float] = {}
         #: By numbers of micro-batches, pipeline ranks and copies.
         self._divisors: dict[tuple[int, int, int], list[int]] = {}
 
@@ -83,7 +92,16 @@ class StepBounds:
             if one not in self._work:
                 self._bound(one, best_s)
                 return True
-        return False
+        if candidate.key in self._fitting or not self._has_memory(candidate) or self._work[kind].alone_s == math.inf:
+            return False
+        self._fitting[candidate.key] = self._least_fitting_s(candidate, best_s)
+        return True
+
+    def _has_memory(self, candidate: Candidate) -> bool:
+        """Whether memory is limited, and all that a combination keeps from forward to backward is on its devices."""
+        h = candidate.hybrid
+        return (self.even.limit_of(candidate) < math.inf and h.recompute != "offload" and not h.replicas
+                and h.offload == ON_DEVICE and not h.on_host)
 
     def _fewer(self, kind: Kind) -> list[int]:
         """Numbers of micro-batches that divide the kind's, and that itself, ascending."""
@@ -133,8 +151,8 @@ class StepBounds:
         longer = h.pipeline_ranks * equal_stages_s(h, 1.0)
         update = self.even.host_update(h)
         launched_s = equal_stages_s(h, h.micro_batches * self.even.launches_s)
-        worked_s = (self._known_work_s(candidate, longer) + longer * again_s) / h.pipeline_ranks
-        computing_s = max(worked_s, launched_s) + update.more_s
+        worked_s = max(self._known_work_s(candidate, longer) + longer * again_s, self._fitting.get(candidate.key, 0.0))
+        computing_s = max(worked_s / h.pipeline_ranks, launched_s) + update.more_s
         return fixed_s(self.cluster, h) + max(computing_s, self.even.fetch_s(h) + update.whole_s)
 
     def _least_work(self, kind: Kind, cached: bool) -> Work:
@@ -149,19 +167,63 @@ class StepBounds:
         problem = with_free_ends(sent.without_memory(), stands_for, inside)
         return found._replace(sent_s=(1 - SENT) * _least_s(problem, Eliminator.of(problem)))
 
+    def _least_fitting_s(self, candidate: Candidate, best_s: float) -> float:
+        """The seconds on one rank, as long as they are in its pipeline, of those of a combination's plans that fit and
+        are faster than ``best_s``."""
+        h, kind = candidate.hybrid, Kind.of(candidate)
+        prices = self.prices_of(h.micro_batches, h.pipeline_ranks, candidate.mesh_shape, False)
+        space, longer = prices.space, h.pipeline_ranks * equal_stages_s(h, 1.0)
+        several = [count > 1 for count in self.reduced_model.counts(space)]
+        held, exposed = self._least_held(candidate, space, best_s), kind.least_exposed(prices)
+        ways = [self._way(prices, replace(kind.hybrid, recompute=recompute), held, exposed, longer - 1)
+                for recompute in sorted({"none", h.recompute}, key=RECOMPUTE.index)]
+        several += [True] * (len(ways[0].nodes) - len(several))    # copies, which are read by one block
+        found = least_fitting_s(ways, several, len(space), h.pipeline_ranks * self.even.limit_of(candidate))
+        return min(found, best_s * h.pipeline_ranks)
+
+    def _way(self, prices: Prices, hybrid: Hybrid, held: Sequence[float], exposed: Exposed, more: float) -> Problem:
+        inside, stands_for = self.reduced_model.inside(prices.space), self.reduced_model.counts(prices.space)
+        counts = ExecutionCounts(prices.space, hybrid, multiplicities=stands_for, held=held,
+                                 recomputing=prices.recomputing)
+        pricer = SpacePricer(prices, counts=counts, exposed=exposed)
+        return _longer(with_free_ends(pricer.of_uses(), stands_for, inside), counts.of_parameter, more)
+
+    def _least_held(self, candidate: Candidate, space: StrategySpace, best_s: float) -> list[float]:
+        """By decision, the least number of its values that all ranks hold together between forward and backward (of one
+        micro-batch at a time, without a pipeline).
+
+        In a pipeline what blocks send to others does not count. A rank of a plan that is faster than ``best_s`` has no
+        more blocks than it computes in that time, so that not all of them are where the fewest micro-batches are in
+        flight.
+        """
+        counts, ranks = self.reduced_model.counts(space), candidate.hybrid.pipeline_ranks
+        if ranks == 1:
+            return list(map(float, counts))
+        in_flight, most = np.sort(self.even.least_in_flight(candidate.hybrid)), best_s / self.even.block_s(candidate)
+        shares = np.diff(np.minimum(most * np.arange(ranks + 1), 1.0)) if most < 1 else np.eye(ranks)[0]
+        of_blocks, fewest = float(shares @ in_flight), float(in_flight[0])
+        return [float(count) if decision.kind in ("parameter", "buffer", "input") else
+                0.0 if sends_on(space, decision.index) else count * (of_blocks if count > 1 else fewest)
+                for decision, count in zip(space.decisions, counts, strict=True)]
+
 
 def _least_work(problem: Problem, of_parameter: Sequence[bool], kind: Kind) -> Work:
-    """The optima of a problem without a memory limit: as it is, and where the kind's micro-batches take longest.
-    ``of_parameter``: by node, whether it is of parameters, whose seconds (of communication and updates) count once."""
+    """The optima of a problem without a memory limit: as it is, and where the kind's micro-batches take longest."""
     eliminator = Eliminator.of(problem)
     alone_s = _least_s(problem, eliminator)
     if not kind.filling or alone_s == math.inf:
         return Work(alone_s, alone_s, 1.0)
+    longest_s = _least_s(_longer(problem, of_parameter, kind.filling), eliminator)
+    return Work(alone_s, longest_s, 1 + kind.filling)
+
+
+def _longer(problem: Problem, of_parameter: Sequence[bool], more: float) -> Problem:
+    """A problem, without a limit, in which what each micro-batch does takes ``more`` times as many seconds in addition.
+    ``of_parameter``: by node, whether it is of parameters, whose seconds (of communication and updates) count once."""
     once = np.zeros(len(problem.nodes), bool)
     once[: len(of_parameter)] = of_parameter
     each = ~np.concatenate([once, once[problem.ends[:, 0]]])
-    longer = problem.costs.priced(problem.costs, kind.filling * each)
-    return Work(alone_s, _least_s(problem.with_costs(longer, FORBIDDEN), eliminator), 1 + kind.filling)
+    return problem.with_costs(problem.costs.priced(problem.costs, more * each), FORBIDDEN)
 
 
 def _least_s(problem: Problem, eliminator: Eliminator) -> float:
