@@ -33,7 +33,7 @@ SOLVE_S, SOLVE_GAP = 1.5, 0.02
 #: Share of the remaining time for the candidates of the first round.
 SHARE_OF_FIRST = 0.7
 #: Share of a round's time that is kept for bounds of the candidates that were not estimated.
-SHARE_OF_BOUNDS = 0.15
+SHARE_OF_BOUNDS = 0.4
 #: Above this multiple of the best estimate a lower bound suffices.
 WORTH = 1.35
 
