@@ -58,7 +58,7 @@ def test_the_joint_search_finds_the_best_of_all_combinations(seed: int) -> None:
 
 @pytest.mark.parametrize("seed", range(8))
 def test_priced_memory_bounds_all_choices_that_fit(seed: int) -> None:
-    """Of three equal blocks and an end, which may be recomputed each: more seconds, mostly fewer bytes. The bound is not
+    """Of three equal blocks and an end, each recomputed or not: more seconds, mostly fewer bytes. The bound is not
     above the best choice that fits, but above the best of all where that does not fit."""
     draw = np.random.default_rng(seed)
     seconds, num_bytes = draw.uniform(1, 9, (2, 2, 3)), draw.uniform(1, 9, (2, 2, 3))    # by node, recomputed, choice

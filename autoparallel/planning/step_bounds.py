@@ -16,7 +16,7 @@ import numpy as np
 from autoparallel.errors import InfeasibleError
 from autoparallel.planning.bound_kinds import Kind, sends_on
 from autoparallel.planning.candidate_bounds import CandidateBounds
-from autoparallel.planning.candidates import Candidate, Combination
+from autoparallel.planning.candidates import Candidate
 from autoparallel.planning.memory_bounds import least_fitting_s
 from autoparallel.planning.reduced_model import ReducedModel
 from autoparallel.plans import Hybrid
@@ -74,8 +74,8 @@ class StepBounds:
         #: By kind, of which there are a few hundred; and the same as a bound of kinds with more micro-batches, too.
         self._work: dict[Kind, Work] = {}
         self._more: dict[Kind, Work] = {}
-        #: By combination, the seconds on one rank of those plans that fit.
-        self._fitting: dict[Combination, float] = {}
+        #: Seconds on one rank of plans that fit, by what `_of_memory` says.
+        self._fitting: dict[object, float] = {}
         #: By numbers of micro-batches, pipeline ranks and copies.
         self._divisors: dict[tuple[int, int, int], list[int]] = {}
 
@@ -84,18 +84,27 @@ class StepBounds:
         new. Takes about 0.1 s.
 
         Its own graph comes last, and before it those that bound other ZeRO stages, too, of numbers of micro-batches
-        that divide its own: no step takes longer, but for what stays in the cache (where such a step is above
-        ``best_s``, it is bounded without that too).
+        that divide its own: no step takes longer, but for what stays in the cache (the first such step is bounded
+        without that too, and any above ``best_s``). After the graphs memory has a price.
         """
         kind = Kind.of(candidate)
         for one in [*map(kind.least, self._fewer(kind)), kind]:
             if one not in self._work:
                 self._bound(one, best_s)
                 return True
-        if candidate.key in self._fitting or not self._has_memory(candidate) or self._work[kind].alone_s == math.inf:
+        if not self._has_memory(candidate) or self._work[kind].alone_s == math.inf:
             return False
-        self._fitting[candidate.key] = self._least_fitting_s(candidate, best_s)
-        return True
+        for key in self._of_memory(candidate):
+            if key not in self._fitting:
+                self._fitting[key] = self._least_fitting_s(candidate, str(key[-1]), best_s)
+                return True
+        return False
+
+    @staticmethod
+    def _of_memory(candidate: Candidate) -> list[tuple[object, ...]]:
+        """The bounds with priced memory that hold for a combination: of any recompute ("any"), and its own."""
+        h = candidate.hybrid
+        return [(Kind.of(candidate), h.schedule, h.stages, recompute) for recompute in ("any", h.recompute)]
 
     def _has_memory(self, candidate: Candidate) -> bool:
         """Whether memory is limited, and all that a combination keeps from forward to backward is on its devices."""
@@ -117,9 +126,11 @@ class StepBounds:
         except InfeasibleError:    # the model computes across samples, as batch norm does
             self._work[kind] = Work(math.inf, math.inf, 1.0)
             return
-        if self.cluster.profile is None or kind.zero_stage:
+        if kind.zero_stage:
+            return
+        if self.cluster.profile is None:
             self._more[kind] = self._work[kind]
-        elif self._work[kind].alone_s / kind.pipeline_ranks >= best_s:
+        elif self._work[kind].alone_s / kind.pipeline_ranks >= best_s or kind.micro_batches == self._fewer(kind)[0]:
             self._more[kind] = self._least_work(kind, cached=True)
 
     def step_s(self, candidate: Candidate) -> float:
@@ -151,7 +162,8 @@ class StepBounds:
         longer = h.pipeline_ranks * equal_stages_s(h, 1.0)
         update = self.even.host_update(h)
         launched_s = equal_stages_s(h, h.micro_batches * self.even.launches_s)
-        worked_s = max(self._known_work_s(candidate, longer) + longer * again_s, self._fitting.get(candidate.key, 0.0))
+        fitting_s = max(self._fitting.get(key, 0.0) for key in self._of_memory(candidate)) if self._fitting else 0.0
+        worked_s = max(self._known_work_s(candidate, longer) + longer * again_s, fitting_s)
         computing_s = max(worked_s / h.pipeline_ranks, launched_s) + update.more_s
         return fixed_s(self.cluster, h) + max(computing_s, self.even.fetch_s(h) + update.whole_s)
 
@@ -167,16 +179,16 @@ class StepBounds:
         problem = with_free_ends(sent.without_memory(), stands_for, inside)
         return found._replace(sent_s=(1 - SENT) * _least_s(problem, Eliminator.of(problem)))
 
-    def _least_fitting_s(self, candidate: Candidate, best_s: float) -> float:
+    def _least_fitting_s(self, candidate: Candidate, recompute: str, best_s: float) -> float:
         """The seconds on one rank, as long as they are in its pipeline, of those of a combination's plans that fit and
-        are faster than ``best_s``."""
+        are faster than ``best_s``, each of whose blocks recomputes nothing or so (or as it likes, "any")."""
         h, kind = candidate.hybrid, Kind.of(candidate)
         prices = self.prices_of(h.micro_batches, h.pipeline_ranks, candidate.mesh_shape, False)
         space, longer = prices.space, h.pipeline_ranks * equal_stages_s(h, 1.0)
         several = [count > 1 for count in self.reduced_model.counts(space)]
         held, exposed = self._least_held(candidate, space, best_s), kind.least_exposed(prices)
-        ways = [self._way(prices, replace(kind.hybrid, recompute=recompute), held, exposed, longer - 1)
-                for recompute in sorted({"none", h.recompute}, key=RECOMPUTE.index)]
+        ways = [self._way(prices, replace(kind.hybrid, recompute=one), held, exposed, longer - 1)
+                for one in RECOMPUTE[:-1] if one in ("none", recompute) or recompute == "any"]
         several += [True] * (len(ways[0].nodes) - len(several))    # copies, which are read by one block
         found = least_fitting_s(ways, several, len(space), h.pipeline_ranks * self.even.limit_of(candidate))
         return min(found, best_s * h.pipeline_ranks)
