@@ -12,12 +12,15 @@ import pytest
 
 from autoparallel.errors import InfeasibleError
 from autoparallel.partition import Splits
+from autoparallel.planning.bound_kinds import Kind
 from autoparallel.planning.candidates import Candidate, Fixed
 from autoparallel.planning.joint_candidates import JointSearch
 from autoparallel.planning.memory_bounds import least_fitting_s
 from autoparallel.planning.one_mesh import plan_on
 from autoparallel.planning.options import Options
+from autoparallel.planning.step_bounds import Work
 from autoparallel.plans import Hybrid
+from autoparallel.schedule.pieces import TRIED
 from autoparallel.search.model.problem import Edge, Node, Problem
 from tests.support.small_joint import SmallCase
 
@@ -109,3 +112,35 @@ def test_bounds_rise_where_memory_binds() -> None:
         plans[share] = made.prediction.step_s
     assert bounds[0.5][0] > 1.01 * bounds[1.0][0] and bounds[0.5][1] > bounds[1.0][1]
     assert bounds[0.5][1] <= bounds[0.5][0] and bounds[0.5][1] <= plans[0.5]
+
+
+def test_communication_that_nothing_can_hide_counts_whole() -> None:
+    """In a block of a norm, two linear layers and a sum: what the norm reads waits; the first layer's operand, and the
+    second one's result, wait for a piece of theirs; the sum's other term travels beside both. Of a pipeline that puts
+    gradients of weights off all waits."""
+    case = SmallCase(30)    # on 8 devices, with norms
+    kind = Kind.of(Candidate(Hybrid(4, 2, 2), (2, 2)))
+    prices = case.search._prices_of_device(4, 2, (2, 2), False)
+    space, exposed = prices.space, kind.least_exposed(prices)
+    assert exposed.by_use is not None
+    inside = {path for path in space.blocks if path}
+    found = dict[str, set[tuple[float, float]]]()
+    for use in space.uses:
+        if space.decisions[use.source].kind != "parameter" and space.blocks[use.target] in inside:
+            node = space.graph.nodes[space.decisions[use.target].node]
+            found.setdefault(node.op_name, set()).add(exposed.of(use, False))
+    share, piece = exposed.activations, 1 / max(TRIED)
+    assert {ways for name, some in found.items() if "norm" in name for ways in some} == {(1.0, 1.0)}
+    assert {ways for name, some in found.items() if "linear" in name for ways in some} == {(piece, share)}
+    assert (piece, piece) in {ways for name, some in found.items() if "add" in name for ways in some}
+    late = kind._replace(puts_off=True).least_exposed(prices)
+    assert late.by_use is None and late.activations == 1.0 > exposed.activations
+    once, each = (kind._replace(zero_stage=stage).least_exposed(prices) for stage in (1, 3))
+    assert once.gathers > each.gathers and once.reductions == each.reductions
+
+
+def test_bubbles_make_all_of_a_micro_batch_longer() -> None:
+    """Seconds in pipelines between the shortest and the longest are on the line between them, or above."""
+    work = Work(10.0, 18.0, 2.0)
+    assert [work.at(longer, 4.0) for longer in (1.0, 1.5, 2.0)] == [10.0, 14.0, 18.0]
+    assert work.at(2.5, 4.0) == 18.0 and work.at(2.5, 7.0) == 20.5 and Work(10.0, 10.0, 1.0).at(1.5, 4.0) == 12.0
