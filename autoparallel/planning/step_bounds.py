@@ -1,7 +1,8 @@
 """Lower bounds of a step from the decision graph of a combination: what must be computed, sent, updated and recomputed.
 
-The graph is that of the reduced-depth model, without a memory limit, with all overlap that is possible: ops take the
-device alone, hidden communication takes what it slows compute by. Its optimum, by elimination, is below every plan.
+The graph is that of the reduced-depth model, with all overlap that is possible: ops take the device alone, hidden
+communication takes what it slows compute by. Its optimum, by elimination, is below every plan; so is that with a price
+on memory, less the price of the room (`memory_bounds`).
 """
 
 from __future__ import annotations
