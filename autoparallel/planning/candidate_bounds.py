@@ -89,16 +89,6 @@ class CandidateBounds:
         micro_batches = candidate.hybrid.micro_batches
         return micro_batches * sum(self._least_compute(micro_batches * math.prod(candidate.mesh_shape)))
 
-    def block_s(self, candidate: Candidate) -> float:
-        """As `work_s`, of the blocks that one block of the reduced-depth model stands for (of several such, the fewest
-        seconds; infinite without any)."""
-        h, found = candidate.hybrid, dict[str, float]()
-        for index, (count, price) in self._least_prices(h.micro_batches * math.prod(candidate.mesh_shape)).items():
-            if count > 1 and (block := self._whole.blocks[index]):
-                seconds = float((price.forward_s + price.backward_s).min())
-                found[block] = found.get(block, 0.0) + h.micro_batches * count * seconds
-        return min(found.values(), default=math.inf)
-
     @cached_property
     def launches_s(self) -> float:
         """A lower bound of the seconds in which a host launches the ops in blocks of one micro-batch, forward and

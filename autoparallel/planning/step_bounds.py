@@ -30,7 +30,6 @@ from autoparallel.search.high_width.bound_filter import bound_without_limit
 from autoparallel.search.low_width.bucket_elimination import Eliminator
 from autoparallel.search.low_width.solve import elimination_cells
 from autoparallel.search.model.problem import FORBIDDEN, Node, Problem, repeats
-from autoparallel.strategies.space import StrategySpace
 from cost_models import Cluster
 
 #: Cells of an elimination beyond which messages bound the graph, which takes less time and is weaker.
@@ -187,7 +186,7 @@ class StepBounds:
         prices = self.prices_of(h.micro_batches, h.pipeline_ranks, candidate.mesh_shape, False)
         space, longer = prices.space, h.pipeline_ranks * equal_stages_s(h, 1.0)
         several = [count > 1 for count in self.reduced_model.counts(space)]
-        held, exposed = self._least_held(candidate, space, best_s), kind.least_exposed(prices)
+        held, exposed = self._least_held(candidate, prices, best_s), kind.least_exposed(prices)
         ways = [self._way(prices, replace(kind.hybrid, recompute=one), held, exposed, longer - 1)
                 for one in RECOMPUTE[:-1] if one in ("none", recompute) or recompute == "any"]
         several += [True] * (len(ways[0].nodes) - len(several))    # copies, which are read by one block
@@ -201,7 +200,7 @@ class StepBounds:
         pricer = SpacePricer(prices, counts=counts, exposed=exposed)
         return _longer(with_free_ends(pricer.of_uses(), stands_for, inside), counts.of_parameter, more)
 
-    def _least_held(self, candidate: Candidate, space: StrategySpace, best_s: float) -> list[float]:
+    def _least_held(self, candidate: Candidate, prices: Prices, best_s: float) -> list[float]:
         """By decision, the least number of its values that all ranks hold together between forward and backward (of one
         micro-batch at a time, without a pipeline).
 
@@ -209,15 +208,29 @@ class StepBounds:
         more blocks than it computes in that time, so that not all of them are where the fewest micro-batches are in
         flight.
         """
-        counts, ranks = self.reduced_model.counts(space), candidate.hybrid.pipeline_ranks
+        space, h, ranks = prices.space, candidate.hybrid, candidate.hybrid.pipeline_ranks
+        counts = self.reduced_model.counts(space)
         if ranks == 1:
             return list(map(float, counts))
-        in_flight, most = np.sort(self.even.least_in_flight(candidate.hybrid)), best_s / self.even.block_s(candidate)
+        in_flight = np.sort(self.even.least_in_flight(h))
+        blocks_s = h.micro_batches * _repeated_block_s(prices, counts)
+        most = best_s / blocks_s if blocks_s else math.inf
         shares = np.diff(np.minimum(most * np.arange(ranks + 1), 1.0)) if most < 1 else np.eye(ranks)[0]
         of_blocks, fewest = float(shares @ in_flight), float(in_flight[0])
         return [float(count) if decision.kind in ("parameter", "buffer", "input") else
                 0.0 if sends_on(space, decision.index) else count * (of_blocks if count > 1 else fewest)
                 for decision, count in zip(space.decisions, counts, strict=True)]
+
+
+def _repeated_block_s(prices: Prices, counts: Sequence[int]) -> float:
+    """A lower bound of one micro-batch's seconds in blocks for which one of the reduced-depth model stands (of several
+    such, the fewest; infinite without any)."""
+    found = dict[str, float]()
+    for decision, count in zip(prices.space.decisions, counts, strict=True):
+        if decision.kind == "op" and count > 1 and (block := prices.space.blocks[decision.index]):
+            price = prices.op_of(decision.index)
+            found[block] = found.get(block, 0.0) + count * float((price.forward_s + price.backward_s).min())
+    return min(found.values(), default=math.inf)
 
 
 def _least_work(problem: Problem, of_parameter: Sequence[bool], kind: Kind) -> Work:
