@@ -33,7 +33,7 @@ SOLVE_S, SOLVE_GAP = 1.5, 0.02
 #: Share of the remaining time for the candidates of the first round.
 SHARE_OF_FIRST = 0.7
 #: Share of a round's time that is kept for bounds of the candidates that were not estimated.
-SHARE_OF_BOUNDS = 0.4
+SHARE_OF_BOUNDS = 0.3
 #: Above this multiple of the best estimate a lower bound suffices.
 WORTH = 1.35
 
@@ -215,7 +215,7 @@ class JointSearch:
         new = [c for c in candidates if c.key not in self.known and self.bounds.may_fit(c)]
 
         def tighten(candidate: Candidate) -> bool:
-            return bounded and self.step_bounds.tighten(candidate, best)
+            return bounded and self.step_bounds.tighten(candidate, best, fully=False)    # an estimate says more
 
         def odd(candidate: Candidate) -> float:
             return oddity(candidate, self.bounds.cluster.devices_per_host, self.bounds.batch)

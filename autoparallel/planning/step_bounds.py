@@ -79,20 +79,20 @@ class StepBounds:
         #: By numbers of micro-batches, pipeline ranks and copies.
         self._divisors: dict[tuple[int, int, int], list[int]] = {}
 
-    def tighten(self, candidate: Candidate, best_s: float = FORBIDDEN) -> bool:
+    def tighten(self, candidate: Candidate, best_s: float = FORBIDDEN, fully: bool = True) -> bool:
         """Bound the combination's decision graph, or one that is no more, unless that is done; returns whether it is
-        new. Takes about 0.1 s.
+        new. Takes about 0.1 s. Not ``fully``: none that bounds this combination alone.
 
         Its own graph comes last, and before it those that bound other ZeRO stages, too, of numbers of micro-batches
         that divide its own: no step takes longer, but for what stays in the cache (the first such step is bounded
         without that too, and any above ``best_s``). After the graphs memory has a price.
         """
         kind = Kind.of(candidate)
-        for one in [*map(kind.least, self._fewer(kind)), kind]:
+        for one in [*map(kind.least, self._fewer(kind)), *([kind] if fully else [])]:
             if one not in self._work:
                 self._bound(one, best_s)
                 return True
-        if not self._has_memory(candidate) or self._work[kind].alone_s == math.inf:
+        if not fully or not self._has_memory(candidate) or self._work[kind].alone_s == math.inf:
             return False
         for key in self._of_memory(candidate):
             if key not in self._fitting:
