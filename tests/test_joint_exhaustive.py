@@ -3,11 +3,25 @@ search finds the best of them."""
 
 from __future__ import annotations
 
+import itertools
+import math
 import random
 
+import numpy as np
 import pytest
 
 from autoparallel.errors import InfeasibleError
+from autoparallel.partition import Splits
+from autoparallel.planning.bound_kinds import Kind
+from autoparallel.planning.candidates import Candidate, Fixed
+from autoparallel.planning.joint_candidates import JointSearch
+from autoparallel.planning.memory_bounds import least_fitting_s
+from autoparallel.planning.one_mesh import plan_on
+from autoparallel.planning.options import Options
+from autoparallel.planning.step_bounds import Work
+from autoparallel.plans import Hybrid
+from autoparallel.schedule.pieces import TRIED
+from autoparallel.search.model.problem import Edge, Node, Problem
 from tests.support.small_joint import SmallCase
 
 #: Combinations of a case that are planned in full.
@@ -43,3 +57,90 @@ def test_the_joint_search_finds_the_best_of_all_combinations(seed: int) -> None:
     made = case.jointly()
     assert made.prediction.step_s <= min(every) * (1 + 1e-6)
     assert made.evidence.step_bound_s is not None and made.evidence.step_bound_s <= min(every) * (1 + 1e-9)
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_priced_memory_bounds_all_choices_that_fit(seed: int) -> None:
+    """Of three equal blocks and an end, each recomputed or not: more seconds, mostly fewer bytes. The bound is not
+    above the best choice that fits, but above the best of all where that does not fit."""
+    draw = np.random.default_rng(seed)
+    seconds, num_bytes = draw.uniform(1, 9, (2, 2, 3)), draw.uniform(1, 9, (2, 2, 3))    # by node, recomputed, choice
+    seconds[:, 1] = seconds[:, 0] + draw.uniform(0, 4, (2, 3))
+    num_bytes[:, 1] *= 0.4
+    table = draw.uniform(0, 3, (3, 3))
+    equal = 3
+
+    def way(recomputed: int) -> Problem:
+        nodes = [Node("block", equal * seconds[0, recomputed], equal * num_bytes[0, recomputed], (0, 2)),
+                 Node("copy", np.zeros(3), np.zeros(3)),
+                 Node("end", seconds[1, recomputed], num_bytes[1, recomputed], (0, 2)),
+                 Node("later", np.zeros(1), np.ones(1), (2, 3))]
+        return Problem(nodes, [Edge(1, 0, equal * table)])
+
+    ways, several = [way(0), way(1)], [True, True, False, False]
+    of_block = [(min(table[:, choice]) + seconds[0, r, choice], num_bytes[0, r, choice])
+                for r in range(2) for choice in range(3)]
+    of_end = [(seconds[1, r, choice], num_bytes[1, r, choice]) for r in range(2) for choice in range(3)]
+    plans = [(math.fsum(one[0] for one in plan), math.fsum(one[1] for one in plan))
+             for plan in itertools.product(*[of_block] * equal, of_end)]
+    free_s, least = min(plans)[0], min(held for _, held in plans)
+    assert least_fitting_s(ways, several, 1, math.inf) == pytest.approx(free_s)
+    for room in (least, *np.quantile([held for _, held in plans], (0.02, 0.1, 0.3))):
+        best = min(cost for cost, held in plans if held <= room)
+        bound = least_fitting_s(ways, several, 1, room)
+        assert free_s * (1 - 1e-9) <= bound <= best * (1 + 1e-9)
+    best = min(cost for cost, held in plans if held <= least)
+    assert least_fitting_s(ways, several, 1, least) > free_s + 0.3 * (best - free_s)
+
+
+def test_bounds_rise_where_memory_binds() -> None:
+    """Of a step that holds more than half of the memory, and of one with all of it; nor is a plan below."""
+    case = SmallCase(5)
+    free, alone = Candidate(Hybrid(), (case.cluster.num_devices,)), Candidate(Hybrid(recompute="full"), (
+        case.cluster.num_devices,))
+    bounds, plans = dict[float, list[float]](), dict[float, float]()
+    fits = plan_on(Splits(case.graph)(1), case.cluster, free.mesh_shape, None, Options(), free.hybrid)
+    for share in (1.0, 0.5):
+        limit = share * fits.prediction.peak_bytes
+        search = JointSearch(case.graph, case.cluster, Fixed(), "adamw", limit)
+        for candidate in (free, alone):
+            while search.step_bounds.tighten(candidate):
+                pass
+        bounds[share] = [search.step_bounds.step_s(candidate) for candidate in (free, alone)]
+        made = plan_on(Splits(case.graph)(1), case.cluster, free.mesh_shape, None,
+                       Options(memory_limit_bytes=limit), alone.hybrid)
+        plans[share] = made.prediction.step_s
+    assert bounds[0.5][0] > 1.01 * bounds[1.0][0] and bounds[0.5][1] > bounds[1.0][1]
+    assert bounds[0.5][1] <= bounds[0.5][0] and bounds[0.5][1] <= plans[0.5]
+
+
+def test_communication_that_nothing_can_hide_counts_whole() -> None:
+    """In a block of a norm, two linear layers and a sum: what the norm reads waits; the first layer's operand, and the
+    second one's result, wait for a piece of theirs; the sum's other term travels beside both. Of a pipeline that puts
+    gradients of weights off all waits."""
+    case = SmallCase(30)    # on 8 devices, with norms
+    kind = Kind.of(Candidate(Hybrid(4, 2, 2), (2, 2)))
+    prices = case.search._prices_of_device(4, 2, (2, 2), False)
+    space, exposed = prices.space, kind.least_exposed(prices)
+    assert exposed.by_use is not None
+    inside = {path for path in space.blocks if path}
+    found = dict[str, set[tuple[float, float]]]()
+    for use in space.uses:
+        if space.decisions[use.source].kind != "parameter" and space.blocks[use.target] in inside:
+            node = space.graph.nodes[space.decisions[use.target].node]
+            found.setdefault(node.op_name, set()).add(exposed.of(use, False))
+    share, piece = exposed.activations, 1 / max(TRIED)
+    assert {ways for name, some in found.items() if "norm" in name for ways in some} == {(1.0, 1.0)}
+    assert {ways for name, some in found.items() if "linear" in name for ways in some} == {(piece, share)}
+    assert (piece, piece) in {ways for name, some in found.items() if "add" in name for ways in some}
+    late = kind._replace(puts_off=True).least_exposed(prices)
+    assert late.by_use is None and late.activations == 1.0 > exposed.activations
+    once, each = (kind._replace(zero_stage=stage).least_exposed(prices) for stage in (1, 3))
+    assert once.gathers > each.gathers and once.reductions == each.reductions
+
+
+def test_bubbles_make_all_of_a_micro_batch_longer() -> None:
+    """Seconds in pipelines between the shortest and the longest are on the line between them, or above."""
+    work = Work(10.0, 18.0, 2.0)
+    assert [work.at(longer, 4.0) for longer in (1.0, 1.5, 2.0)] == [10.0, 14.0, 18.0]
+    assert work.at(2.5, 4.0) == 18.0 and work.at(2.5, 7.0) == 20.5 and Work(10.0, 10.0, 1.0).at(1.5, 4.0) == 12.0

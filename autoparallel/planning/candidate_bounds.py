@@ -63,7 +63,8 @@ class CandidateBounds:
         """
         h, devices = candidate.hybrid, math.prod(candidate.mesh_shape)
         kept = self._kept(h)
-        held = self._held(h) if h.saved_on == "device" else np.zeros(h.pipeline_ranks)  # else outside of it
+        away = h.saved_on != "device"    # what blocks save
+        held = np.zeros(h.pipeline_ranks) if away else self.least_in_flight(h)
         blocks = kept["state", True] + times * kept["micro_batch", True] / h.micro_batches * held
         ends = kept["state", False] + times * kept["micro_batch", False] / h.micro_batches
         if not blocks.all():
@@ -119,7 +120,7 @@ class CandidateBounds:
         devices, ranks = math.prod(candidate.mesh_shape), h.pipeline_ranks
         keeping, again = self._kept(without_recompute(h)), self._kept(h)
         per_share = devices * h.micro_batches
-        most, least = (kept["micro_batch", True] / per_share * self._held(h) for kept in (keeping, again))
+        most, least = (kept["micro_batch", True] / per_share * self.least_in_flight(h) for kept in (keeping, again))
         state, limit = keeping["state", True] / devices, self.limit_of(candidate)
         if ranks == 1:
             limit -= keeping["state", False] / devices + again["micro_batch", False] / per_share
@@ -193,7 +194,7 @@ class CandidateBounds:
             self._live[key] = found
         return self._live[key]
 
-    def _held(self, h: Hybrid) -> np.ndarray:
+    def least_in_flight(self, h: Hybrid) -> np.ndarray:
         """By pipeline rank, the least number of micro-batches whose activations one of its stages holds at its fullest.
         Candidates that differ in ZeRO, recompute and sharding share it."""
         key = h.schedule, h.stages, h.pipeline_ranks, h.replicas, h.micro_batches, h.copies

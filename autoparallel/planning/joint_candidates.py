@@ -33,7 +33,7 @@ SOLVE_S, SOLVE_GAP = 1.5, 0.02
 #: Share of the remaining time for the candidates of the first round.
 SHARE_OF_FIRST = 0.7
 #: Share of a round's time that is kept for bounds of the candidates that were not estimated.
-SHARE_OF_BOUNDS = 0.15
+SHARE_OF_BOUNDS = 0.3
 #: Above this multiple of the best estimate a lower bound suffices.
 WORTH = 1.35
 
@@ -72,9 +72,10 @@ class Kept:
 class JointSearch:
     """Estimates the candidates for one program on one cluster.
 
-    ``known``: the candidates estimated so far, by combination; ``known_s``: seconds of the best plan of the whole model
-    that is known, beyond which no candidate is of use; ``by_hand``: combinations of plans by hand, with their steps;
-    ``tell`` is called with the number of estimates after each.
+    ``known``: the candidates estimated so far, by combination; ``may_fit``: all of the last `run` that memory does not
+    rule out; ``known_s``: seconds of the best plan of the whole model that is known, beyond which no candidate is of
+    use; ``by_hand``: combinations of plans by hand, with their steps; ``tell`` is called with the number of estimates
+    after each.
     ``space`` enumerates candidates, ``bounds`` has their lower bounds, ``split`` the micro-batches of the reduced-depth
     model. ``kept``: of earlier searches.
     """
@@ -85,6 +86,7 @@ class JointSearch:
                  kept: Kept | None = None) -> None:
         self.tell, self.known_s, self.by_hand = tell, known_s, by_hand
         self.known: dict[Combination, Candidate] = {}
+        self.may_fit: Sequence[Candidate] = ()
         self.cluster, self.optimizer, self.limit = cluster, optimizer, limit_bytes
         kept = kept or Kept(graph, fixed.offload, fixed.on_host)
         self.reduced_model, self.split = kept.reduced_model, kept.split
@@ -172,12 +174,16 @@ class JointSearch:
                 tried.update(second)
         best_s = self.best_s
         tried |= self.known
-        may_fit = [c for c in tried.values() if self.bounds.may_fit(c)]
+        self.may_fit = may_fit = [c for c in tried.values() if self.bounds.may_fit(c)]
         bound_s = self._least_bound_s(may_fit, best_s, bounds_end)
         left = sum(c.key not in self.known and bool(self.step_bounds.estimate_s(c) < best_s) for c in may_fit)
         estimated = [c for c in self.known.values() if not c.is_bound]
         return Survey(tuple(sorted(estimated, key=lambda c: c.estimate_s)), len(tried) - left - len(estimated), left,
                       bound_s, min(map(self.bounds.least_bytes, tried.values()), default=math.inf))
+
+    def bounded(self, survey: Survey, deadline: float) -> Survey:
+        """The last survey with its bound as high as it can be made until ``deadline`` (of `clock`)."""
+        return replace(survey, bound_s=self._least_bound_s(self.may_fit, self.best_s, deadline))
 
     def _least_bound_s(self, candidates: Sequence[Candidate], best_s: float, deadline: float) -> float:
         """The least bound of all, each as high as it can be made until ``deadline``."""
@@ -209,7 +215,7 @@ class JointSearch:
         new = [c for c in candidates if c.key not in self.known and self.bounds.may_fit(c)]
 
         def tighten(candidate: Candidate) -> bool:
-            return bounded and self.step_bounds.tighten(candidate, best)
+            return bounded and self.step_bounds.tighten(candidate, best, fully=False)    # an estimate says more
 
         def odd(candidate: Candidate) -> float:
             return oddity(candidate, self.bounds.cluster.devices_per_host, self.bounds.batch)

@@ -113,6 +113,8 @@ def search_jointly(
         trials.search_on(started + time_limit_s)
         if trials.best is not None:
             trials.plan_others(started + time_limit_s)
+            search.known_s = min(search.known_s, trials.best_s)
+            survey = search.bounded(survey, started + time_limit_s)
     except KeyboardInterrupt:
         if trials.best is None:
             raise

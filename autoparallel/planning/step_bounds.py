@@ -1,26 +1,31 @@
 """Lower bounds of a step from the decision graph of a combination: what must be computed, sent, updated and recomputed.
 
-The graph is that of the reduced-depth model, without a memory limit, with all overlap that is possible: ops take the
-device alone, hidden communication takes what it slows compute by. Its optimum, by elimination, is below every plan.
+The graph is that of the reduced-depth model, with all overlap that is possible: ops take the device alone, hidden
+communication takes what it slows compute by. Its optimum, by elimination, is below every plan; so is that with a price
+on memory, less the price of the room (`memory_bounds`).
 """
 
 from __future__ import annotations
 
-import itertools
 import math
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import NamedTuple
 
 import numpy as np
 
 from autoparallel.errors import InfeasibleError
+from autoparallel.planning.bound_kinds import Kind, sends_on
 from autoparallel.planning.candidate_bounds import CandidateBounds
 from autoparallel.planning.candidates import Candidate
+from autoparallel.planning.memory_bounds import least_fitting_s
 from autoparallel.planning.reduced_model import ReducedModel
 from autoparallel.plans import Hybrid
 from autoparallel.pricing import ExecutionCounts, Prices, SpacePricer, equal_stages_s
 from autoparallel.pricing.prediction import fixed_s
 from autoparallel.pricing.step_cost import Exposed
+from autoparallel.schedule.step_config import RECOMPUTE
+from autoparallel.schedule.tiers import ON_DEVICE
 from autoparallel.search.high_width.bound_filter import bound_without_limit
 from autoparallel.search.low_width.bucket_elimination import Eliminator
 from autoparallel.search.low_width.solve import elimination_cells
@@ -29,27 +34,28 @@ from cost_models import Cluster
 
 #: Cells of an elimination beyond which messages bound the graph, which takes less time and is weaker.
 MOST_CELLS = 1e8
+#: A step with ZeRO-3 takes no less than its compute, nor than its communication of parameters; nor than a mean of both,
+#: in which the latter has this weight.
+SENT = 0.75
 
 
-class Kind(NamedTuple):
-    """What the decision graph of a combination depends on: other schedules, stages per rank and recompute share its
-    bound. ``per_use``: parameters are gathered for each use (ZeRO-3)."""
+class Work(NamedTuple):
+    """A lower bound of the seconds of all micro-batches of the whole model on one rank, by how much longer they take in
+    a pipeline that fills and drains: without that, and ``most`` times as long (by the ends of a concave function).
+    ``sent_s``: a bound for both that counts what the rank sends rather than what it computes."""
 
-    micro_batches: int
-    pipeline_ranks: int
-    mesh_shape: tuple[int, ...]
-    per_use: bool
-    copies: int
+    alone_s: float
+    longest_s: float
+    most: float
+    sent_s: float = 0.0
 
-    @classmethod
-    def of(cls, candidate: Candidate) -> Kind:
-        h = candidate.hybrid
-        return cls(h.micro_batches, h.pipeline_ranks, candidate.mesh_shape, h.zero_stage == 3, h.copies)
-
-    @property
-    def hybrid(self) -> Hybrid:
-        """The step configuration with the fewest executions; its pipeline is priced as one stage."""
-        return Hybrid(self.micro_batches, zero_stage=3 if self.per_use else 1, copies=self.copies)
+    def at(self, longer: float, even_s: float) -> float:
+        """Where they take ``longer`` times as long; ``even_s``: at least so much of them does."""
+        if self.alone_s == math.inf:
+            return math.inf
+        share = min(1.0, (longer - 1) / (self.most - 1)) if self.most > 1 else 0.0
+        between_s = (1 - share) * self.alone_s + share * self.longest_s
+        return max(between_s, self.alone_s + (longer - 1) * even_s, self.sent_s)
 
 
 class StepBounds:
@@ -65,28 +71,46 @@ class StepBounds:
                  micro_batches: Callable[[int], Sequence[int]]) -> None:
         self.reduced_model, self.cluster, self.even = reduced_model, cluster, even
         self.prices_of, self.micro_batches = prices_of, micro_batches
-        #: Seconds of all micro-batches of the whole model on one rank, by kind (a few hundred floats); and the same as
-        #: a bound of kinds with more micro-batches, too.
-        self._work_s: dict[Kind, float] = {}
-        self._more_s: dict[Kind, float] = {}
+        #: By kind, of which there are a few hundred; and the same as a bound of kinds with more micro-batches, too.
+        self._work: dict[Kind, Work] = {}
+        self._more: dict[Kind, Work] = {}
+        #: Seconds on one rank of plans that fit, by what `_of_memory` says.
+        self._fitting: dict[object, float] = {}
         #: By numbers of micro-batches, pipeline ranks and copies.
         self._divisors: dict[tuple[int, int, int], list[int]] = {}
 
-    def tighten(self, candidate: Candidate, best_s: float = FORBIDDEN) -> bool:
+    def tighten(self, candidate: Candidate, best_s: float = FORBIDDEN, fully: bool = True) -> bool:
         """Bound the combination's decision graph, or one that is no more, unless that is done; returns whether it is
-        new. Takes about 0.1 s.
+        new. Takes about 0.1 s. Not ``fully``: none that bounds this combination alone.
 
-        Without ZeRO-3 a step takes no longer, and with fewer micro-batches that divide these, none takes longer but for
-        what stays in the cache: where such a step is above ``best_s``, it is bounded without that too.
+        Its own graph comes last, and before it those that bound other ZeRO stages, too, of numbers of micro-batches
+        that divide its own: no step takes longer, but for what stays in the cache (the first such step is bounded
+        without that too, and any above ``best_s``). After the graphs memory has a price.
         """
         kind = Kind.of(candidate)
-        for per_use in sorted({False, kind.per_use}):
-            for count in self._fewer(kind):
-                one = kind._replace(micro_batches=count, per_use=per_use)
-                if one not in self._work_s:
-                    self._bound(one, best_s)
-                    return True
+        for one in [*map(kind.least, self._fewer(kind)), *([kind] if fully else [])]:
+            if one not in self._work:
+                self._bound(one, best_s)
+                return True
+        if not fully or not self._has_memory(candidate) or self._work[kind].alone_s == math.inf:
+            return False
+        for key in self._of_memory(candidate):
+            if key not in self._fitting:
+                self._fitting[key] = self._least_fitting_s(candidate, str(key[-1]), best_s)
+                return True
         return False
+
+    @staticmethod
+    def _of_memory(candidate: Candidate) -> list[tuple[object, ...]]:
+        """The bounds with priced memory that hold for a combination: of any recompute ("any"), and its own."""
+        h = candidate.hybrid
+        return [(Kind.of(candidate), h.schedule, h.stages, recompute) for recompute in ("any", h.recompute)]
+
+    def _has_memory(self, candidate: Candidate) -> bool:
+        """Whether memory is limited, and all that a combination keeps from forward to backward is on its devices."""
+        h = candidate.hybrid
+        return (self.even.limit_of(candidate) < math.inf and h.saved_on == "device" and not h.replicas
+                and h.offload == ON_DEVICE and not h.on_host)
 
     def _fewer(self, kind: Kind) -> list[int]:
         """Numbers of micro-batches that divide the kind's, and that itself, ascending."""
@@ -98,72 +122,138 @@ class StepBounds:
 
     def _bound(self, kind: Kind, best_s: float) -> None:
         try:
-            problem, prices = self._problem(kind, cached=False)
+            self._work[kind] = self._least_work(kind, cached=False)
         except InfeasibleError:    # the model computes across samples, as batch norm does
-            self._work_s[kind] = math.inf
+            self._work[kind] = Work(math.inf, math.inf, 1.0)
             return
-        self._work_s[kind] = _least_s(problem)
-        if prices.cluster.profile is None:
-            self._more_s[kind] = self._work_s[kind]
-        elif self._work_s[kind] / kind.pipeline_ranks >= best_s:
-            self._more_s[kind] = _least_s(self._problem(kind, cached=True)[0])
+        if kind.zero_stage:
+            return
+        if self.cluster.profile is None:
+            self._more[kind] = self._work[kind]
+        elif self._work[kind].alone_s / kind.pipeline_ranks >= best_s or kind.micro_batches == self._fewer(kind)[0]:
+            self._more[kind] = self._least_work(kind, cached=True)
 
     def step_s(self, candidate: Candidate) -> float:
         """Seconds that no plan of the combination is below, though it may recompute as few blocks as memory allows."""
-        work_s = self._known_work_s(candidate)
+        work_s = self._known_work_s(candidate, 1.0)
         if work_s == math.inf:
             return work_s
-        return self._step_s(candidate, work_s, self.even.forced_again_s(candidate, work_s))
+        return self._step_s(candidate, self.even.forced_again_s(candidate, work_s))
 
     def estimate_s(self, candidate: Candidate) -> float:
         """Seconds that no plan of the combination is below if all blocks are recomputed as it says (where it names
         blocks, as many as memory forces)."""
         if candidate.hybrid.recompute_blocks is not None:
             return self.step_s(candidate)
-        return self._step_s(candidate, self._known_work_s(candidate), self.even.again_s(candidate))
+        return self._step_s(candidate, self.even.again_s(candidate))
 
-    def _known_work_s(self, candidate: Candidate) -> float:
-        kind = Kind.of(candidate)
-        kinds = [kind._replace(per_use=per_use) for per_use in sorted({False, kind.per_use})]
-        known = [self._work_s.get(one, 0.0) for one in kinds]
-        known += [self._more_s.get(one._replace(micro_batches=count), 0.0)
-                  for one, count in itertools.product(kinds, self._fewer(kind))]
-        return max(self.even.work_s(candidate), *known)
+    def _known_work_s(self, candidate: Candidate, longer: float) -> float:
+        """Seconds on one rank of a pipeline in which all micro-batches take ``longer`` times as long."""
+        kind, even_s = Kind.of(candidate), self.even.work_s(candidate)
+        known = [self._work.get(one) for one in (kind, kind.least(kind.micro_batches))]
+        known += [self._more.get(kind.least(count)) for count in self._fewer(kind)]
+        return max([longer * even_s, *(work.at(longer, even_s) for work in known if work is not None)])
 
-    def _step_s(self, candidate: Candidate, work_s: float, again_s: float) -> float:
+    def _step_s(self, candidate: Candidate, again_s: float) -> float:
         """Seconds of a step: the longer of computing (the work of a rank, or its launches if they take longer, the
         bubble of an even pipeline, and what the optimizer takes longer on the host than on the devices) and of fetching
         parameters before the host's step; and what no op takes."""
-        h, even_s = candidate.hybrid, self.even.work_s(candidate)
-        once_s = (work_s - even_s) / h.pipeline_ranks
+        h = candidate.hybrid
+        longer = h.pipeline_ranks * equal_stages_s(h, 1.0)
         update = self.even.host_update(h)
         launched_s = equal_stages_s(h, h.micro_batches * self.even.launches_s)
-        computing_s = max(equal_stages_s(h, even_s + again_s) + once_s, launched_s) + update.more_s
+        fitting_s = max(self._fitting.get(key, 0.0) for key in self._of_memory(candidate)) if self._fitting else 0.0
+        worked_s = max(self._known_work_s(candidate, longer) + longer * again_s, fitting_s)
+        computing_s = max(worked_s / h.pipeline_ranks, launched_s) + update.more_s
         return fixed_s(self.cluster, h) + max(computing_s, self.even.fetch_s(h) + update.whole_s)
 
-    def _problem(self, kind: Kind, cached: bool) -> tuple[Problem, Prices]:
+    def _least_work(self, kind: Kind, cached: bool) -> Work:
         prices = self.prices_of(kind.micro_batches, kind.pipeline_ranks, kind.mesh_shape, cached)
         inside, stands_for = self.reduced_model.inside(prices.space), self.reduced_model.counts(prices.space)
         counts = ExecutionCounts(prices.space, kind.hybrid, multiplicities=stands_for)
-        pricer = SpacePricer(prices, counts=counts, exposed=self._least_exposed(kind, prices))
-        return with_free_ends(pricer.without_memory(), stands_for, inside), prices
+        pricer = SpacePricer(prices, counts=counts, exposed=kind.least_exposed(prices))
+        found = _least_work(with_free_ends(pricer.without_memory(), stands_for, inside), counts.of_parameter, kind)
+        if kind.zero_stage < 3 or found.alone_s == math.inf:
+            return found
+        sent = pricer.exposing(kind.least_exposed(prices, SENT / (1 - SENT)))
+        problem = with_free_ends(sent.without_memory(), stands_for, inside)
+        return found._replace(sent_s=(1 - SENT) * _least_s(problem, Eliminator.of(problem)))
 
-    def _least_exposed(self, kind: Kind, prices: Prices) -> Exposed:
-        """The shares of communication that count even where all of it overlaps with compute: by what it slows compute.
-        Of n streams that overlap at a time, an n-th counts."""
-        profile = self.cluster.profile
-        share = (prices.device.overlap_slowdown - 1) / len(kind.mesh_shape)
-        hidden = 1.0 if profile is None else profile.hide_data
-        left = 1 - hidden * (1 - share)
-        if profile is None or profile.overlaps_activations:
-            return Exposed(left, left, share)
-        of_activations = 1 - profile.hide_tensor    # the software hides a share of its own
-        return Exposed(left, left, left * of_activations if kind.copies > 1 else of_activations)
+    def _least_fitting_s(self, candidate: Candidate, recompute: str, best_s: float) -> float:
+        """The seconds on one rank, as long as they are in its pipeline, of those of a combination's plans that fit and
+        are faster than ``best_s``, each of whose blocks recomputes nothing or so (or as it likes, "any")."""
+        h, kind = candidate.hybrid, Kind.of(candidate)
+        prices = self.prices_of(h.micro_batches, h.pipeline_ranks, candidate.mesh_shape, False)
+        space, longer = prices.space, h.pipeline_ranks * equal_stages_s(h, 1.0)
+        several = [count > 1 for count in self.reduced_model.counts(space)]
+        held, exposed = self._least_held(candidate, prices, best_s), kind.least_exposed(prices)
+        ways = [self._way(prices, replace(kind.hybrid, recompute=one), held, exposed, longer - 1)
+                for one in RECOMPUTE[:-1] if one in ("none", recompute) or recompute == "any"]
+        several += [True] * (len(ways[0].nodes) - len(several))    # copies, which are read by one block
+        found = least_fitting_s(ways, several, len(space), h.pipeline_ranks * self.even.limit_of(candidate))
+        return min(found, best_s * h.pipeline_ranks)
+
+    def _way(self, prices: Prices, hybrid: Hybrid, held: Sequence[float], exposed: Exposed, more: float) -> Problem:
+        inside, stands_for = self.reduced_model.inside(prices.space), self.reduced_model.counts(prices.space)
+        counts = ExecutionCounts(prices.space, hybrid, multiplicities=stands_for, held=held,
+                                 recomputing=prices.recomputing)
+        pricer = SpacePricer(prices, counts=counts, exposed=exposed)
+        return _longer(with_free_ends(pricer.of_uses(), stands_for, inside), counts.of_parameter, more)
+
+    def _least_held(self, candidate: Candidate, prices: Prices, best_s: float) -> list[float]:
+        """By decision, the least number of its values that all ranks hold together between forward and backward (of one
+        micro-batch at a time, without a pipeline).
+
+        In a pipeline what blocks send to others does not count. A rank of a plan that is faster than ``best_s`` has no
+        more blocks than it computes in that time, so that not all of them are where the fewest micro-batches are in
+        flight.
+        """
+        space, h, ranks = prices.space, candidate.hybrid, candidate.hybrid.pipeline_ranks
+        counts = self.reduced_model.counts(space)
+        if ranks == 1:
+            return list(map(float, counts))
+        in_flight = np.sort(self.even.least_in_flight(h))
+        blocks_s = h.micro_batches * _repeated_block_s(prices, counts)
+        most = best_s / blocks_s if blocks_s else math.inf
+        shares = np.diff(np.minimum(most * np.arange(ranks + 1), 1.0)) if most < 1 else np.eye(ranks)[0]
+        of_blocks, fewest = float(shares @ in_flight), float(in_flight[0])
+        return [float(count) if decision.kind in ("parameter", "buffer", "input") else
+                0.0 if sends_on(space, decision.index) else count * (of_blocks if count > 1 else fewest)
+                for decision, count in zip(space.decisions, counts, strict=True)]
 
 
-def _least_s(problem: Problem) -> float:
-    """The optimum of a problem without a memory limit, or a bound of it where that takes long."""
+def _repeated_block_s(prices: Prices, counts: Sequence[int]) -> float:
+    """A lower bound of one micro-batch's seconds in blocks for which one of the reduced-depth model stands (of several
+    such, the fewest; infinite without any)."""
+    found = dict[str, float]()
+    for decision, count in zip(prices.space.decisions, counts, strict=True):
+        if decision.kind == "op" and count > 1 and (block := prices.space.blocks[decision.index]):
+            price = prices.op_of(decision.index)
+            found[block] = found.get(block, 0.0) + count * float((price.forward_s + price.backward_s).min())
+    return min(found.values(), default=math.inf)
+
+
+def _least_work(problem: Problem, of_parameter: Sequence[bool], kind: Kind) -> Work:
+    """The optima of a problem without a memory limit: as it is, and where the kind's micro-batches take longest."""
     eliminator = Eliminator.of(problem)
+    alone_s = _least_s(problem, eliminator)
+    if not kind.filling or alone_s == math.inf:
+        return Work(alone_s, alone_s, 1.0)
+    longest_s = _least_s(_longer(problem, of_parameter, kind.filling), eliminator)
+    return Work(alone_s, longest_s, 1 + kind.filling)
+
+
+def _longer(problem: Problem, of_parameter: Sequence[bool], more: float) -> Problem:
+    """A problem, without a limit, in which what each micro-batch does takes ``more`` times as many seconds in addition.
+    ``of_parameter``: by node, whether it is of parameters, whose seconds (of communication and updates) count once."""
+    once = np.zeros(len(problem.nodes), bool)
+    once[: len(of_parameter)] = of_parameter
+    each = ~np.concatenate([once, once[problem.ends[:, 0]]])
+    return problem.with_costs(problem.costs.priced(problem.costs, more * each), FORBIDDEN)
+
+
+def _least_s(problem: Problem, eliminator: Eliminator) -> float:
+    """The optimum of a problem without a memory limit, or a bound of it where that takes long."""
     if elimination_cells(eliminator, problem) <= MOST_CELLS:
         return eliminator.solve(problem.costs)[0]
     return bound_without_limit(problem)
@@ -195,4 +285,4 @@ def with_free_ends(problem: Problem, multiplicities: Sequence[int], inside: Sequ
                    problem.limit, problem.name)
 
 
-__all__ = ["Kind", "StepBounds", "with_free_ends"]
+__all__ = ["StepBounds", "with_free_ends"]

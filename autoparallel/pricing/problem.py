@@ -125,6 +125,11 @@ class SpacePricer:
         builder = _Builder(self, self._choices)
         return Problem(builder.nodes(), builder.seconds_only(), name=self.where)
 
+    def of_uses(self) -> Problem:
+        """`full`, with no edges but those of uses: without buffers, and what is gathered for a while."""
+        builder = _Builder(self, self._choices)
+        return Problem(builder.nodes(), builder.edges(), self.limit_bytes, self.where)
+
     def exposing(self, share: Exposed) -> SpacePricer:
         """A copy with another ``exposed``."""
         other = copy(self)
@@ -235,13 +240,13 @@ class _Builder:
         """An edge per use, memoised by equivalence class and choices of its ends."""
         clock.did("decisions read", len(self.space.uses))
         (sources, targets), (intervals, copies), uses = self.kinds.use_ends, self.live.copy_intervals, self.space.uses
-        kinds = paired(paired(self.kinds.uses, self.picks[sources]), self.picks[targets])
+        kinds = self._use_kinds()
         first, which = firsts(paired(kinds, np.unique(copies, return_inverse=True)[1]))
 
         def model(at: int) -> Edge:
             key = (int(self.kinds.uses[at]), int(self.picks[sources[at]]), int(self.picks[targets[at]]),
                    float(copies[at]))
-            exposed = self.costs.exposed if self.kinds.parameter_uses[at] else self.costs.exposed.activations
+            exposed = self.costs.exposed.of(uses[at], bool(self.kinds.parameter_uses[at]))
             return self.memo.once(("edge", *key, exposed), lambda: self._edge(uses[at], float(copies[at])))
 
         made = Repeats([model(at) for at in first], which, source=sources.tolist(), target=targets.tolist(),
@@ -253,11 +258,20 @@ class _Builder:
             self.chosen[use.source][:, None], self.chosen[use.target]] for use in uses]
         return Repeats([unchecked(edge, costs=edge.costs + more) for edge, more in zip(made, penalties, strict=True)])
 
+    def _use_kinds(self) -> np.ndarray:
+        """A number per use: equal numbers mean equal edges, but for their memory."""
+        sources, targets = self.kinds.use_ends
+        found = paired(paired(self.kinds.uses, self.picks[sources]), self.picks[targets])
+        if not self.costs.exposed.by_use:
+            return found
+        ways = [self.costs.exposed.of(use, self.counts.of_parameter[use.source]) for use in self.space.uses]
+        return paired(found, np.unique(np.array(ways), axis=0, return_inverse=True)[1].reshape(-1))
+
     def seconds_only(self) -> Repeats[Edge]:
         """The same without memory."""
         (sources, targets), uses = self.kinds.use_ends, self.space.uses
         clock.did("decisions read", len(uses))
-        first, which = firsts(paired(paired(self.kinds.uses, self.picks[sources]), self.picks[targets]))
+        first, which = firsts(self._use_kinds())
         return Repeats([self._edge(uses[at]) for at in first], which, source=sources.tolist(), target=targets.tolist())
 
     def _edge(self, use: TensorUse, copies: float | None = None) -> Edge:

@@ -3,7 +3,7 @@ simulation schedules."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -44,11 +44,19 @@ class StepCost(NamedTuple):
 
 class Exposed(NamedTuple):
     """Fractions of the seconds of communication that count: of parameter gathers, gradient reductions and activations
-    (1: none of it overlaps with compute)."""
+    (1: none of it overlaps with compute). ``by_use``: those of activations (forward, backward) by use (target,
+    position), where they differ."""
 
     gathers: float = 1.0
     reductions: float = 1.0
     activations: float = 1.0
+    by_use: Mapping[tuple[int, int], tuple[float, float]] | None = None
+
+    def of(self, use: TensorUse, of_parameter: bool) -> tuple[float, float]:
+        """Those of a use in forward and in backward."""
+        if of_parameter:
+            return self.gathers, self.reductions
+        return (self.by_use or {}).get((use.target, use.position), (self.activations, self.activations))
 
 
 ALL_EXPOSED = Exposed()
@@ -200,9 +208,8 @@ class StepCosts:
 
     def use_s(self, use: TensorUse, rows: np.ndarray, columns: np.ndarray) -> np.ndarray:
         """Seconds of a use per step, by (row choice, column choice)."""
-        (forward, again, backward), (there, back, activations) = self.counts.use_times(use), self.exposed
-        if not self.counts.of_parameter[use.source]:
-            there = back = activations
+        forward, again, backward = self.counts.use_times(use)
+        there, back = self.exposed.of(use, self.counts.of_parameter[use.source])
         counted, once = (there * (forward + again), back * backward), (there * forward, back * backward)
         sums, summing, moves = self.counts.sums(use), self.counts.summing(use), self.counts.offloads_copy(use)
         skips = self.counts.skips(use)

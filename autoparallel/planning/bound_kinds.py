@@ -1,0 +1,125 @@
+"""What the decision graph of a combination depends on, and the least that communication counts there."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import NamedTuple
+
+import torch
+
+from autoparallel.planning.candidates import Candidate
+from autoparallel.plans import Hybrid
+from autoparallel.pricing import Prices
+from autoparallel.pricing.step_cost import Exposed
+from autoparallel.schedule.activation_windows import PRODUCTS
+from autoparallel.schedule.pieces import TRIED
+from autoparallel.strategies.space import StrategySpace, TensorUse
+
+#: Fractions of a redistribution's seconds that count, in forward and in backward.
+Ways = tuple[float, float]
+#: None of it overlaps.
+WHOLE: Ways = 1.0, 1.0
+
+
+class Kind(NamedTuple):
+    """What the decision graph of a combination depends on: other schedules, stages per rank and recompute share its
+    bound. ``zero_stage``: 1 also for 0; 0: a bound for all of them, with the fewest executions and all overlap.
+    ``puts_off``: backward computes the gradients of weights last (zero bubble). ``pieces``: the most in which linear
+    layers run."""
+
+    micro_batches: int
+    pipeline_ranks: int
+    mesh_shape: tuple[int, ...]
+    zero_stage: int
+    copies: int
+    puts_off: bool
+    pieces: int
+
+    @classmethod
+    def of(cls, candidate: Candidate) -> Kind:
+        h = candidate.hybrid
+        return cls(h.micro_batches, h.pipeline_ranks, candidate.mesh_shape, max(1, h.zero_stage), h.copies,
+                   h.puts_off_weights, max(h.pieces, *TRIED))
+
+    def least(self, micro_batches: int) -> Kind:
+        """Of so many micro-batches, the kind that is a bound of all ZeRO stages, in one part of backward or two."""
+        return self._replace(micro_batches=micro_batches, zero_stage=0, puts_off=False)
+
+    @property
+    def hybrid(self) -> Hybrid:
+        """The step configuration with the fewest executions; its pipeline is priced as one stage."""
+        return Hybrid(self.micro_batches, zero_stage=max(1, self.zero_stage), copies=self.copies)
+
+    @property
+    def filling(self) -> float:
+        """The longest bubble of its schedules, of equal stages, as a share of all micro-batches on a rank (of the bound
+        of all ZeRO stages, which takes less time, none)."""
+        return (self.pipeline_ranks - 1) / self.micro_batches if self.zero_stage else 0.0
+
+    def least_exposed(self, prices: Prices, sent: float = 0.0) -> Exposed:
+        """The fractions of communication that count even where all of it overlaps that may: what it slows compute by,
+        while at most one collective runs on each stream. What runs before all micro-batches (gathers of ZeRO-0 and 1)
+        or after them (zero bubble) overlaps with its own copies and with other streams at most. ``sent``: so many times
+        the seconds that communication of parameters takes at least, with all streams busy, count as well."""
+        profile = prices.cluster.profile
+        streams = max(1, len({group.crossed[-1][1].name for group in prices.groups if group.crossed}))
+        share = (prices.device.overlap_slowdown - 1) / streams
+        left = 1 - (1.0 if profile is None else profile.hide_data) * (1 - share)
+        plain = self.micro_batches == self.pipeline_ranks == 1
+        early = not self.puts_off and (plain or self.zero_stage != 1)
+        busy = 1 / (streams + 1)
+        gathers, reductions = (left if overlaps else max(left, busy) for overlaps in (early, not self.puts_off))
+        exposed = Exposed(gathers + sent * busy, reductions + sent * busy)
+        if profile is not None and not profile.overlaps_activations:    # the software hides a share of its own
+            of_activations = 1 - profile.hide_tensor
+            return exposed._replace(activations=left * of_activations if self.copies > 1 else of_activations)
+        if self.puts_off:
+            return exposed
+        by_use = _of_activations(prices.space, share, self.pieces) if self.copies == 1 else None
+        return exposed._replace(activations=share, by_use=by_use)
+
+
+def _of_activations(space: StrategySpace, share: float, pieces: int) -> Mapping[tuple[int, int], Ways]:
+    """By use (target, position) of an activation, the fractions that count where it overlaps as far as windows of
+    activations and layers in ``pieces`` allow (`schedule.activation_windows`, `schedule.pieces`): beside products
+    between a value and its reader all; beside a layer's own products all but a piece, or in backward all of what
+    travels beside the gradients of its weights. Else nothing."""
+    products = [decision.index for decision, s in zip(space.decisions, space.strategy_sets, strict=True)
+                if s.rule is not None and s.rule.op_class in PRODUCTS]
+    layers = {decision.index for decision in space.decisions if decision.kind == "op"
+              and space.graph.nodes[decision.node].target is torch.ops.aten.linear.default}
+
+    def ways(use: TensorUse) -> Ways:
+        readers = _reading(space, use.target)
+        source, reader = _made_by(space, use.source), min(readers, default=use.target)
+        if any(source < product < reader for product in products if space.blocks[product] == space.blocks[reader]):
+            return share, share
+        of_piece = max(share, 1 / pieces)
+        if layers.intersection(readers):
+            return of_piece, share
+        return (of_piece, of_piece) if source in layers else WHOLE
+
+    return {(use.target, use.position): ways(use) for use in space.uses}
+
+
+def _reading(space: StrategySpace, target: int) -> list[int]:
+    """The ops that read the result of a redistribution before ``target``: it, or the readers of a shared read."""
+    if space.decisions[target].kind != "shared_read":
+        return [target]
+    return [reader for one in space.readers_of.get(target, ()) for reader in _reading(space, one)]
+
+
+def sends_on(space: StrategySpace, index: int) -> bool:
+    """Whether a decision's value is read in another block than its own, or outside of blocks."""
+    return any(space.blocks[reader] != space.blocks[index] for one in space.readers_of.get(index, ())
+               for reader in _reading(space, one))
+
+
+def _made_by(space: StrategySpace, source: int) -> int:
+    """The decision that makes a value, also through shared reads."""
+    while space.decisions[source].kind == "shared_read":
+        source = space.uses_by[source][0].source
+    return source
+
+
+__all__ = ["Kind", "sends_on"]
