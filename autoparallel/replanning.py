@@ -234,7 +234,7 @@ def near(plan: Plan, devices: int) -> Iterator[tuple[str, int, ByHand | str]]:
     except PlanError as error:
         yield "by hand", devices, str(error)
         return
-    hand, batch = degrees.hand, degrees.batch
+    hand, batch = replace(degrees.hand, saved_on=plan.hybrid.saved_on), degrees.batch
     for name, pp, tp in (("same degrees", hand.pp, hand.tp), ("half the pipeline", hand.pp // 2, hand.tp),
                          ("twice the pipeline", 2 * hand.pp, hand.tp), ("half the tensor ranks", hand.pp, hand.tp // 2),
                          ("twice the tensor ranks", hand.pp, 2 * hand.tp)):

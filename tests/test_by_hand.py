@@ -149,6 +149,7 @@ def test_as_few_blocks_as_memory_requires_are_recomputed() -> None:
     (4, "by_hand is 4: give text such as"),
     ("dp=4,schedule=gpipe", "schedule=gpipe is of a pipeline"),
     ("dp=4,ep=2", "no parameter of the model is known to have a dim of experts"),
+    ("dp=4,recompute=offload,saved_on=device", "recompute offload, which keeps nothing there: give host or disk"),
 ])
 def test_impossible_plans_are_refused_with_the_rule(by_hand: Any, said: str) -> None:
     with pytest.raises(PlanError, match=said):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import itertools
 import math
 import time
@@ -345,6 +346,25 @@ def test_a_search_begins_with_a_plan_that_recomputes_some_blocks() -> None:
         found = plan_jointly(Splits(reported.graph()), Cluster.load("h100-sxm", num_devices=4), None, options, [start])
     assert found.prediction.step_s <= start.prediction.step_s
     assert found.evidence.step_bound_s is not None and found.evidence.step_bound_s <= found.prediction.step_s
+
+
+class Deep(torch.nn.Module):
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.layers = torch.nn.ModuleList(torch.nn.Linear(width, width) for _ in range(4))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return functools.reduce(lambda value, layer: layer(value).relu().sin(), self.layers, x).square().mean()
+
+
+@pytest.mark.parametrize("saved_on", ["host", "disk"])
+def test_saved_tensors_are_where_the_options_say(saved_on: str) -> None:
+    """Also where a usual plan by hand, which saves on the device, is faster."""
+    with torch.device("meta"):
+        model, call = Deep(512), (torch.empty(8192, 512),)
+    found = autoparallel.plan(model, Cluster.load("h100-sxm", num_devices=2), example_inputs=call, joint=True,
+                              recompute="selective", saved_on=saved_on)
+    assert found.hybrid.saved_on == saved_on
 
 
 def test_promising_candidates_are_estimated_first() -> None:

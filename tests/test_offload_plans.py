@@ -280,6 +280,8 @@ def test_limits_of_a_plan() -> None:
         planned(offload="host", host_memory_limit_bytes=10)
     with pytest.raises(InfeasibleError, match="disk_limit_bytes is 10"):
         planned(offload="disk", disk_limit_bytes=10)
+    with pytest.raises(InfeasibleError, match="disk_limit_bytes is 10: take more devices or more micro-batches"):
+        planned(recompute="selective", saved_on="disk", disk_limit_bytes=10)
     unknown = replace(PLAIN, host=replace(PLAIN.host, disk_read_bytes_per_s=0.0))
     with pytest.raises(ClusterError, match="add disk_read_bytes_per_s to"):
         planned(unknown, offload="disk")

@@ -201,6 +201,8 @@ def test_plans_near_the_old_one_keep_the_batch_and_say_where_it_does_not_divide(
     assert fewer["same degrees, in micro-batches"] == "dp=8,micro_batch=3"
     found = list(near(planned("dp=4,tp=4"), 15))
     assert found[0][1:] == (15, "4 x 3 ranks are not 15 devices") and found[1][1] == 12
+    saved = next(near(planned("dp=16,recompute=selective,saved_on=disk"), 16))[2]
+    assert str(saved) == "dp=16,micro_batch=3,recompute=selective,saved_on=disk"
 
 
 def test_a_spare_takes_the_place_of_the_lost() -> None:

@@ -123,6 +123,33 @@ def test_errors_of_the_disk_come_where_they_are_read(tmp_path: Path, monkeypatch
         _ = run(modules, x, weight), run(modules, x, weight)
 
 
+@pytest.mark.parametrize("move", ["pwrite", "preadv"])
+def test_a_step_whose_disk_failed_says_so_and_the_next_one_is_right(
+    move: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Also while somebody holds what the failed forward has made, as a traceback does."""
+    x, weight = inputs()
+    file, modules, held = SavedFile(tmp_path), blocks(on_disk=True), []
+
+    def failing(*_: Any) -> int:
+        raise OSError(errno.EIO, "Input/output error")
+
+    def step() -> tuple[torch.Tensor, ...]:
+        made = x
+        with use_file(file):
+            for module in modules:
+                (made,) = module(made, weight)
+                held.append(made)
+        return torch.autograd.grad(made.square().sum(), (x, weight))
+
+    with monkeypatch.context() as now:
+        now.setattr(os, move, failing)
+        with pytest.raises(InputError, match=r"a saved tensor was not (written|read) whole \(Input/output error\)"):
+            step()
+    wanted = torch.autograd.grad(run([Block(1 + 0.1 * n) for n in range(BLOCKS)], x, weight), (x, weight))
+    assert all(torch.equal(a, b) for a, b in zip(step(), wanted, strict=True))
+
+
 def test_conjugated_and_negated_tensors_are_so_in_backward() -> None:
     """As torch has them: by a bit of the tensor, which its storage does not have."""
     def body(x: torch.Tensor, weight: torch.Tensor) -> tuple[torch.Tensor]:

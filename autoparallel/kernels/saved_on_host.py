@@ -31,7 +31,7 @@ class SavedInOrder:
 
     def __init__(self, ahead: bool, on_disk: bool = False) -> None:
         self.ahead, self.on_disk, self._blocks = ahead, on_disk, 0
-        self._last: Callable[[], _Saved | None] = lambda: None    # the block that has ended last
+        self._last: Callable[[], _Saved | None] = _none    # the block that has ended last
 
     def __deepcopy__(self, memo: dict[int, Any]) -> SavedInOrder:
         return SavedInOrder(self.ahead, self.on_disk)
@@ -45,7 +45,7 @@ class SavedInOrder:
     def run(self, body: nn.Module, values: Sequence[torch.Tensor], is_first: bool) -> Any:
         """Run a block, and copy the tensors that it saves away. ``values``: its inputs, which stay on the device, since
         others hold them; ``is_first``: whether it is the first block of this forward."""
-        last = self._last()
+        last, self._last = self._last(), _none    # nothing of a forward that fails here is awaited in the next
         saved = _Saved(last if self.ahead and not is_first else None, self.ahead, values)
         if isinstance(body, Recomputed):
             made = body.saving(values, saved.pack, _unpack)
@@ -167,6 +167,10 @@ class _Saved:
     def _back(self, numbers: Sequence[int]) -> Copies | FromDisk:
         assert self._copies is not None
         return self._copies.back([self._away[number] for number in numbers])
+
+
+def _none() -> None:
+    return None
 
 
 def _to_host(sources: Sequence[torch.Tensor]) -> Copies:

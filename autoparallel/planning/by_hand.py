@@ -138,6 +138,9 @@ class ByHand:
         known = [field.name for field in fields(ByHand)]
         if unknown := sorted(set(map(str, values)) - set(known)):
             raise PlanError(f"by_hand: unknown key {unknown[0]!r}; there are {', '.join(known)}")
+        if (values.get("recompute"), values.get("saved_on")) == ("offload", "device"):
+            raise PlanError("by_hand: saved_on is 'device' and recompute offload, which keeps nothing there: give host "
+                            "or disk, or leave saved_on out")
         return ByHand(**values)
 
     def on(self, num_devices: int) -> ByHand:

@@ -401,8 +401,9 @@ def _check_tiers(prediction: Prediction, cluster: Cluster, hybrid: Hybrid, optio
         raise InfeasibleError(f"{what} needs {prediction.host_bytes:.3g} bytes of the host's memory for each device, "
                               f"and {given} {host:.3g}: take {instead}")
     if prediction.disk_bytes > disk:
+        less = "more micro-batches or recompute='full'" if hybrid.saved_on == "disk" else "zero_stage=1 or more"
         raise InfeasibleError(f"{what} needs {prediction.disk_bytes:.3g} bytes of disk for each device, and "
-                              f"disk_limit_bytes is {disk:.3g}: take more devices or zero_stage=1 or more")
+                              f"disk_limit_bytes is {disk:.3g}: take more devices or {less}")
 
 
 def _away(hybrid: Hybrid) -> tuple[str, str]:

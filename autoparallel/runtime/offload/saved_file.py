@@ -8,7 +8,7 @@ import os
 import threading
 import weakref
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import IO, Any
 
@@ -74,23 +74,30 @@ class Room:
         torch.frombuffer(memory, dtype=torch.uint8, count=self._size).copy_(value)
         view = memoryview(memory)
         self._sum = sum_of(view)
-        for at, part in requests(view):
-            if os.pwrite(self._file.fileno(), part, self._begin + at) != len(part):
-                raise InputError("a saved tensor was not written whole: the disk has failed\n  Load the last "
-                                 "checkpoint.")
+        self._move(view, lambda part, at: os.pwrite(self._file.fileno(), part, at), "was not written whole")
 
     def read(self) -> Tensor:
         """The tensor, in new memory of the host. Raises InputError where it is not what was written."""
         memory = mmap.mmap(-1, self._whole)
         view = memoryview(memory)
-        for at, part in requests(view):
-            if os.preadv(self._file.fileno(), [part], self._begin + at) != len(part):
-                raise InputError("the file of saved tensors ended early: its disk has failed\n  Load the last "
-                                 "checkpoint.")
+        self._move(view, lambda part, at: os.preadv(self._file.fileno(), [part], at), "was not read whole")
         if sum_of(view) != self._sum:
-            raise InputError("a saved tensor was read from disk otherwise than it was written: the disk has failed\n  "
-                             "Load the last checkpoint.")
+            raise _failed("was read from disk otherwise than it was written")
         return torch.frombuffer(memory, dtype=torch.uint8, count=self._size)
+
+    def _move(self, view: memoryview, move: Callable[[memoryview, int], int], wrong: str) -> None:
+        """``move`` each part of the tensor, to or from its place in the file. Raises InputError where that fails."""
+        for at, part in requests(view):
+            try:
+                moved = move(part, self._begin + at)
+            except OSError as error:
+                raise _failed(f"{wrong} ({error.strerror})") from error
+            if moved != len(part):
+                raise _failed(wrong)
+
+
+def _failed(how: str) -> InputError:
+    return InputError(f"a saved tensor {how}: the disk has failed\n  Load the last checkpoint.")
 
 
 __all__ = ["SavedFile"]
