@@ -80,10 +80,10 @@ def _gathered(x: torch.Tensor, y: torch.Tensor) -> tuple[torch.Tensor, ...]:
 
 
 def _summed(x: torch.Tensor, y: torch.Tensor) -> tuple[torch.Tensor, ...]:
-    """Sums of a product, of one that is a result too, and of what is no product."""
+    """Sums of three numbers, a product, one that is a result too, and what is no product."""
     product, other = torch.mm(x, y), torch.mm(y, y)
-    sums = [finish() for finish in [collectives.begin_all_reduce(part, AXIS) for part in (product, other, x.sum(0))]]
-    return *sums, other * 2
+    parts = x[:, :3].sum(0), product, other, x.sum(0)
+    return *(finish() for finish in [collectives.begin_all_reduce(part, AXIS) for part in parts]), other * 2
 
 
 def _compiled(monkeypatch: pytest.MonkeyPatch, function: Callable[..., tuple[torch.Tensor, ...]] = _gathered
@@ -110,7 +110,7 @@ def _compiled(monkeypatch: pytest.MonkeyPatch, function: Callable[..., tuple[tor
     inputs = [torch.zeros(64, 64), torch.zeros(64, 64)]
     graph = Graph()
     made = graph.call_function(function, (graph.placeholder("x"), graph.placeholder("y")))
-    results = 2 if function is _gathered else 4
+    results = 2 if function is _gathered else 5
     graph.output(tuple(graph.call_function(collectives.item, (made, n)) for n in range(results)))
     program = GraphModule({}, graph)
     with torch.no_grad(), fresh_cache():
@@ -143,7 +143,8 @@ def test_code_that_would_take_it_is_refused(monkeypatch: pytest.MonkeyPatch) -> 
 
 @pytest.mark.ranks
 def test_gradients_are_made_and_summed_in_their_bucket(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Not what is read elsewhere too, of which the bucket has a copy."""
+    """Not what is read elsewhere too, of which the bucket has a copy. The three numbers come last, so that products
+    begin where kernels are fast."""
     from autoparallel.backends import aot
 
     written = list[str]()
@@ -151,8 +152,9 @@ def test_gradients_are_made_and_summed_in_their_bucket(monkeypatch: pytest.Monke
     _compiled(monkeypatch, _summed)
     (code,) = written
     (bucket,) = re.findall(r"all_reduce_\.default\((buf\d+)", code)
-    assert f"{bucket} = empty_strided_cpu(({2 * 64 * 64 + 64}, )" in code
+    assert f"{bucket} = empty_strided_cpu(({2 * 64 * 64 + 64 + 3}, )" in code
     places = dict(re.findall(rf"(buf\d+) = reinterpret_tensor\({bucket}, .*, (\d+)\)  # alias", code))
     outs = re.findall(r"extern_kernels\.mm\(.*, out=(?:reinterpret_tensor\()?(buf\d+)", code)
     assert sorted(out in (*places, bucket) for out in outs) == [False, True]
+    assert f"{bucket}, (3, ), (1, ), {2 * 64 * 64 + 64})" in code, "the three numbers, also of the result"
     assert code.count("empty_strided_cpu(") == 3, "the bucket, the product that is read twice, and its double"

@@ -29,6 +29,8 @@ from autoparallel.backends.traced import (
 from autoparallel.schedule.async_windows import FIRST_BUCKET_BYTES
 
 Bucket = list[FxNode]
+#: Elements of which parts of a bucket that products write begin at a multiple.
+ALIGNED = 64
 
 
 def in_buckets(nodes: Sequence[FxNode], most: float, first: float) -> Iterator[Bucket]:
@@ -93,10 +95,16 @@ def bucket_reductions(graph: Graph, most: float) -> None:
 
 
 def _all_reduce(graph: Graph, bucket: Bucket) -> None:
-    with graph.inserting_before(bucket[-1]):
+    last, bucket = bucket[-1], sorted(bucket, key=_is_odd)
+    with graph.inserting_before(last):
         parts: list[Any] = [node.args[0] for node in bucket]
         start = call(graph, REDUCE, call(graph, own.bucket.default, parts), *bucket[0].args[1:])
         _cut(graph, bucket, call(graph, WAIT, start), [part.meta["val"].numel() for part in parts])
+
+
+def _is_odd(node: FxNode) -> bool:
+    """Whether what lies behind a part of a bucket would begin at an address that slows kernels down."""
+    return node.args[0].meta["val"].numel() % ALIGNED != 0  # type: ignore[union-attr]
 
 
 def _reduce_scatter(graph: Graph, bucket: Bucket) -> None:
@@ -110,9 +118,12 @@ def _reduce_scatter(graph: Graph, bucket: Bucket) -> None:
 
 def _cut(graph: Graph, bucket: Bucket, summed: FxNode, lengths: Sequence[int]) -> None:
     ends = list(accumulate(lengths))
+    made = []
     for node, begin, end in zip(bucket, [0, *ends], ends, strict=False):
         part = call(graph, aten.slice.Tensor, summed, 0, begin, end)
-        _replace(graph, node, call(graph, aten.view.default, part, list(node.meta["val"].shape)))
+        made.append(call(graph, aten.view.default, part, list(node.meta["val"].shape)))
+    for node, view in zip(bucket, made, strict=True):    # they were put before one of the nodes, which go now
+        _replace(graph, node, view)
 
 
 def _replace(graph: Graph, start: FxNode, made: FxNode) -> None:
