@@ -244,7 +244,8 @@ def refusals(folder: Path) -> dict[str, str]:
 def test_what_cannot_be_is_refused_before_training(ranks: Any, tmp_path: Path) -> None:
     expected = {
         "file": "is a file: give an existing folder", "absent": "is not there: give an existing folder",
-        "no path": "disk_path is not given", "in vain": "they stay on the host", "fraction": "above 0, at most 1",
+        "no path": "disk_path is not given", "in vain": "optimizer states stay on the host",
+        "fraction": "above 0, at most 1",
         "alone": "is of offload='host' or 'disk'", "negative": "host_memory_limit_bytes is -1",
         "tier": "unknown offload 'tape'", "disk limit": "and disk_limit_bytes is 4,000", "kind": "not element-wise",
         "no plan": "and disk_limit_bytes is 100: take more devices",

@@ -5,8 +5,10 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
-from autoparallel.capture import OpGraph
+if TYPE_CHECKING:
+    from autoparallel.capture import OpGraph    # and torch with it: plans are read and shown without
 
 
 @dataclass(frozen=True)
