@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from autoparallel.capture import OpGraph    # and torch with it: plans are read and shown without
+    from autoparallel.capture import OpGraph  # and torch with it: plans are read and shown without
 
 
 @dataclass(frozen=True)
