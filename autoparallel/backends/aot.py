@@ -84,8 +84,8 @@ def _awaited(received: ir.TensorBox, sent: ir.TensorBox) -> ir.TensorBox:
 
 @register_lowering(torch.ops.autoparallel.bucket.default, type_promotion_kind=None)
 def _bucket(parts: Sequence[ir.TensorBox]) -> ir.TensorBox:
-    """As `cat`, whose parts Inductor makes in place, but of parts of any shapes; of those that others read too, a copy,
-    since the bucket changes."""
+    """A flat concatenation whose parts Inductor writes into it directly, as it does for `aten.cat`. A part with other
+    readers is copied, since the sum over ranks overwrites the bucket."""
     device, dtype, total = parts[0].get_device_or_error(), parts[0].get_dtype(), sum(x.get_numel() for x in parts)
     made: Any = ir.ConcatKernel(name=None, layout=ir.FixedLayout(device, dtype, [total], [1]), inputs=[])
     whole, begin = ir.StorageBox(made), 0
@@ -104,7 +104,7 @@ def _bucket(parts: Sequence[ir.TensorBox]) -> ir.TensorBox:
 
 @register_lowering(torch.ops.autoparallel.sum_bucket.default, type_promotion_kind=None)
 def _sum_bucket(bucket: ir.TensorBox, reduce_op: str, group_name: str) -> ir.TensorBox:
-    """As torch's own all-reduce, without its copy of what is sent."""
+    """An in-place all-reduce: torch's lowering of `all_reduce` without the copy of its operand."""
     whole: Any = ir.ExternKernel.require_contiguous(bucket)
     ir._AllReduce_Kernel.create_inplace(torch.ops._c10d_functional.all_reduce_.default, whole, reduce_op, group_name)
     return whole

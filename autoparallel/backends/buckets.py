@@ -1,7 +1,7 @@
 """Collectives of parameters and gradients in buckets, on a traced graph.
 
-Each member of a bucket keeps the shape that it had; its result is cut by views. Gathers and scatters are packed by one
-cat. What is all-reduced is made where it lies in the bucket, by products too, and summed there.
+Each member of a bucket keeps its shape; its result is a view of the bucket's. Gathers and scatters are packed by one
+cat. Gradients to all-reduce are written into their bucket directly, by matrix products too, and summed in place.
 """
 
 from __future__ import annotations

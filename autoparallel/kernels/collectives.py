@@ -270,8 +270,8 @@ _library = torch.library.Library("autoparallel", "FRAGMENT")
 _library.define("kept_or_zeros(Tensor x, bool kept) -> Tensor")
 _library.impl("kept_or_zeros", _kept_or_zeros, "CompositeExplicitAutograd")
 torch.library.register_fake("autoparallel::kept_or_zeros", lambda x, kept: torch.empty_like(x), lib=_library)
-# A bucket: what is made for it a compiler makes where it lies in the bucket, and `sum_bucket` sums it in place (a
-# compiler copies what `all_reduce` sends, unless it knows that nobody else reads it).
+# A bucket of gradients, flat. A compiler writes its parts into it directly, and `sum_bucket` is an all-reduce in place
+# (Inductor copies the operand of `all_reduce`, unless nothing else reads it).
 _library.define("bucket(Tensor[] parts) -> Tensor")
 _library.impl("bucket", lambda parts: torch.cat([part.reshape(-1) for part in parts]), "CompositeExplicitAutograd")
 torch.library.register_fake("autoparallel::bucket", lambda parts: parts[0].new_empty(

@@ -113,8 +113,8 @@ class _Saved:
         return _View(self, len(self._stay) - 1, number, Form.of(value))
 
     def leave(self, results: Any, begin: Callable[[Sequence[torch.Tensor]], Copies | OnDisk]) -> None:
-        """Let ``begin`` copy all storages except those of the block's ``results``, which others hold too, and, on an
-        accelerator, those that are on the host already."""
+        """Copy all storages by ``begin``, except those of the block's ``results``, which others hold too, and, on an
+        accelerator, storages in host memory."""
         kept = (x for x in pytree.tree_leaves(results) if isinstance(x, torch.Tensor) and has_storage(x))
         stay = {self._numbers.get(_address(value)) for value in kept}
         if any(one.device.type != "cpu" for one in self._here.values()):

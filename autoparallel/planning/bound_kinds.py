@@ -80,10 +80,10 @@ class Kind(NamedTuple):
 
 
 def _of_activations(space: StrategySpace, share: float, pieces: int) -> Mapping[tuple[int, int], Ways]:
-    """By use (target, position) of an activation, the fractions that count where it overlaps as far as windows of
-    activations and layers in ``pieces`` allow (`schedule.activation_windows`, `schedule.pieces`): beside products
-    between a value and its reader all; beside a layer's own products all but a piece, or in backward all of what
-    travels beside the gradients of its weights. Else nothing."""
+    """By use (target, position) of an activation, the least fractions of its redistribution that are exposed, as far as
+    windows of activations and layers in ``pieces`` allow overlap (`schedule.activation_windows`, `schedule.pieces`):
+    the slowdown ``share`` alone where products lie between value and reader, or in backward of a layer that reads it,
+    beside the gradients of the weights; one piece where a linear layer makes or reads it; else all."""
     products = [decision.index for decision, s in zip(space.decisions, space.strategy_sets, strict=True)
                 if s.rule is not None and s.rule.op_class in PRODUCTS]
     layers = {decision.index for decision in space.decisions if decision.kind == "op"

@@ -170,6 +170,28 @@ class BackwardSteps:
                              "after a backward that failed, load the last checkpoint with a new optimizer.")
 
 
+class StepsInBackward:
+    """What steps parameters during backward: an optimizer of states on the host or disk, or the steps on the device.
+    ``backward_steps``: None where backward steps nothing."""
+
+    backward_steps: BackwardSteps | None = None
+
+    def check_stepped(self, what: str) -> None:
+        """Raises InputError if a backward has stepped parameters that ``what`` reads, and no `step()` has ended it."""
+        if self.backward_steps is not None:
+            self.backward_steps.check_ended(what)
+
+    @contextmanager
+    def idle(self) -> Iterator[None]:
+        """Within, backward steps nothing."""
+        self.check_stepped("another step was run")
+        steps, self.backward_steps = self.backward_steps, None
+        try:
+            yield
+        finally:
+            self.backward_steps = steps
+
+
 def _second_backward() -> InputError:
     return InputError("a gradient came before optimizer.step() had ended the last one: its plan steps during backward "
                       "(step_in_backward=True), and each backward needs a step() of its own\n  Call optimizer.step() "
@@ -217,4 +239,4 @@ def _options(groups: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
              if key not in ("params", "param_names")} for group in groups]
 
 
-__all__ = ["BackwardSteps"]
+__all__ = ["BackwardSteps", "StepsInBackward"]

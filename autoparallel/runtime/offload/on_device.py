@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Callable, Iterable, Mapping
+from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from typing import Any, cast
 
@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from autoparallel.errors import InputError
-from autoparallel.runtime.offload.in_backward import BackwardSteps
+from autoparallel.runtime.offload.in_backward import BackwardSteps, StepsInBackward
 from autoparallel.runtime.offload.tile_steps import TileSteps
 from autoparallel.runtime.offload.tiles import Region, Tile
 from autoparallel.runtime.offload.work import local_of
@@ -24,10 +24,10 @@ from autoparallel.schedule.async_windows import in_buckets
 _Groups = list[list[Tensor]]
 
 
-class DeviceSteps:
+class DeviceSteps(StepsInBackward):
     """Steps parameters of ``optimizer``, which torch has made, during backward: each bucket of ``bucket_bytes``, or one
     parameter, once its gradients are there, which are let go then. ``optimizer.step()`` steps the others. Lives as long
-    as the optimizer. ``backward_steps``: None where backward steps nothing."""
+    as the optimizer."""
 
     def __init__(self, optimizer: torch.optim.Optimizer, bucket_bytes: float) -> None:
         self._optimizer, self._bucket_bytes = weakref.ref(optimizer), bucket_bytes
@@ -35,7 +35,6 @@ class DeviceSteps:
         self._hooks: dict[int, Any] = {}
         self._laid_out_for: list[tuple[int, bool]] | None = None
         self._buckets = list[_Groups]()
-        self.backward_steps: BackwardSteps | None = None
         compute_on_shards(optimizer)
         optimizer.register_step_pre_hook(self._before_step)
         optimizer.register_state_dict_pre_hook(lambda _: self.check_stepped("state_dict()"))
@@ -118,24 +117,9 @@ class DeviceSteps:
             self.backward_steps.end()
         return given
 
-    def check_stepped(self, what: str) -> None:
-        """Raises InputError if a backward has stepped parameters that ``what`` reads, and no step has ended it."""
-        if self.backward_steps is not None:
-            self.backward_steps.check_ended(what)
-
     def one_backward(self) -> AbstractContextManager[None]:
         """Within, several calls of autograd give each parameter one gradient."""
         return nullcontext() if self.backward_steps is None else self.backward_steps.one_backward()
-
-    @contextmanager
-    def idle(self) -> Iterator[None]:
-        """Within, backward steps nothing."""
-        self.check_stepped("another step was run")
-        steps, self.backward_steps = self.backward_steps, None
-        try:
-            yield
-        finally:
-            self.backward_steps = steps
 
 
 def check_steps(kind: type[torch.optim.Optimizer], options: Mapping[str, Any]) -> None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from itertools import chain
@@ -19,7 +18,7 @@ from autoparallel.errors import InputError
 from autoparallel.kernels import host_copies
 from autoparallel.runtime.agree import made_equally
 from autoparallel.runtime.offload.gradients import HostGradients
-from autoparallel.runtime.offload.in_backward import BackwardSteps
+from autoparallel.runtime.offload.in_backward import BackwardSteps, StepsInBackward
 from autoparallel.runtime.offload.mapped import MappedFiles
 from autoparallel.runtime.offload.states import (
     beside,
@@ -86,7 +85,7 @@ class _Entries(Mapping[str, Any]):
         return len(self._optimizer._names_of(self._number))
 
 
-class OffloadedOptimizer(torch.optim.Optimizer):
+class OffloadedOptimizer(StepsInBackward, torch.optim.Optimizer):
     """Steps of ``kind``, an element-wise optimizer of torch, on this rank's shards, tile by tile on the host.
 
     ``offload``: the tiers of a parameter, and its tiles. ``prefetch``: the next tile is fetched, and the one before
@@ -115,7 +114,6 @@ class OffloadedOptimizer(torch.optim.Optimizer):
         self._parts = list[_Part]()
         self._new: dict[int, dict[str, Any]] = {}  # scalars of parameters that this step has stepped
         self._steps_early = in_backward
-        self.backward_steps: BackwardSteps | None = None
         self._lay_out(0)
         self._sealed = True
 
@@ -372,21 +370,6 @@ class OffloadedOptimizer(torch.optim.Optimizer):
         except BaseException:
             self.param_groups.pop()
             raise
-
-    def check_stepped(self, what: str) -> None:
-        """Raises InputError if a backward has stepped parameters that ``what`` reads, and `step` has not ended it."""
-        if self.backward_steps is not None:
-            self.backward_steps.check_ended(what)
-
-    @contextmanager
-    def idle(self) -> Iterator[None]:
-        """Within, backward steps nothing."""
-        self.check_stepped("another step was run")
-        steps, self.backward_steps = self.backward_steps, None
-        try:
-            yield
-        finally:
-            self.backward_steps = steps
 
     def _check_whole(self) -> None:
         if self._broken:
