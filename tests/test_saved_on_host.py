@@ -10,6 +10,7 @@ import os
 import time
 import weakref
 from collections.abc import Callable, Sequence
+from concurrent.futures.thread import _WorkItem
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +24,7 @@ from autoparallel.kernels.host_copies import Copies
 from autoparallel.kernels.recomputed import Recomputed
 from autoparallel.kernels.saved_on_disk import use_file
 from autoparallel.kernels.saved_on_host import OffloadedBlock, SavedInOrder
-from autoparallel.runtime.offload.saved_file import SavedFile
+from autoparallel.runtime.offload.saved_file import Room, SavedFile
 from autoparallel.schedule.tiers import BLOCK_BYTES
 
 BLOCKS = 4
@@ -148,6 +149,27 @@ def test_a_step_whose_disk_failed_says_so_and_the_next_one_is_right(
             step()
     wanted = torch.autograd.grad(run([Block(1 + 0.1 * n) for n in range(BLOCKS)], x, weight), (x, weight))
     assert all(torch.equal(a, b) for a, b in zip(step(), wanted, strict=True))
+
+
+def test_the_next_forward_takes_the_rooms_of_the_last_one_however_slow_threads_are(
+        tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where their executor holds finished work for a while, and the disk is slow."""
+    def held(item: Any, run: Callable[..., None] = _WorkItem.run) -> None:
+        run(item)
+        time.sleep(0.02)
+
+    def slow(room: Room, value: torch.Tensor, write: Callable[..., None] = Room.write) -> None:
+        time.sleep(0.02)
+        write(room, value)
+
+    monkeypatch.setattr(_WorkItem, "run", held)
+    monkeypatch.setattr(Room, "write", slow)
+    file, modules, sizes = SavedFile(tmp_path), blocks(on_disk=True)[:3], []
+    for _ in range(3):
+        with use_file(file):
+            run(modules, *inputs()).sum().backward()
+        sizes.append(file.used_bytes)
+    assert 0 < sizes[0] == sizes[-1]
 
 
 def test_conjugated_and_negated_tensors_are_so_in_backward() -> None:

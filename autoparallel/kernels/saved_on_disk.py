@@ -6,18 +6,20 @@ host holds two at most.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+import weakref
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import contextmanager
 from contextvars import ContextVar
 from functools import cache
-from typing import Protocol
+from typing import Any, Protocol, TypeVar
 
 import torch
 
 from autoparallel.kernels import host_copies
 from autoparallel.kernels.host_copies import HOST, Copies, Values
 
+T = TypeVar("T")
 #: Threads that write, and that read.
 THREADS = 2
 
@@ -39,6 +41,8 @@ class File(Protocol):
         """A room for so many bytes for each size. Raises InputError where the disk has none."""
 
 
+#: Writes, perhaps still under way, of copies that nobody reads any more: backward had their sources.
+_dropped: list[Future[None]] = []
 _file: ContextVar[File | None] = ContextVar("file_of_saved_tensors", default=None)
 
 
@@ -59,11 +63,14 @@ class OnDisk:
     def __init__(self, sources: Sequence[torch.Tensor]) -> None:
         file = _file.get()
         assert file is not None, "a plan with saved_on='disk' has a file"
+        while _dropped:
+            wait([_dropped.pop()])    # its room is free then, so that the file grows no further than it must
         self._device = sources[0].device
         self._rooms = file.rooms([source.nbytes for source in sources])
         self._copies = None if self._device.type == "cpu" else host_copies.begin(sources, HOST, held=True)
-        self._written = [_threads("writes").submit(_write, room, source, number, self._copies)
+        self._written = [_submit("writes", _write, room, source, number, self._copies)
                          for number, (room, source) in enumerate(zip(self._rooms, sources, strict=True))]
+        weakref.finalize(self, _dropped.extend, self._written).atexit = False
 
     def free_sources(self) -> None:
         """Wait until all is written; then the caller may drop the sources. Raises errors of the disk."""
@@ -81,8 +88,7 @@ class OnDisk:
     def back(self, which: Sequence[int]) -> FromDisk:
         """Begin to read some of these to the device that they came from, in memory of its current stream."""
         stream = host_copies.current(self._device)
-        reads = _threads("reads")
-        return FromDisk([reads.submit(_read, self._rooms[number], self._written[number], self._device, stream)
+        return FromDisk([_submit("reads", _read, self._rooms[number], self._written[number], self._device, stream)
                          for number in which])
 
 
@@ -108,6 +114,13 @@ def _read(room: Room, written: Future[None], device: torch.device, stream: torch
         return Copies((there,))
     with host_copies.under(stream):
         return host_copies.begin([host_copies.host_memory(there)], device, held=True)
+
+
+def _submit(of: str, call: Callable[..., T], *args: Any) -> Future[T]:
+    """``call(*args)`` in a thread, which lets go of the arguments before its future is done: then a room is free, and
+    the next micro-batch takes it. (An executor alone lets go of them some time later.)"""
+    arguments = [args]
+    return _threads(of).submit(lambda: call(*arguments.pop()))
 
 
 @cache

@@ -100,4 +100,4 @@ def _failed(how: str) -> InputError:
     return InputError(f"a saved tensor {how}: the disk has failed\n  Load the last checkpoint.")
 
 
-__all__ = ["SavedFile"]
+__all__ = ["Room", "SavedFile"]
