@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import logging
 from collections.abc import Callable
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
+import transformers
 from torch import nn
 
 from autoparallel.capture import OpGraph, build, capture
 from autoparallel.capture.tracing.repeated_blocks import find_repeated
 from benchmarks.architectures import ARCHITECTURES, Architecture
+from tests.support.tiers import slow
 
 Reasons = list[str]
 
@@ -48,6 +51,87 @@ def test_models(name: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCa
     assert not reasons
 
 
+def cached(kind: str, **options: Any) -> nn.Module:
+    config = transformers.AutoConfig.for_model(
+        kind, hidden_size=16, intermediate_size=32, num_hidden_layers=6, num_attention_heads=2, num_key_value_heads=1,
+        head_dim=8, vocab_size=32, max_position_embeddings=32, pad_token_id=0, **options)
+    torch.manual_seed(0)
+    return cast(nn.Module, transformers.AutoModelForCausalLM.from_config(config))
+
+
+@pytest.mark.parametrize(("kind", "options"), [
+    ("llama", {}), slow("gpt2", {"n_layer": 6, "n_head": 2, "n_embd": 16, "n_positions": 32}),
+    slow("mistral", {"sliding_window": 4}), slow("qwen3", {}), slow("mixtral", {"num_local_experts": 4}),
+    ("gemma3_text", {"sliding_window": 4, "layer_types": ["sliding_attention", "full_attention"] * 3})])
+@pytest.mark.parametrize("use", ["training", "a token"])
+def test_models_that_return_caches(kind: str, options: dict[str, Any], use: str, monkeypatch: pytest.MonkeyPatch,
+                                   caplog: pytest.LogCaptureFixture) -> None:
+    """As Hugging Face's do unless told not to: each block has a layer of one cache."""
+    model, ids = cached(kind, **options), torch.randint(1, 32, (2, 6))
+    if use == "training":
+        inputs: dict[str, Any] = {"input_ids": ids, "labels": ids}
+    else:
+        with torch.no_grad():
+            cache = model.eval()(ids).past_key_values
+        inputs = {"input_ids": ids[:, :1], "past_key_values": cache, "use_cache": True}
+    found, whole, reasons = graphs(model, inputs, monkeypatch, caplog)
+    assert_same(found, whole)
+    assert found.out_spec == whole.out_spec
+    assert not reasons
+
+
+class Cached(nn.Module):
+    """A block with a layer of a cache, and one of its ways to look at more of the cache than that."""
+
+    def __init__(self, number: int, way: str) -> None:
+        super().__init__()
+        self.inner, self.number, self.way = nn.Linear(4, 4), number, way
+
+    def forward(self, x: torch.Tensor, cache: Any) -> Any:
+        x, _ = cache.update(self.inner(x), x, self.number)
+        if self.way == "the first layer":
+            return x + cache.layers[0].keys.mean(2, keepdim=True)
+        if self.way == "all layers":
+            return x * sum(layer.is_initialized for layer in cache.layers)
+        if self.way == "their number":
+            return x * len(cache.layers)
+        if self.way == "in secret":
+            with contextlib.suppress(Exception):
+                return x * cache.get_seq_length()
+        if self.way == "another attribute":
+            cache.times = getattr(cache, "times", 0) + 1
+            return x * cache.times
+        if self.way == "another layer object":
+            cache.layers = [*cache.layers]
+        if self.way == "returned":
+            return x, cache
+        return x
+
+
+class CachedModel(nn.Module):
+    def __init__(self, way: str) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(Cached(number, way) for number in range(6))
+
+    def forward(self, x: torch.Tensor) -> Any:
+        cache = transformers.DynamicCache()
+        cache.layers = [transformers.cache_utils.DynamicLayer() for _ in self.blocks]
+        for number, block in enumerate(self.blocks):
+            x = block(x, cache)
+            x = x[0] if isinstance(x, tuple) else x
+            x = x + cache.layers[number].values.mean()
+        return x.sum(), cache.layers[5].keys, cache.layers[2].values
+
+
+@pytest.mark.parametrize("way", ["", "the first layer", "all layers", "their number", "in secret", "another attribute",
+                                 "another layer object", "returned"])
+def test_blocks_that_look_beyond_their_layer_of_a_cache_are_traced_whole(
+        way: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+    found, whole, reasons = graphs(CachedModel(way), {"x": torch.ones(2, 2, 3, 4)}, monkeypatch, caplog)
+    assert_same(found, whole)
+    assert ["cache" in given for given in reasons] == ([True] if way else []), reasons
+
+
 def test_deep_models_are_traced_as_fast_as_others(monkeypatch: pytest.MonkeyPatch) -> None:
     traced = []
     trace = build.trace
@@ -58,10 +142,14 @@ def test_deep_models_are_traced_as_fast_as_others(monkeypatch: pytest.MonkeyPatc
         return program
 
     monkeypatch.setattr(build, "trace", counted)
-    for layers in (5, 15):
-        architecture = deep(ARCHITECTURES["llama"], layers)
-        capture(architecture.model(), (), architecture.inputs())
-    assert traced[1] - traced[0] < 10 * 15  # a block: ten placeholders, its op, results
+    for use_cache in (False, True):
+        for layers in (5, 15):
+            architecture = deep(ARCHITECTURES["llama"], layers)
+            model = architecture.model()
+            model.config.use_cache = use_cache
+            capture(model, (), architecture.inputs())
+        assert traced[1] - traced[0] < 10 * 15  # a block: ten placeholders, its op, results
+        traced.clear()
 
 
 ELSEWHERE: dict[nn.Module, torch.Tensor] = {}

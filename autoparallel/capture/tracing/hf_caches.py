@@ -50,7 +50,7 @@ def _tensors(cache: Any) -> tuple[list[torch.Tensor], Layers]:
     found: list[torch.Tensor] = []
     layers = []
     for layer in cache.layers:
-        tensors, rest = _places(vars(layer))
+        tensors, rest = places(vars(layer))
         found += tensors.values()
         layers.append((type(layer), tuple(tensors), rest))
     return found, tuple(layers)
@@ -62,13 +62,13 @@ def _static_tensors(cache: Any) -> tuple[list[torch.Tensor], Layers]:
 
     found, layers = list[torch.Tensor](), list[tuple[type, tuple[Place, ...], dict[str, Any]]]()
     for layer in cache.layers:
-        tensors, rest = _places(dict(sorted(vars(layer).items())))
+        tensors, rest = places(dict(sorted(vars(layer).items())))
         found += tensors.values()
         layers.append((_functional() if type(layer) is StaticLayer else type(layer), tuple(tensors), rest))
     return found, tuple(layers)
 
 
-def _places(attributes: Mapping[str, Any]) -> tuple[dict[Place, torch.Tensor], dict[str, Any]]:
+def places(attributes: Mapping[str, Any]) -> tuple[dict[Place, torch.Tensor], dict[str, Any]]:
     """A layer's tensors by their places, and its other attributes, whose dicts are copies without tensors."""
     tensors: dict[Place, torch.Tensor] = {}
     rest: dict[str, Any] = {}
@@ -87,17 +87,30 @@ def _cache(tensors: Any, layers: Layers) -> Any:
     from transformers.cache_utils import DynamicCache
 
     cache, given = DynamicCache(), iter(tensors)
-    cache.layers = []
-    for kind, places, rest in layers:
-        layer: Any = object.__new__(kind)
-        vars(layer).update((name, dict(value) if isinstance(value, dict) else value) for name, value in rest.items())
-        for name, key in places:
-            if key == _ITSELF:
-                setattr(layer, name, next(given))
-            else:
-                vars(layer)[name][key] = next(given)
-        cache.layers.append(layer)
+    cache.layers = [filled(object.__new__(kind), {place: next(given) for place in places}, rest)
+                    for kind, places, rest in layers]
     return cache
+
+
+def filled(layer: Any, tensors: Mapping[Place, torch.Tensor], rest: Mapping[str, Any]) -> Any:
+    """The ``layer`` with these tensors and other attributes, as `places` gives them, in place of its own."""
+    vars(layer).clear()
+    vars(layer).update((name, dict(value) if isinstance(value, dict) else value) for name, value in rest.items())
+    for (name, key), tensor in tensors.items():
+        if key == _ITSELF:
+            setattr(layer, name, tensor)
+        else:
+            vars(layer)[name][key] = tensor
+    return layer
+
+
+def is_cache(value: Any) -> bool:
+    """Whether a value is a cache with one layer per block, and nothing else of its own that blocks change."""
+    if "transformers.cache_utils" not in sys.modules:
+        return False
+    from transformers.cache_utils import DynamicCache, StaticCache
+
+    return type(value) in (DynamicCache, StaticCache)
 
 
 def own_states(model: Any, args: Any, kwargs: Mapping[str, Any]) -> None:

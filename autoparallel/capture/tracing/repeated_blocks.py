@@ -2,9 +2,10 @@
 
 While a model is traced, calls of equivalent blocks (same classes, attributes, parameters' shapes) with equal arguments
 become ops: the first two lie between marks, each further one is the op ``autoparallel::repeated_block``.
-`unfold.py` then puts a copy of the first call's ops, with the block's own parameters, in place of each. The second call
-is the proof: it has to be such a copy too. An integer that counts the blocks (``layer_idx``) may differ between them as
-long as nobody looks at it. Whatever else is not alike raises UnlikeError, and the model is traced whole.
+`unfold_blocks.py` then puts a copy of the first call's ops, with the block's own parameters, in place of each. The
+second call is the proof: it has to be such a copy too. An integer that counts the blocks (``layer_idx``) may differ
+between them as long as nobody looks at it, but to find the block's layer of a key-value cache (`own_layers.py`).
+Whatever else is not alike raises UnlikeError, and the model is traced whole.
 """
 
 from __future__ import annotations
@@ -20,10 +21,14 @@ import torch
 import torch.utils._pytree as pytree
 from torch import nn
 
+from autoparallel.capture.tracing.own_layers import OwnLayer, caches_in, own_layer, with_cache, without_cache
+
 #: Fewer are traced as they are.
 FEWEST = 4
 PLAIN = (int, float, complex, str, bool, type(None), torch.dtype, torch.device, torch.memory_format)
 CONTAINERS = (tuple, list, dict)
+#: Leaves, and how they hang together.
+Tree = tuple[list[Any], pytree.TreeSpec]
 
 
 class UnlikeError(Exception):
@@ -123,12 +128,12 @@ def appearance(tensor: torch.Tensor) -> tuple[object, ...]:
 
 @dataclass(eq=False)
 class Call:
-    """A call of a block. One that is traced has a ``result`` (leaves, and how they hang together); another repeats
-    its ``model``."""
+    """A call of a block. One that is traced has a ``result``: what it returns, and the state in which it leaves its
+    layer of a cache; another repeats its ``model``."""
 
     block: Repeated
     model: Call | None = None
-    result: tuple[list[Any], pytree.TreeSpec] | None = None
+    result: Tree | None = None
 
 
 class Calls:
@@ -154,26 +159,55 @@ class Calls:
 
     def _instead(self, block: Repeated, forward: Callable[..., Any]) -> Callable[..., Any]:
         def run(*args: Any, **kwargs: Any) -> Any:
-            leaves, spec = pytree.tree_flatten((args, kwargs))
+            caches = caches_in((args, kwargs))
+            own = own_layer(caches, [vars(module)[name] for module, name in block.counting]) if caches else None
+            if caches and own is None:
+                return forward(*args, **kwargs)
+            given = without_cache((args, kwargs)), own and own.state()
+            leaves, spec = pytree.tree_flatten(given)
             tensors = [x for x in leaves if isinstance(x, torch.Tensor)]
             if not tensors or not _is_plain(leaves, spec):
                 return forward(*args, **kwargs)
-            before = self.equivalent.setdefault((block.kind, _form(leaves), spec, _modes()), [])
+            form = block.kind, own and own.kind, _form(leaves), spec, _modes()
+            before = self.equivalent.setdefault(form, [])
             name, call = str(len(self.named)), Call(block, before[0] if len(before) == 2 else None)
             self.named[name] = call
             if call.model is not None:
                 assert call.model.result is not None
-                return _with_tensors(call.model.result, repeated_block(name, tensors))
-            before.append(call)
-            args, kwargs = _with_tensors((leaves, spec), block_begins(name, tensors))
-            with self._watched(block):
-                call.result = pytree.tree_flatten(forward(*args, **kwargs))
-            if not _is_plain(*call.result):
-                raise UnlikeError(f"{block.path} returns more than tensors and plain values")
-            return _with_tensors(call.result, block_ends(name, [x for x in call.result[0]
-                                                                if isinstance(x, torch.Tensor)]))
+                made, state = _with_tensors(call.model.result, repeated_block(name, tensors))
+            else:
+                before.append(call)
+                made, state = self._traced(name, forward, own, (leaves, spec))
+            if own:
+                own.set(state)
+            return made
 
         return run
+
+    def _traced(self, name: str, forward: Callable[..., Any], own: OwnLayer | None, given: Tree) -> Any:
+        """What the call of that name returns, and the state in which it leaves its layer of a cache; between marks."""
+        call = self.named[name]
+        path = call.block.path
+        tensors = [x for x in given[0] if isinstance(x, torch.Tensor)]
+        (args, kwargs), state = _with_tensors(given, block_begins(name, tensors))
+        with self._watched(call.block):
+            if own is None:
+                call.result = pytree.tree_flatten((forward(*args, **kwargs), None))
+            else:
+                cache = own.apart(state, lambda number: type(number) is _Watched, lambda what: self._refuse(path, what))
+                args, kwargs = with_cache((args, kwargs), cache)
+                made = forward(*args, **kwargs)
+                if (left := own.left(cache)) is None or caches_in(made):
+                    raise UnlikeError(f"{path} changes or returns its cache")
+                call.result = pytree.tree_flatten((made, left))
+        if not _is_plain(*call.result):
+            raise UnlikeError(f"{path} returns more than tensors and plain values")
+        results = [x for x in call.result[0] if isinstance(x, torch.Tensor)]
+        return _with_tensors(call.result, block_ends(name, results))
+
+    def _refuse(self, path: str, what: str) -> None:
+        self.looked_at = f"{path}: {what}"
+        raise UnlikeError(f"{self.looked_at} is looked at")
 
     @contextmanager
     def _watched(self, block: Repeated) -> Iterator[None]:
@@ -226,7 +260,7 @@ def _modes() -> tuple[object, ...]:
     return (torch.is_grad_enabled(), *map(torch.is_autocast_enabled, kinds), *map(torch.get_autocast_dtype, kinds))
 
 
-def _with_tensors(tree: tuple[list[Any], pytree.TreeSpec], tensors: Sequence[torch.Tensor]) -> Any:
+def _with_tensors(tree: Tree, tensors: Sequence[torch.Tensor]) -> Any:
     """A tree with other tensors in place of its own, in order."""
     given = iter(tensors)
     return pytree.tree_unflatten([next(given) if isinstance(x, torch.Tensor) else x for x in tree[0]], tree[1])

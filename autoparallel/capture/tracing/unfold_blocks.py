@@ -1,4 +1,4 @@
-"""Ops of repeated blocks in place of the calls that were not traced (`repeats.py`)."""
+"""Ops of repeated blocks in place of the calls that were not traced (`repeated_blocks.py`)."""
 
 from __future__ import annotations
 
@@ -65,8 +65,15 @@ def _refuse_writes(graph: Graph, marks: list[Node], inside: set[Node]) -> None:
     crossing = {_memory(node) for mark in marks for node in (*mark.args[1], *mark.users)}
     held = {_memory(node) for node in graph.nodes if node.op == "placeholder"}
     for node in graph.nodes:
-        if writes(node) and _memory(written(node)) in (crossing | held if node in inside else crossing):
+        if not writes(node) or _detaches_nothing(node):
+            continue
+        if _memory(written(node)) in (crossing | held if node in inside else crossing):
             raise UnlikeError(f"{node.name} writes in place to what a block is given, holds or gives")
+
+
+def _detaches_nothing(node: Node) -> bool:
+    """Whether a node is the ``detach_`` of a tensor without gradient, as of each that is made of Python's numbers."""
+    return node.target is torch.ops.aten.detach_.default and not written(node).meta["val"].requires_grad
 
 
 class _Body:
@@ -84,6 +91,8 @@ class _Body:
         if node in self.given:
             return "given", self.given[node]
         path = self.values.get(node.name)
+        if path is None and node.op == "placeholder" and (empty := _empty(node)) is not None:
+            return "empty", empty
         if path is None or not path.startswith(f"{self.path}."):
             raise UnlikeError(f"{self.path} reads {node.name}, which it is not given")
         return "own", path.removeprefix(f"{self.path}.")
@@ -103,6 +112,8 @@ class _Body:
 
         def value(node: Node) -> Node:
             kind, where = self.read(node)
+            if kind == "empty":
+                return node    # one empty tensor is as good as another
             if kind == "own":
                 return places[f"{path}.{where}"]
             return made[where] if kind == "op" else stub.args[1][where]
@@ -124,6 +135,12 @@ class _Body:
 def _looks_like(node: Node) -> object:
     values = [appearance(x) if isinstance(x, torch.Tensor) else x for x in pytree.tree_leaves(node.meta.get("val"))]
     return values, node.meta.get("no_grad"), node.meta.get("autocast")
+
+
+def _empty(node: Node) -> object | None:
+    """The appearance of a value without elements."""
+    value = node.meta.get("val")
+    return appearance(value) if isinstance(value, torch.Tensor) and not value.numel() else None
 
 
 def _memory(node: Node) -> int | None:
