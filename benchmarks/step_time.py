@@ -108,7 +108,7 @@ def _whole(value: torch.Tensor) -> torch.Tensor:
 
 def prepare(subject: Subject, more_plans: bool, compiled: bool) -> Prepared:
     """All variants on this rank. ``more_plans`` adds our program of the mesh not chosen and of the DDP baseline;
-    ``compiled`` adds Inductor's of our plans, DDP and FSDP2."""
+    ``compiled`` adds Inductor's of our plans, DDP, FSDP2 and tensor parallelism by hand."""
     import torch.distributed as dist
     from torch.distributed.device_mesh import init_device_mesh
 
@@ -147,6 +147,8 @@ def prepare(subject: Subject, more_plans: bool, compiled: bool) -> Prepared:
         found.steps["DDP, torch.compile"] = Stepper(with_ddp, mine, mean=True, called=torch.compile(with_ddp))
         with_fsdp = fully_sharded(subject, line)
         found.steps["FSDP2, torch.compile"] = Stepper(with_fsdp, mine, mean=True, called=torch.compile(with_fsdp))
+        by_hand = tensor_parallel(subject, line)
+        found.steps["tensor parallel by hand, torch.compile"] = Stepper(by_hand, kwargs, called=torch.compile(by_hand))
     found.steps["DDP"] = Stepper(nn.parallel.DistributedDataParallel(subject.build()), mine, mean=True)
     found.steps["FSDP2"] = Stepper(fully_sharded(subject, line), mine, mean=True)
     found.steps["tensor parallel by hand"] = Stepper(tensor_parallel(subject, line), kwargs)
@@ -271,7 +273,7 @@ def main(
     models: Annotated[str, typer.Option(help="which, with commas between")] = ",".join(SUBJECTS),
     repeats: Annotated[int, typer.Option(help="steps measured per variant")] = 15,
     more_plans: Annotated[bool, typer.Option(help="also our other mesh and our own baselines")] = False,
-    compiled: Annotated[bool, typer.Option(help="also Inductor's programs: ours, DDP's, FSDP2's (minutes)")] = False,
+    compiled: Annotated[bool, typer.Option(help="also Inductor's programs: ours and the others' (minutes)")] = False,
 ) -> None:
     """Measure and print the table and JSON."""
     from rich.console import Console
