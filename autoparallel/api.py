@@ -188,7 +188,8 @@ def compile(
         with example inputs, the best that the search finds, or else a single axis.
     example_inputs, example_kwargs: the arguments of a call; None: those of the first call.
     plan: a ready plan to run, instead of a search; options are then for calls of another form (evaluation, shapes).
-    cluster: prices the search; None: the machine that the mesh's device type suggests.
+    cluster: prices the search, as for `plan`, with as many devices; None: the known one of devices with this GPU's name
+        (`torch.cuda.get_device_name`; other GPUs need a description), or of this machine's CPU processes.
     inputs: "global": plain tensors are the same on all ranks; "local": each rank's rows (dim 0) of the global batch, in
         rank order, as a DistributedSampler deals them out (example inputs too); or a mapping from argument names to
         either, the others being global. Tensors without dims are always global.

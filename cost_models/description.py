@@ -50,6 +50,20 @@ def known_clusters() -> list[str]:
     return sorted(entry.name.removesuffix(".toml") for entry in folder.iterdir() if entry.name.endswith(".toml"))
 
 
+def cluster_of_device(reported: str) -> str | None:
+    """The known cluster of devices whose driver reports this name (`torch.cuda.get_device_name`); None: none is.
+
+    >>> cluster_of_device("NVIDIA H100 80GB HBM3")
+    'h100-sxm'
+    >>> cluster_of_device("NVIDIA H100 80GB HBM3 MIG 1g.10gb")    # a part of one is another device
+    """
+    return next((one for one in known_clusters() if reported in tomllib.loads(_text(one)).get("reported_as", ())), None)
+
+
+def _text(name: str) -> str:
+    return (resources.files("cost_models") / "clusters" / f"{name}.toml").read_text("utf-8")
+
+
 def load(name_or_path: str | Path, num_devices: int | None = None, software: str | None = None) -> Cluster:
     """See `Cluster.load`."""
     data, where = _read(name_or_path)
@@ -67,7 +81,7 @@ def _read(name_or_path: str | Path) -> tuple[dict[str, Any], str]:
     path = Path(name_or_path)
     if str(name_or_path) in known_clusters():
         where = f"cost_models/clusters/{name_or_path}.toml"
-        text = (resources.files("cost_models") / "clusters" / f"{name_or_path}.toml").read_text("utf-8")
+        text = _text(str(name_or_path))
     elif path.suffix == ".toml" and _exists(path):
         where = str(path)
         try:
@@ -87,6 +101,8 @@ def _read(name_or_path: str | Path) -> tuple[dict[str, Any], str]:
         raise ClusterError(f"{where} is not TOML: {error}") from error
     if is_nested(data, MOST_DEEP):
         raise ClusterError(f"{where} is not a cluster: its lists and tables lie more than {MOST_DEEP} deep")
+    if str(name_or_path) in known_clusters():
+        data.pop("reported_as", None)
     base = data.pop("based_on", None)
     if base is None:
         if str(name_or_path) in known_clusters():

@@ -5,8 +5,10 @@ from __future__ import annotations
 import dataclasses
 import re
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
+import pytest
 import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
@@ -25,6 +27,16 @@ from tests.support.ranks import mesh_of
 def test_no_process_group() -> None:
     says(MeshError, "no process group", "torchrun", "autoparallel.init()",
          of=lambda: autoparallel.compile(nn.ReLU(), 4))
+
+
+def test_devices_without_a_description(monkeypatch: pytest.MonkeyPatch) -> None:
+    mesh: Any = SimpleNamespace(device_type="cuda", size=lambda: 8)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "NVIDIA H100 80GB HBM3 MIG 1g.10gb")
+    says(MeshError, "'NVIDIA H100 80GB HBM3 MIG 1g.10gb'", "cluster=", "h100-sxm", "autoparallel calibrate",
+         of=lambda: cluster_of(mesh, None))
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "NVIDIA B200")
+    assert cluster_of(mesh, None).name == "b200"
+    assert cluster_of(mesh, None, "inductor").profile.software == "torch-compile"  # type: ignore[union-attr]
 
 
 def meshes_of_other_sizes() -> list[str]:

@@ -14,7 +14,8 @@ from autoparallel.errors import MeshError, shown
 from autoparallel.kernels import groups
 from autoparallel.plans import Plan
 from autoparallel.runtime.failing import check_groups
-from cost_models import Cluster
+from cost_models import Cluster, known_clusters
+from cost_models.description import cluster_of_device
 
 _LOG = logging.getLogger("autoparallel")
 
@@ -70,10 +71,12 @@ def _known_name(device_type: str) -> str:
     if device_type == "cpu":
         return "local-cpu"
     name = torch.cuda.get_device_name() if device_type == "cuda" else device_type
-    for part, cluster in (("H200", "h200"), ("H100", "h100-sxm"), ("A100", "a100-sxm")):
-        if part in name:
-            return cluster
-    raise MeshError(f"no cluster description for devices of type {name!r}: give cluster=, a name or a TOML file")
+    found = cluster_of_device(name)
+    if found is None:
+        raise MeshError(f"no description of a cluster of {name!r} is known: give cluster=, one of "
+                        f"{', '.join(known_clusters())} if it is like one, or the path of a TOML file "
+                        "(autoparallel calibrate measures these devices and writes one)")
+    return found
 
 
 __all__ = ["check_mesh", "cluster_of"]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import tomllib
 from dataclasses import replace
 from pathlib import Path
 
@@ -11,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from cost_models import Cluster, ClusterError, Group, Link, Protocol, collectives, known_clusters
-from cost_models.description import _read
+from cost_models.description import _read, _text, cluster_of_device
 
 H100 = Cluster.load("h100-sxm", num_devices=64, software="none")
 SMALL = """
@@ -42,6 +43,15 @@ def counts(group: Group) -> list[int]:
 
 
 # --- loading ------------------------------------------------------------------------------------------------------
+
+
+def test_clusters_of_devices_by_the_names_that_drivers_report() -> None:
+    assert cluster_of_device("NVIDIA A100-SXM4-40GB") == "a100-sxm-40"    # and not of what it is based on
+    assert cluster_of_device("NVIDIA B300 SXM6 AC") == "b300"
+    assert cluster_of_device("NVIDIA A100-PCIE-40GB") is None
+    assert cluster_of_device("") is None
+    reported = [name for cluster in known_clusters() for name in tomllib.loads(_text(cluster)).get("reported_as", ())]
+    assert len(reported) == len(set(reported)) > len(known_clusters()) - 2    # but for the CPU's
 
 
 @pytest.mark.parametrize("name", known_clusters())
