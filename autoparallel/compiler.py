@@ -79,7 +79,7 @@ def compile(model: nn.Module, mesh: DeviceMesh | int, example: Call | None, inpu
     eager = backend == backends.EAGER
     options = replace(options, tiers=tiers_of(eager, disk_path is not None), looks_up=eager)
     if isinstance(mesh, int) and example is not None and plan is None:
-        plan = _plan_on_devices(model, mesh, cluster, backend, inputs.of_all(*example, mesh), options)
+        plan, cluster = _plan_on_devices(model, mesh, cluster, backend, inputs.of_all(*example, mesh), options)
         options = options.without_decided()
     mesh = check_mesh(mesh, plan)
     runs_by = backends.chosen(backend, mesh.device_type)
@@ -122,8 +122,8 @@ def compile(model: nn.Module, mesh: DeviceMesh | int, example: Call | None, inpu
 
 
 def _plan_on_devices(model: nn.Module, count: int, cluster: Cluster | str | Path | None, backend: str, example: Call,
-                     options: Options) -> Plan:
-    """The best plan on so many devices, over all ways to cut them into axes."""
+                     options: Options) -> tuple[Plan, Cluster]:
+    """The best plan on so many devices, over all ways to cut them into axes, and the cluster that priced it."""
     from autoparallel import backends
     from autoparallel.runtime.agree import decide_once
     from autoparallel.runtime.mesh import check_mesh, cluster_of
@@ -133,7 +133,7 @@ def _plan_on_devices(model: nn.Module, count: int, cluster: Cluster | str | Path
     if options.stages == 1 and options.micro_batches is None:
         options = replace(options, micro_batches=1)  # so that the module can be called, not only by its `step`
     with traced_on(torch.device(mesh.device_type)):
-        return decide_once(lambda: plan(model, machine, *example, None, None, False, options))
+        return decide_once(lambda: plan(model, machine, *example, None, None, False, options)), machine
 
 
 @collected_later()

@@ -270,6 +270,27 @@ def devices_of_host(links: Sequence[Link], host: Host) -> int:
     return inside[-1] if inside else links[0].num_devices
 
 
+def in_hosts_of(cluster: Cluster, devices: int) -> Cluster:
+    """The cluster with so many devices a host, fewer than it is described with: links inside a host join no more, and a
+    host has its NICs, its memory and its devices behind a switch in proportion.
+
+    >>> four = in_hosts_of(Cluster.load("a100-sxm", num_devices=16), 4)
+    >>> [(link.num_devices, link.nics_per_host) for link in four.links][0], four.links[1].nics_per_host
+    ((4, None), 4)
+    """
+    each = cluster.devices_per_host
+    if not 0 < devices < each:
+        raise ClusterError(f"cluster {cluster.name}: hosts of {devices} devices: from 1 to {each - 1} are required")
+    links = {link.num_devices if link.num_devices > each else min(link.num_devices, devices):
+             replace(link, num_devices=link.num_devices if link.num_devices > each else min(link.num_devices, devices),
+                     nics_per_host=link.nics_per_host and max(1, link.nics_per_host * devices // each))
+             for link in reversed(cluster.links)}    # of links that join as many now, the innermost
+    host = replace(cluster.host, memory_bytes=cluster.host.memory_bytes * devices / each,
+                   devices=float(devices) if cluster.host.devices else 0.0,
+                   devices_per_switch=min(cluster.host.devices_per_switch, devices))
+    return replace(cluster, links=tuple(links[size] for size in sorted(links)), host=host)
+
+
 def _lanes(inside: int, nics: float, members: int, sharing: int, whole: bool) -> float:
     """How many times a NIC's bandwidth ``members`` of the ``inside`` devices that the next inner link joins have, with
     so many NICs, while ``sharing`` groups leave them. ``whole``: each device sends by one NIC of its host, so that of

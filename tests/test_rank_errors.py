@@ -18,7 +18,7 @@ from autoparallel import Cluster
 from autoparallel.errors import (
     MeshError,
 )
-from autoparallel.runtime.mesh import cluster_of
+from autoparallel.runtime.mesh import cluster_of, suggested
 from tests.support.messages import message_of, says
 from tests.support.models import CASES
 from tests.support.ranks import mesh_of
@@ -33,10 +33,25 @@ def test_devices_without_a_description(monkeypatch: pytest.MonkeyPatch) -> None:
     mesh: Any = SimpleNamespace(device_type="cuda", size=lambda: 8)
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "NVIDIA H100 80GB HBM3 MIG 1g.10gb")
     says(MeshError, "'NVIDIA H100 80GB HBM3 MIG 1g.10gb'", "cluster=", "h100-sxm", "autoparallel calibrate",
-         of=lambda: cluster_of(mesh, None))
+         of=lambda: suggested(mesh, None, "eager", 8))
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "NVIDIA B200")
-    assert cluster_of(mesh, None).name == "b200"
-    assert cluster_of(mesh, None, "inductor").profile.software == "torch-compile"  # type: ignore[union-attr]
+    assert suggested(mesh, None, "eager", 8).name == "b200"
+    assert suggested(mesh, None, "inductor", 8).profile.software == "torch-compile"  # type: ignore[union-attr]
+
+
+def test_hosts_with_fewer_devices_than_described(caplog: pytest.LogCaptureFixture) -> None:
+    mesh: Any = SimpleNamespace(device_type="cuda", size=lambda: 16)
+
+    def inside(cluster: str, on_host: int) -> tuple[int, int | None]:
+        links = suggested(mesh, cluster, "eager", on_host).links
+        return links[0].num_devices, links[1].nics_per_host
+
+    assert inside("a100-sxm", 0) == inside("a100-sxm", 8) == (8, 8)
+    assert inside("gb200-nvl72", 4) == (72, 72)    # NVLink joins the hosts of a rack
+    assert not caplog.records
+    assert inside("a100-sxm", 4) == (4, 4)
+    assert inside("l4", 4) == (4, 1)
+    assert "hosts of a100-sxm have 8 devices, and this job has 4 processes a host" in caplog.records[0].getMessage()
 
 
 def meshes_of_other_sizes() -> list[str]:

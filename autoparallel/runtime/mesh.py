@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import math
+import os
 from pathlib import Path
 
 import torch
@@ -13,8 +14,10 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from autoparallel.errors import MeshError, shown
 from autoparallel.kernels import groups
 from autoparallel.plans import Plan
+from autoparallel.runtime.agree import decide_once
 from autoparallel.runtime.failing import check_groups
 from cost_models import Cluster, known_clusters
+from cost_models.cluster import in_hosts_of
 from cost_models.description import cluster_of_device
 
 _LOG = logging.getLogger("autoparallel")
@@ -52,19 +55,34 @@ def check_mesh(mesh: DeviceMesh | int, plan: Plan | None = None) -> DeviceMesh:
     return mesh
 
 
+#: No host has more GPUs: a link that joins more joins the hosts of a rack.
+_MOST_ON_HOST = 16
+
+
 def cluster_of(mesh: DeviceMesh, cluster: Cluster | str | Path | None, backend: str = "eager") -> Cluster:
-    """The cluster that prices the search: the one given, or what the mesh's devices suggest, with the software profile
-    of the backend."""
+    """The cluster that prices the search, the same on all ranks: the one given, or what rank 0's device suggests, with
+    the software profile of the backend and hosts as large as the job's."""
     if isinstance(cluster, Cluster):
         if cluster.num_devices != mesh.size():
             raise MeshError(f"the cluster has {cluster.num_devices} devices and the mesh {mesh.size()}")
         return cluster
-    if cluster is None:
-        cluster = _known_name(mesh.device_type)
-    found = Cluster.load(cluster, num_devices=mesh.size())
-    if found.profile is None or backend != "inductor":
+    return decide_once(lambda: suggested(mesh, cluster, backend, int(os.environ.get("LOCAL_WORLD_SIZE", "0"))))
+
+
+def suggested(mesh: DeviceMesh, cluster: str | Path | None, backend: str, on_host: int) -> Cluster:
+    """The cluster of that name or file, or of this rank's device; ``on_host``: processes of the job on a host, as its
+    launcher says (0: not known)."""
+    name = _known_name(mesh.device_type) if cluster is None else cluster
+    found = Cluster.load(name, num_devices=mesh.size())
+    if found.profile is not None and backend == "inductor":
+        found = Cluster.load(name, num_devices=mesh.size(), software="torch-compile")
+    each = found.devices_per_host
+    if not 0 < on_host < min(each, mesh.size()) or found.links[0].num_devices > _MOST_ON_HOST or found.is_unequal:
         return found
-    return Cluster.load(cluster, num_devices=mesh.size(), software="torch-compile")
+    _LOG.warning("hosts of %s have %d devices, and this job has %d processes a host: planned as hosts of %d, with NICs "
+                 "and memory in proportion. Describe yours (autoparallel calibrate --links) and give it as cluster=",
+                 found.name, each, on_host, on_host)
+    return in_hosts_of(found, on_host)
 
 
 def _known_name(device_type: str) -> str:
@@ -79,4 +97,4 @@ def _known_name(device_type: str) -> str:
     return found
 
 
-__all__ = ["check_mesh", "cluster_of"]
+__all__ = ["check_mesh", "cluster_of", "suggested"]
