@@ -28,6 +28,7 @@ if TYPE_CHECKING:
     from autoparallel.runtime.padding import padded_to
     from autoparallel.runtime.scaler import GradScaler
     from autoparallel.runtime.step_log import JsonLines, StepLog, TensorBoard
+    from autoparallel.schedule.table_caches import Cached
     from autoparallel.servers.start import serve_parameters
     from autoparallel.sizing import Sizing, size
     from cost_models import Cluster
@@ -38,6 +39,7 @@ _HOMES = {
     "advise": "autoparallel.advice",
     "Bounded": "autoparallel.ops.bounded",
     "bound": "autoparallel.ops.bounded",
+    "Cached": "autoparallel.schedule.table_caches",
     "compile": "autoparallel.api",
     "plan": "autoparallel.api",
     "export_plan": "autoparallel.export",
@@ -68,7 +70,7 @@ _HOMES = {
 }
 #: Modules that are read through the package, as ``autoparallel.optim.Adafactor``.
 _MODULES = frozenset({"errors", "optim"})
-__all__ = ["Advice", "Bounded", "Cluster", "Exported", "Fitting", "GradScaler", "Imported", "JsonLines",
+__all__ = ["Advice", "Bounded", "Cached", "Cluster", "Exported", "Fitting", "GradScaler", "Imported", "JsonLines",
            "ParallelModule", "Plan", "Regions", "Replan", "Sizing", "StepLog", "TensorBoard", "World", "__version__",
            "advise", "bound", "compile", "errors", "export_plan", "fit", "import_plan", "inference_call", "init",
            "optim", "padded_to", "plan", "register_rule", "replan", "serve_parameters", "size", "study"]

@@ -90,19 +90,19 @@ def compile(model: nn.Module, mesh: DeviceMesh | int, example: Call | None, inpu
     if replays:
         backends.check_replays(hybrid, position)
     # Of the first form, in which the others find parameters:
-    away, on_host, cuts = hybrid.offload, hybrid.on_host, hybrid.cuts
+    away, on_host, cached, cuts = hybrid.offload, hybrid.on_host, hybrid.cached, hybrid.cuts
 
     def compile_call(
         model: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any], placed: Mapping[str, Layout], plain: bool,
         numbers: Sequence[int],
     ) -> Compiled:
-        nonlocal away, on_host, cuts
+        nonlocal away, on_host, cached, cuts
         given = None if placed or plain else plan
         how = Hybrid(reduce_dtype=hybrid.reduce_dtype, bucket_bytes=hybrid.bucket_bytes) if plain else hybrid
         within = replace(options, offload=None, offload_fraction=None) if placed else options
         if placed or plain:
             how = replace(how, offload=away, zero_stage=3 if away.moves_parameters else how.zero_stage,
-                          on_host=on_host)
+                          on_host=on_host, cached=cached)
         with traced_on(torch.device(mesh.device_type)):
             micro = made_equally(
                 "a program", lambda: split_batch(capture_for_any(model, args, kwargs, numbers), how.micro_batches),
@@ -111,7 +111,8 @@ def compile(model: nn.Module, mesh: DeviceMesh | int, example: Call | None, inpu
             how = replace(how, cuts=cuts)
         made = _compile_call(micro, position, machine, within, how, given, placed, runs_by, replays)
         if not placed:
-            away, on_host, cuts = made.plan.hybrid.offload, made.plan.hybrid.on_host, made.plan.hybrid.cuts
+            first = made.plan.hybrid
+            away, on_host, cached, cuts = first.offload, first.on_host, first.cached, first.cuts
         return made
 
     parallel = ParallelModule(root, position, hybrid, compile_call, inputs, outputs, max_forms,

@@ -27,6 +27,7 @@ from autoparallel.plans import Plan
 from autoparallel.plans.reports.text import ReportConsole, as_text
 from autoparallel.plans.reports.units import bytes_str, duration_str, seconds_str
 from autoparallel.plans.roles import roles_of
+from autoparallel.schedule.table_caches import Cached
 from cost_models import Cluster
 from cost_models.goodput import Failures
 
@@ -203,7 +204,8 @@ def _makers(plan: Plan, cluster: Cluster, model: nn.Module, example: tuple[Any, 
     if "step_in_backward" not in options and "offload" not in options:
         kept["step_in_backward"] = plan.hybrid.offload.in_backward or None
     if plan.hybrid.on_host and "pins" not in options:
-        kept["pins"] = dict.fromkeys(plan.hybrid.on_host, "host")
+        kept["pins"] = {**dict.fromkeys(plan.hybrid.on_host, "host"),
+                        **{one.name: Cached(one.rows, one.hits) for one in plan.hybrid.cached}}
     args, kwargs = example
     call = {"example_inputs": args, "example_kwargs": kwargs, "time_limit_s": time_limit_s}
 

@@ -302,7 +302,7 @@ def masters_added(plan: Plan) -> list[Lost]:
 
 def tables_lost(plan: Plan) -> Lost:
     """Tables that the plan looks up on the host, which no export does."""
-    return Lost(f"{listed(plan.hybrid.on_host)} looked up in the memory of the host",
+    return Lost(f"{listed(plan.hybrid.on_host)} in the memory of the host",
                 "on the devices, in more of their memory")
 
 

@@ -1,13 +1,19 @@
-"""Lookups on the host: their ids cross to its memory, and their results to the device."""
+"""Lookups of tables on the host: ids cross to its memory, and results to the device; or lookups in rows on the device.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
+from typing import Any
 
 from torch.fx import GraphModule
 from torch.fx import Node as FxNode
 
 from autoparallel.kernels.host_lookups import cross
+from autoparallel.kernels.table_cache import cached_bags, cached_rows
+from autoparallel.kernels.variants import vocabulary_bags, vocabulary_embedding
+from autoparallel.ops.arguments import aten
+from autoparallel.ops.embedding_bag import embedding_bag
 from autoparallel.strategies.host_lookups import HOST
 
 
@@ -35,6 +41,19 @@ def look_up_on_host(program: GraphModule, ops: Collection[int], device: str) -> 
     program.recompile()
 
 
+#: By the function that looks up, that which does in a cache.
+_IN_CACHE: Mapping[Any, Any] = {aten.embedding.default: cached_rows, vocabulary_embedding: cached_rows,
+                                embedding_bag: cached_bags, vocabulary_bags: cached_bags}
+
+
+def look_up_in_caches(program: GraphModule, decisions: Collection[int]) -> None:
+    """Let the lookups of these decisions read the rows of their tables' caches; changes the program in place."""
+    for node in program.graph.nodes:
+        if node.op == "call_function" and node.meta.get("decision") in decisions and node.target in _IN_CACHE:
+            node.target = _IN_CACHE[node.target]
+    program.recompile()
+
+
 def _meta(value: FxNode, lookup: FxNode) -> dict[str, object]:
     """What is known of a copy of ``value``, which is no step of its path."""
     kept = {name: value.meta[name] for name in ("layout", "global_meta", "val")}
@@ -42,4 +61,4 @@ def _meta(value: FxNode, lookup: FxNode) -> dict[str, object]:
             "of_parameter": False}
 
 
-__all__ = ["look_up_on_host"]
+__all__ = ["look_up_in_caches", "look_up_on_host"]

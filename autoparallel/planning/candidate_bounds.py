@@ -140,7 +140,7 @@ class CandidateBounds:
 
     def host_update(self, hybrid: Hybrid) -> HostUpdate:
         """A lower bound of the optimizer's step on the host: of states that are divided evenly over all devices."""
-        key = hybrid.offload, hybrid.on_host
+        key = hybrid.offload, hybrid.on_host, hybrid.cached
         if key not in self._updates:
             whole_s = more_s = 0.0
             pricer = self._whole_pricer(hybrid, hybrid.recompute)
@@ -169,7 +169,7 @@ class CandidateBounds:
 
     def _fetch_s(self, hybrid: Hybrid, recompute: str) -> float:
         """Of one micro-batch, with this kind of recompute in all blocks."""
-        key = hybrid.offload, hybrid.on_host, recompute
+        key = hybrid.offload, hybrid.on_host, hybrid.cached, recompute
         if key not in self._fetches:
             parameters = (pricer := self._whole_pricer(hybrid, recompute)).costs.parameters
             each = [parameters.moving_s(use) for use in pricer.space.uses if parameters.fetches(use)]
@@ -179,7 +179,7 @@ class CandidateBounds:
     def _kept(self, hybrid: Hybrid) -> Mapping[tuple[str, bool], float]:
         """Bytes of the whole program that live between forward and backward, by ("state" or "micro_batch", whether
         inside blocks)."""
-        key = hybrid.recompute, hybrid.saved_on, hybrid.offload, hybrid.on_host
+        key = hybrid.recompute, hybrid.saved_on, hybrid.offload, hybrid.on_host, hybrid.cached
         if key not in self._live:
             pricer = self._whole_pricer(hybrid, hybrid.recompute, hybrid.saved_on)
             space, inside = pricer.space, self.reduced_model.inside(pricer.space)
@@ -244,7 +244,7 @@ class CandidateBounds:
         space = self._whole
         return SpacePricer(self._whole_prices(1), counts=ExecutionCounts(
             space, Hybrid(recompute=recompute, saved_on=saved_on, offload=hybrid.offload, on_host=hybrid.on_host,
-                          zero_stage=3 if hybrid.offload.moves_parameters else 2),
+                          cached=hybrid.cached, zero_stage=3 if hybrid.offload.moves_parameters else 2),
             multiplicities=self.reduced_model.counts(space)))
 
     def _whole_prices(self, spread: int) -> Prices:

@@ -11,6 +11,7 @@ from autoparallel.errors import PlanError
 from autoparallel.plans import Hybrid
 from autoparallel.schedule.schedules import SCHEDULES, usual
 from autoparallel.schedule.step_config import BUCKET_BYTES
+from autoparallel.schedule.table_caches import TableCache
 from autoparallel.schedule.tiers import ON_DEVICE, Offload
 from autoparallel.strategies.space import Strategy, StrategySpace
 from cost_models import Cluster
@@ -37,13 +38,15 @@ class Fixed:
     copies: int | None = None
     offload: Offload = ON_DEVICE
     on_host: tuple[str, ...] = ()
+    cached: tuple[TableCache, ...] = ()
     pieces: int = 1
     saved_on: str = "device"
 
     def __str__(self) -> str:
         """The choices that leave combinations out, as options."""
         given = {f.name: getattr(self, f.name) for f in fields(self) if getattr(self, f.name) != f.default}
-        for name in ("reduce_dtype", "bucket_bytes", "on_host", *(["pipeline_stages"] if self.replicas else [])):
+        for name in ("reduce_dtype", "bucket_bytes", "on_host", "cached",
+                     *(["pipeline_stages"] if self.replicas else [])):
             given.pop(name, None)
         if "offload" in given:
             given["offload"] = self.offload.told()
@@ -177,7 +180,7 @@ class CandidateSpace:
                          reduce_dtype=self.fixed.reduce_dtype, replicas=self.fixed.replicas,
                          bucket_bytes=self.fixed.bucket_bytes, offload=self.fixed.offload,
                          copies=self.fixed.copies or copies, on_host=self.fixed.on_host, pieces=self.fixed.pieces,
-                         saved_on=self.fixed.saved_on)
+                         saved_on=self.fixed.saved_on, cached=self.fixed.cached)
         except PlanError as error:
             self.refused = self.refused or str(error)
 

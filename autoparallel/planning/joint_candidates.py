@@ -21,6 +21,7 @@ from autoparallel.planning.step_bounds import StepBounds
 from autoparallel.pricing import ExecutionCounts, Prices, SpacePricer, equal_stages_s
 from autoparallel.pricing.hidden import least_exposed
 from autoparallel.pricing.prediction import estimate, evened
+from autoparallel.schedule.table_caches import TableCache
 from autoparallel.schedule.tiers import ON_DEVICE, Offload
 from autoparallel.search import plan_within
 from autoparallel.search.low_width.solve import Outcome
@@ -63,8 +64,9 @@ class Kept:
     """What searches of one program on one cluster, for one optimizer, share: the reduced-depth model, its
     micro-batches, and its prices by micro-batches, pipeline ranks and stage mesh, which step configurations share."""
 
-    def __init__(self, graph: OpGraph, offload: Offload = ON_DEVICE, tables: Collection[str] = ()) -> None:
-        self.reduced_model: ReducedModel = reduced_model(graph, offload, tables)
+    def __init__(self, graph: OpGraph, offload: Offload = ON_DEVICE, tables: Collection[str] = (),
+                 cached: Collection[TableCache] = ()) -> None:
+        self.reduced_model: ReducedModel = reduced_model(graph, offload, tables, cached)
         self.split = Splits(self.reduced_model.graph)
         self.prices, self.of_device = dict[object, Prices](), dict[object, Prices]()
 
@@ -88,7 +90,7 @@ class JointSearch:
         self.known: dict[Combination, Candidate] = {}
         self.may_fit: Sequence[Candidate] = ()
         self.cluster, self.optimizer, self.limit = cluster, optimizer, limit_bytes
-        kept = kept or Kept(graph, fixed.offload, fixed.on_host)
+        kept = kept or Kept(graph, fixed.offload, fixed.on_host, fixed.cached)
         self.reduced_model, self.split = kept.reduced_model, kept.split
         self._prices, self._of_device = kept.prices, kept.of_device
         batch = batch_size(graph)

@@ -114,8 +114,8 @@ def kept_of(split: Splits, cluster: Cluster, options: Options) -> Kept:
     """What joint searches of a program share, with the same groups of parameters in tiers of their own and the same
     tables on the host."""
     away, tables = options.tier if options.tier.groups else ON_DEVICE, frozenset(options.on_host)
-    return split.once(("joint search", id(cluster), options.optimizer, away, tables),
-                      lambda: Kept(split.graph, away, tables))
+    return split.once(("joint search", id(cluster), options.optimizer, away, tables, options.cached),
+                      lambda: Kept(split.graph, away, tables, options.cached))
 
 
 def fixed_by(options: Options, mesh_shape: Sequence[int] | None) -> Fixed:

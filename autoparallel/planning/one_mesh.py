@@ -229,7 +229,7 @@ def plan_call(space: StrategySpace, micro: MicroBatches, cluster: Cluster, optio
     with clock.counted(options.time_limit_s):
         if not placed:
             options = options.with_tables(space.graph)
-            hybrid = replace(hybrid, on_host=options.on_host)
+            hybrid = replace(hybrid, on_host=options.on_host, cached=options.cached)
         return _plan_call(space, micro, cluster, options, placed, hybrid)
 
 
@@ -264,7 +264,8 @@ def _in_tier(hybrid: Hybrid, options: Options) -> Hybrid:
     """The step configuration with training state in the options' tier, and their tables on the host. Raises PlanError
     where it does not go there."""
     zero_stage = 3 if options.tier.moves_parameters and options.zero_stage == 3 else hybrid.zero_stage
-    return replace(hybrid, offload=options.tier, zero_stage=zero_stage, on_host=options.on_host)
+    return replace(hybrid, offload=options.tier, zero_stage=zero_stage, on_host=options.on_host,
+                   cached=options.cached)
 
 
 def _plan_recomputing(space: StrategySpace, micro: MicroBatches, cluster: Cluster, options: Options,

@@ -36,6 +36,7 @@ from autoparallel.planning.by_hand import EXAMPLE, ByHand
 from autoparallel.plans import Hybrid, Plan
 from autoparallel.schedule.schedules import SCHEDULES, names_of, usual
 from autoparallel.schedule.step_config import BUCKET_BYTES, KEEPS, RECOMPUTE, REDUCE_DTYPES
+from autoparallel.schedule.table_caches import TableCache
 from autoparallel.schedule.tiers import (
     EARLY_TILE_BYTES,
     ON_DEVICE,
@@ -59,7 +60,7 @@ OPTIONS = f"""
         HiGHS), or "auto", by the size of the problem.
     pins: placements by name pattern, {{"*.q_proj.weight": (Replicate(), Shard(0)), "input_ids": {{"data": Shard(0)}}}};
         "host" for tables of Embedding and EmbeddingBag, which are then looked up in the host's memory
-        ({{"tables*": "host"}}).
+        ({{"tables*": "host"}}); `Cached(rows=100_000, hits=0.9)`: with their hot rows on the devices.
     baseline: a classical plan instead of the search's own ("ddp", "fsdp", "tensor_parallel", "sequence_parallel").
     memory_limit_bytes: the most that the tensors on each device may take; None: the device's memory less its context,
         communicators and fragmentation, and less the error of predictions (`memory_confidence`); inf: no limit.
@@ -153,6 +154,7 @@ class Options:
     looks_up: bool = field(default=True, metadata={"internal": True})  # whether "auto" may put tables on the host
     saved_tiers: Sequence[str] = field(default=(), metadata={"internal": True})  # where "auto" may put saved tensors
     on_host: tuple[str, ...] = field(default=(), metadata={"internal": True})  # the tables that pins put there
+    cached: tuple[TableCache, ...] = field(default=(), metadata={"internal": True})  # the caches of those
 
     @property
     def stages(self) -> int:
@@ -182,7 +184,7 @@ class Options:
     def given(self) -> dict[str, Any]:
         """The fields of `Hybrid` that the search does not choose: how gradients are reduced, where states, tables and
         saved tensors live."""
-        return {"reduce_dtype": self.reduce_dtype, "offload": self.tier, "on_host": self.on_host,
+        return {"reduce_dtype": self.reduce_dtype, "offload": self.tier, "on_host": self.on_host, "cached": self.cached,
                 "saved_on": self.saved_on or "device",
                 "bucket_bytes": BUCKET_BYTES if self.bucket_bytes is None else self.bucket_bytes}
 
@@ -202,11 +204,12 @@ class Options:
 
     def without_decided(self) -> Options:
         """The options for calls of another form than a plan's: without those that the plan decides."""
-        return Options(**{**vars(self), **dict.fromkeys(DECIDED_BY_A_PLAN), "on_host": ()})
+        return Options(**{**vars(self), **dict.fromkeys(DECIDED_BY_A_PLAN), "on_host": (), "cached": ()})
 
     def with_tables(self, graph: OpGraph) -> Options:
         """The options with the tables of a program that pins put on the host. Raises PinError."""
-        return replace(self, on_host=tables_pinned(graph, self.pins))
+        on_host, cached = tables_pinned(graph, self.pins)
+        return replace(self, on_host=on_host, cached=cached)
 
     @property
     def is_open(self) -> bool:
@@ -417,7 +420,7 @@ _COUNT = _Wanted("a whole number, 1 or more", _is_count)
 _WANTED: Mapping[str, tuple[Any, ...] | _Wanted] = {
     "search": SEARCHES,
     "pins": _Wanted("placements by name pattern: {'*.weight': (Replicate(), Shard(0)), 'ids': {'data': Shard(0)}}, or "
-                    "'host' of tables",
+                    "'host' or Cached(rows=...) of tables",
                     lambda value: isinstance(value, Mapping) and all(isinstance(k, str) for k in value)),
     "baseline": NAMES,
     "memory_limit_bytes": _Wanted("bytes per device as a number, 0 or more (70e9; inf: no limit)", _is_amount),

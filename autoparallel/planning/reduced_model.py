@@ -17,6 +17,7 @@ from autoparallel.capture.blocks import Block, equal_blocks
 from autoparallel.capture.graph import Node
 from autoparallel.plans import Hybrid
 from autoparallel.schedule.in_flight import in_flight
+from autoparallel.schedule.table_caches import TableCache
 from autoparallel.schedule.tiers import ON_DEVICE, Offload
 from autoparallel.strategies.space import Decision, Strategy, StrategySpace
 
@@ -87,16 +88,18 @@ def _node_name(decision: Decision) -> str:
     return decision.name.split(":")[0]
 
 
-def reduced_model(graph: OpGraph, offload: Offload = ON_DEVICE, tables: Collection[str] = ()) -> ReducedModel:
+def reduced_model(graph: OpGraph, offload: Offload = ON_DEVICE, tables: Collection[str] = (),
+                  cached: Collection[TableCache] = ()) -> ReducedModel:
     """The reduced-depth model of a program; programs with at most three equal blocks stay as they are. One block stands
-    for others with parameters in the same tiers only. ``tables``: those that are looked up on the host."""
+    for others with parameters in the same tiers only. ``tables``: those on the host, and the caches of some."""
+    caches = {one.name: replace(one, name="") for one in cached}
     templates = equal_blocks(graph)
     twin: dict[int, int] = {}
     stands_for: dict[str, int] = {}
     for equivalent in templates:
         for block in equivalent:
             stands_for.update({graph.nodes[i].name: 1 for i in (*block.nodes, *_parameters(graph, block))})
-        for _, run in groupby(equivalent[1:-1], lambda block: _tiers(graph, block, offload, tables)):
+        for _, run in groupby(equivalent[1:-1], lambda block: _tiers(graph, block, offload, tables, caches)):
             _fold(graph, list(run), twin, stands_for)
     twins = {graph.nodes[index].name: graph.nodes[other].name for index, other in twin.items()}
     return ReducedModel(_without(graph, twin) if twin else graph, stands_for, sum(map(len, templates)), twins)
@@ -111,10 +114,11 @@ def _fold(graph: OpGraph, run: list[Block], twin: dict[int, int], stands_for: di
     stands_for.update({graph.nodes[index].name: len(run) for index in members})
 
 
-def _tiers(graph: OpGraph, block: Block, offload: Offload, tables: Collection[str]) -> list[tuple[Offload, bool]]:
-    """Of each parameter, and whether it is looked up on the host."""
+def _tiers(graph: OpGraph, block: Block, offload: Offload, tables: Collection[str], caches: Mapping[str, TableCache]
+           ) -> list[tuple[Offload, bool, TableCache | None]]:
+    """Of each parameter, whether it is a table on the host, and its cache without the name."""
     names = [graph.nodes[index].path for index in _parameters(graph, block)] if offload.groups or tables else []
-    return [(offload.of(name, tables), name in tables) for name in names]
+    return [(offload.of(name, tables), name in tables, caches.get(name)) for name in names]
 
 
 def _parameters(graph: OpGraph, block: Block) -> list[int]:

@@ -3,7 +3,8 @@
     pins={"*.q_proj.weight": (Replicate(), Shard(0)),       a parameter's storage, one placement per mesh axis
           "model.layers.*.mlp": {"tp": Replicate()},        a module's output, on one axis only
           "input_ids": {"dp": Shard(0)},                    an input
-          "tables*": "host"}                                tables, looked up there (`strategies/host_lookups.py`)
+          "tables*": "host"}                                tables, looked up there (`strategies/host_lookups.py`);
+                                                            `Cached(rows=10_000)`: with rows on the device
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ import numpy as np
 
 from autoparallel.errors import PinError
 from autoparallel.layout import Placement, from_torch
+from autoparallel.schedule.table_caches import Cached
 from autoparallel.strategies.host_lookups import HOST, host_patterns
 from autoparallel.strategies.space import Decision, StrategySpace
 
@@ -48,7 +50,7 @@ def pin_strings(space: StrategySpace, pins: Mapping[str, Pin]) -> dict[str, str]
     return {
         **{pattern: "·".join("*" if p is None else str(p) for p in _per_axis(space, pattern, pin))
            for pattern, pin in _placements(pins)},
-        **dict.fromkeys(host_patterns(pins), HOST),
+        **{pattern: str(pins[pattern]) for pattern in host_patterns(pins)},
     }
 
 
@@ -58,7 +60,7 @@ def _placements(pins: Mapping[str, Pin]) -> Iterator[tuple[str, Pin]]:
         if isinstance(pin, str) and pin != HOST:
             raise PinError(f"pin {pattern!r} is {pin!r}: give a placement for each mesh axis, or {HOST!r} for a table "
                            "that is looked up in the memory of the host")
-        if not isinstance(pin, str):
+        if not isinstance(pin, (str, Cached)):
             yield pattern, pin
 
 

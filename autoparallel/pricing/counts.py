@@ -66,7 +66,7 @@ class ExecutionCounts:
     decisions, and one rank holds ``held`` times the values that a decision of the first stage has in a step.
     ``recomputing``: how the software recomputes. ``blocks``: the recomputed blocks. ``saved``: the values kept for
     backward. ``of_parameter``, ``views``: by decision, whether its value is a parameter (also read by several), or a
-    view of parameters. ``lookups``: tables on the host, and the ops that read them there. ``sparse``: tables with
+    view of parameters. ``lookups``: tables on the host, and the ops that read them. ``sparse``: tables with
     sparse gradients. ``away``: by decision, the tiers of a parameter.
     """
 
@@ -86,7 +86,8 @@ class ExecutionCounts:
         self.saved = SavedValues(space, self.blocks, crossing, training)
         self.of_parameter = [_is_parameter(space, index) for index in range(len(space))]
         self.views = _views_of_parameters(space, self.of_parameter)
-        self.lookups, self.sparse = HostLookups(space, self.hybrid.on_host), SparseTables(space, training)
+        self.lookups, self.sparse = HostLookups(space, self.hybrid.on_host, self.hybrid.cached), SparseTables(
+            space, training)
         offload, tables = self.hybrid.offload, self.lookups.names
         self.away: list[Offload] = [offload.of(decision.path, tables) if decision.kind == "parameter" else ON_DEVICE
                                     for decision in space.decisions]

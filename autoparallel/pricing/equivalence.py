@@ -37,6 +37,8 @@ class Equivalence:
             facts.append([bool(block) for block in self.space.blocks])
         if counts.lookups.names:
             facts.append([index in counts.lookups.tables or index in counts.lookups.ops for index in range(count)])
+        if counts.lookups.cached:
+            facts.append(_numbered(map(counts.lookups.cached.get, range(count))))
         if counts.sparse.density:
             facts.append([counts.sparse.density.get(index, -1.0) for index in range(count)])
         if not counts.in_one:

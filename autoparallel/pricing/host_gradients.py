@@ -37,14 +37,19 @@ class HostGradients:
         """Whether a decision is a trained parameter whose gradient leaves the device, where it is made."""
         return self.go and self._is_away(index) and index not in self.counts.lookups.tables
 
+    def _is_here(self, index: int) -> bool:
+        """Whether a parameter's gradient is made on the device."""
+        return index not in self.counts.lookups.tables or index in self.counts.lookups.cached
+
     def _is_let_go(self, index: int) -> bool:
         s = self.space.strategy_sets[index]
         return (self.prices.training and self.space.decisions[index].kind == "parameter"
-                and index not in self.counts.lookups.tables and s.output_metas[0].requires_grad)
+                and self._is_here(index) and s.output_metas[0].requires_grad)
 
     def _is_away(self, index: int) -> bool:
         """Whether a decision is a trained parameter whose gradient is outside of the device, also if made there."""
-        moves = self.prices.training and self.counts.away[index].moves_gradients
+        moves = self.prices.training and self.counts.away[index].moves_gradients \
+            and index not in self.counts.lookups.cached
         return moves and self.space.strategy_sets[index].output_metas[0].requires_grad
 
     def bytes_of(self, index: int) -> np.ndarray:

@@ -1,4 +1,5 @@
-"""Seconds of lookups in the memory of the host (`Hybrid.on_host`)."""
+"""Seconds of lookups in the memory of the host (`Hybrid.on_host`), and of what misses of caches (`Hybrid.cached`) move.
+"""
 
 from __future__ import annotations
 
@@ -6,10 +7,17 @@ from typing import NamedTuple
 
 import numpy as np
 
+from autoparallel.capture import TensorMeta
+from autoparallel.layout import largest_local_shape
 from autoparallel.pricing.counts import ExecutionCounts
 from autoparallel.pricing.op_costs import share_of_work
 from autoparallel.pricing.unit_costs import Prices
-from cost_models import offload
+from autoparallel.schedule.table_caches import TableCache
+from cost_models import memory, offload
+
+#: Bytes of a cache (`kernels.table_cache`): for each slot its row, its last use and whether it changed; for each row of
+#: the table the number of its slot; for each row of a gradient its number.
+SLOT_BYTES, SLOT_NUMBER_BYTES, ID_BYTES = 17, 4, 8
 
 
 class LookupPrice(NamedTuple):
@@ -28,7 +36,8 @@ class HostLookupPrices:
 
     The rows that are looked up and the results pass the host's memory, and of a dense gradient all rows: it is filled
     with zeros first. Nothing of it is counted as hidden: the device waits for the results, and backward's last
-    ops are the host's.
+    ops are the host's. A cached table is looked up and stepped on the device; of each lookup's misses, the rows and
+    those of the optimizer's states come up, and as many, which were stepped before, go down: none of it hidden.
     """
 
     def __init__(self, prices: Prices, counts: ExecutionCounts) -> None:
@@ -42,9 +51,14 @@ class HostLookupPrices:
         """Whether a decision is a table on the host, or a shared read of one."""
         return index in self.counts.lookups.tables
 
-    def touches(self, index: int) -> bool:
-        """Whether a decision is either."""
-        return self.runs(index) or self.is_table(index)
+    def sums_there(self, index: int) -> bool:
+        """Whether a decision is a table, or a shared read of one, whose gradients are added up on the host."""
+        return self.is_table(index) and index not in self.counts.lookups.cached
+
+    def place(self, index: int) -> tuple[bool, bool, TableCache | None]:
+        """Whether a decision is an op on the host, whether it is a table there, and its cache: decisions with different
+        ones cost differently."""
+        return self.runs(index), self.is_table(index), self.counts.lookups.cached.get(index)
 
     def price(self, index: int) -> LookupPrice:
         """Of one execution of a lookup."""
@@ -66,6 +80,55 @@ class HostLookupPrices:
             if meta.requires_grad:    # weights of the rows of bags
                 backward, back = backward + rows + num_bytes, back + self._crossing_s(num_bytes, True)
         return LookupPrice(forward, self._work_s(backward), there, back)
+
+    def misses(self, index: int) -> LookupPrice:
+        """Of one execution of a lookup in a cache, beside the op on the device: what its misses move. Those of backward
+        are counted in forward."""
+        s, cache, parameter = self.space.strategy_sets[index], self.counts.lookups.cached[index], self._table_of(index)
+        zeros, meta = np.zeros(len(s.strategies)), s.input_metas[0]
+        table = self.prices.local_bytes(meta, s.inputs[0])
+        flops = s.rule.flops if s.rule is not None else 0.0
+        looked_up = np.minimum(flops * share_of_work(s) * meta.dtype.itemsize, table)
+        trained = self.prices.training and meta.requires_grad
+        up = (1 - cache.hits) * looked_up * (self._columns(parameter) if trained else 1.0)
+        down = up * trained
+        there = self._crossing_s(up, True) + (self._crossing_s(down, False) if trained else 0.0)
+        return LookupPrice(self._work_s(2 * (up + down)), zeros, there, zeros)
+
+    def cache_bytes(self, index: int) -> np.ndarray:
+        """Bytes on the device of a cached table: the rows in its slots, with those of the states, its gradient's rows
+        with their numbers, the slot of each row, and of each slot its row, last use and whether it changed."""
+        s, cache = self.space.strategy_sets[index], self.counts.lookups.cached[index]
+        (meta,), elements = s.output_metas, self.prices.elements(s)
+        rows = self._rows(meta, s.outputs[0])
+        slots = np.minimum(rows, np.ceil(cache.rows * rows / meta.shape[0]))
+        found = slots * (elements / np.maximum(rows, 1) * meta.dtype.itemsize * self._columns(index) + SLOT_BYTES)
+        if meta.requires_grad and self.prices.training:
+            state = memory.training_state(elements, self.prices.kept(meta), self.prices.optimizer)
+            looked_up = self.counts.sparse.share(index, self.counts.hybrid.micro_batches)
+            summed = state.gradients + self.counts.accumulator_bytes(meta) * elements
+            found = found + looked_up * (summed + rows * ID_BYTES)
+        return np.asarray(found + rows * SLOT_NUMBER_BYTES)
+
+    def _rows(self, meta: TensorMeta, numbers: np.ndarray) -> np.ndarray:
+        """Rows of a table on the fullest rank, by layout number in ``numbers``."""
+        space = self.space.spaces(meta)
+        by_layout = {number: largest_local_shape(meta.shape, space.layouts[number], self.space.mesh_shape)[0]
+                     for number in np.unique(numbers).tolist()}
+        return np.array([by_layout[number] for number in numbers.tolist()], float)
+
+    def _columns(self, index: int) -> float:
+        """How many times a cached table's bytes a row has with its optimizer states."""
+        meta = self.space.strategy_sets[index].output_metas[0]
+        if not (meta.requires_grad and self.prices.training):
+            return 1.0
+        state = memory.training_state(1.0, self.prices.kept(meta), self.prices.optimizer)
+        return float(state.parameters + state.optimizer) / meta.dtype.itemsize
+
+    def _table_of(self, index: int) -> int:
+        """The parameter that a lookup reads."""
+        source = self.space.uses_by[index][0].source
+        return source if self.space.decisions[source].kind == "parameter" else self._table_of(source)
 
     def sums_s(self, num_bytes: np.ndarray) -> np.ndarray:
         """Seconds of adding up gradients, which move so many bytes of the host's memory."""

@@ -148,11 +148,12 @@ def add_decisions(pricer: SpacePricer, strategies: Sequence[Strategy], stages: S
 
 
 def _add_op(pricer: SpacePricer, index: int, number: int, count: int, place: int, stage: Parts, found: Found) -> None:
-    cost, before_s = pricer.costs.of(index, place), stage.forward + stage.backward
     if pricer.costs.lookups.runs(index):
         _add_lookup(pricer, index, number, count, place, stage)
         return
-    stage.forward += count * float(cost.forward[number] + cost.again[number])
+    missed_s = _add_misses(pricer, index, number, count, place, stage)
+    cost, before_s = pricer.costs.of(index, place), stage.forward + stage.backward
+    stage.forward += count * float(cost.forward[number] + cost.again[number]) - missed_s
     stage.again += count * float(cost.again[number])
     stage.backward += count * float(cost.backward[number])
     forward, backward = pricer.counts.op_times(index, place)
@@ -181,6 +182,21 @@ def _add_lookup(pricer: SpacePricer, index: int, number: int, count: int, place:
     stage.lookups_forward += (1 - again) * work_s
     stage.lookups_backward += back_s
     stage.crossings += up_s + down_s
+
+
+def _add_misses(pricer: SpacePricer, index: int, number: int, count: int, place: int, stage: Parts) -> float:
+    """Add what a lookup's misses of a cache move: the host's work, and what crosses as communication. Returns the
+    seconds of both."""
+    if index not in pricer.counts.lookups.cached:
+        return 0.0
+    _, times = pricer.counts.op_times(index, place)
+    each = pricer.costs.lookups.misses(index)
+    work_s, there_s = (count * times * float(seconds[number]) for seconds in (each.forward, each.there))
+    stage.forward += work_s
+    stage.forward_communication += there_s
+    stage.lookups_forward += work_s
+    stage.crossings += there_s
+    return work_s + there_s
 
 
 def _add_ahead(pricer: SpacePricer, prices: Prices, index: int, number: int, times: tuple[int, int], stage: Parts
@@ -322,7 +338,7 @@ def _add_use(pricer: SpacePricer, strategies: Sequence[Strategy], move: Move, co
     if counts.sums(use):
         summed_s = count * float(pricer.costs.sums_s(use)[ends])
         stage.backward += summed_s
-        if pricer.costs.lookups.is_table(use.source):
+        if pricer.costs.lookups.sums_there(use.source):
             stage.lookups_backward += summed_s
         elif space.blocks[use.target]:
             stage.ahead_backward.add(Ahead(summed_s, summed_s))

@@ -230,7 +230,7 @@ class _Builder:
         pick, cost = int(self.picks[index]), self.costs.of(index)
         costs = self.memo.once(("total", id(cost), pick), lambda: cost.total[numbers])
         inside = index in self.counts.saved.inside_only
-        where = self.costs.gradients.leave(index), self.costs.lookups.is_table(index), id(self.counts.away[index])
+        where = self.costs.gradients.leave(index), self.costs.lookups.place(index), id(self.counts.away[index])
         usages = self.memo.once(("usage", id(s), pick, decision.kind, inside, copies, where),
                                 lambda: self.costs.decision_bytes(index)[numbers] * copies)
         strategies = s.strategies if len(numbers) == len(s.strategies) else tuple(s.strategies[n] for n in numbers)

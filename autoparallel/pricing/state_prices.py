@@ -78,7 +78,8 @@ class StatePrices:
         return self._rows(index) * (np.asarray(found.total_s) + self._by_row(index) * moved)
 
     def _steps_there(self, index: int, whole_s: np.ndarray) -> bool:
-        return self.counts.away[index].is_away and bool(whole_s.any())
+        """Whether the host steps a parameter; of a cached table the device does, on the rows that it holds."""
+        return self.counts.away[index].is_away and index not in self.counts.lookups.cached and bool(whole_s.any())
 
     def _by_row(self, index: int) -> float:
         return offload.SPARSE_ELEMENT_S if self._rows(index) < 1 else 0.0

@@ -101,7 +101,7 @@ class StepCosts:
         times, moves = counts.op_times(index, stage), counts.offloads(index)
         readers = int(self.kinds.readers[index]) if kind == "shared_read" else 0
         key = (id(s), kind, readers, self.prices.chains[index], times, moves, counts.ranks_with(index),
-               self.gradients.leave(index), self.lookups.touches(index), counts.sparse.density.get(index),
+               self.gradients.leave(index), self.lookups.place(index), counts.sparse.density.get(index),
                id(counts.away[index]), id(prices))
         return self.memo.once(("cost", *key), lambda: self._cost(index, times, prices))
 
@@ -116,6 +116,9 @@ class StepCosts:
                                  backward=times[1] * (found.backward + found.back))
         if kind == "op":
             price, (there, back) = prices.op_of(index), self.activations.of(index)
+            if index in self.counts.lookups.cached:
+                missed = self.lookups.misses(index)
+                there = there + times[1] * (missed.forward + missed.there)
             return cost._replace(forward=times[1] * price.forward_s + there,
                                  again=(times[0] - times[1]) * price.forward_s,
                                  backward=times[1] * price.backward_s + back)
@@ -148,7 +151,7 @@ class StepCosts:
     def shared_read_s(self, index: int, prices: Prices | None = None) -> np.ndarray:
         """Seconds of summing the gradients from a value's readers once, by strategy."""
         s, readers = self.space.strategy_sets[index], int(self.kinds.readers[index])
-        if self.lookups.is_table(index):
+        if self.lookups.sums_there(index):
             trains = s.output_metas[0].requires_grad and self.prices.training
             moved = 3 * self.prices.local_bytes(s.output_metas[0], s.outputs[0])
             return trains * max(0, readers - 1) * self.lookups.sums_s(moved)
@@ -170,10 +173,18 @@ class StepCosts:
         nothing = index in saved.inside_only or self.prices.in_registers(index)
         how = nothing, saved.products_only(index), self.gradients.leave(index)
         if kind == "parameter" and self.lookups.is_table(index):
-            return self._nothing(len(s.strategies))[0]
+            return self._table_bytes(index)
         return self.memo.once(("bytes", id(s), kind, how, self.counts.sparse.density.get(index),
                                id(self.counts.away[index])),
                               lambda: self._bytes_of(index, *how))
+
+    def _table_bytes(self, index: int) -> np.ndarray:
+        """Bytes on the device of a table on the host: of its cache, but for a gradient that is let go."""
+        s, leaves = self.space.strategy_sets[index], self.gradients.leave(index)
+        if (cache := self.counts.lookups.cached.get(index)) is None:
+            return self._nothing(len(s.strategies))[0]
+        return self.memo.once(("cache", id(s), cache, leaves, self.counts.sparse.density.get(index)), lambda: (
+            self.lookups.cache_bytes(index) - (self.gradients.bytes_of(index) if leaves else 0.0)))
 
     def _bytes_of(self, index: int, inside_only: bool, products_only: bool, leaves: bool) -> np.ndarray:
         s, kind = self.space.strategy_sets[index], self.space.decisions[index].kind
@@ -229,7 +240,7 @@ class StepCosts:
             return found[rows[:, None], columns]
 
         key = "use", self.use_key(use, rows, columns), counted, sums, summing, moves, skips is not None, \
-            id(self.counts.away[use.source]), self.lookups.is_table(use.source), \
+            id(self.counts.away[use.source]), self.lookups.place(use.source), \
             self.counts.sparse.density.get(use.source)
         return self.memo.once(key, seconds)
 
@@ -248,8 +259,10 @@ class StepCosts:
         profile, width = self.prices.cluster.profile, use.meta.dtype.itemsize
         each = profile.sum_bytes(width, apart * width) / width if profile is not None else 1 + 2 * apart if apart else 3
         moved = each * held
-        if self.lookups.is_table(use.source):
+        if self.lookups.sums_there(use.source):
             return self.counts.sums(use) * self.lookups.sums_s(moved)
+        if use.source in self.counts.lookups.cached:
+            moved = self.counts.sparse.share(use.source) * moved
         return self.counts.sums(use) * compute.op_time_s("elementwise", 0.0, moved, dtype_name(use.meta), device)
 
     def copy_bytes(self, use: TensorUse) -> np.ndarray:

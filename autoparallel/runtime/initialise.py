@@ -16,6 +16,7 @@ from autoparallel.errors import InputError
 from autoparallel.kernels.host_copies import table_memory
 from autoparallel.layout import Box, Layout, from_torch, local_boxes, to_torch
 from autoparallel.runtime.agree import decide_once
+from autoparallel.runtime.cached_tables import CachedMemory, read_by_programs
 from autoparallel.runtime.dtensors import KEPT
 from autoparallel.runtime.sparse_gradients import own_rows_of, sparse_gradient
 from autoparallel.schedule.tiers import Offload
@@ -64,7 +65,8 @@ def live_elsewhere(parameter: torch.Tensor, keep: Keep) -> None:
 
 def is_table(parameter: torch.Tensor) -> bool:
     """Whether a parameter lives on the host, and is looked up there."""
-    return getattr(parameter, KEPT, None) is table_memory
+    keep = getattr(parameter, KEPT, None)
+    return keep is table_memory or isinstance(keep, CachedMemory)
 
 
 def tiers_of(offload: Offload, name: str, parameter: torch.Tensor) -> Offload:
@@ -103,7 +105,7 @@ class _LocalShards(torch.autograd.Function):
         ctx.handed_over, ctx.values, ctx.specs = handed_over, values, [value._spec for value in values]
         ctx.versions = [value._version for value in values]
         ctx.set_materialize_grads(False)
-        return tuple(value._local_tensor.view_as(value._local_tensor) for value in values)
+        return tuple((shard := read_by_programs(value)).view_as(shard) for value in values)
 
     @staticmethod
     def backward(ctx: Any, *gradients: torch.Tensor | None) -> tuple[DTensor | None, ...]:
@@ -191,8 +193,9 @@ def local_shards(values: Sequence[torch.Tensor], together: bool = True, handed_o
     _count_of_own()    # not within backward, which it runs
     shards = iter(() if not trainable else _LocalShards.apply(handed_over, *trainable) if together else
                   [_at_once(value) for value in trainable])
-    with torch.no_grad():  # to_local without an autograd node
-        return [v if not isinstance(v, DTensor) else next(shards) if v.requires_grad else v.to_local() for v in values]
+    with torch.no_grad():  # without an autograd node
+        return [v if not isinstance(v, DTensor) else next(shards) if v.requires_grad else read_by_programs(v)
+                for v in values]
 
 
 def _at_once(value: DTensor) -> torch.Tensor:
@@ -265,6 +268,8 @@ def set_value(parallel: nn.Module, name: str, value: torch.Tensor, device: torch
         else:
             local = local.to(device="cpu", dtype=old.dtype)
             made = outside(keep(local) if old.is_meta else local, mesh, layout, tuple(old.shape))
+            if old.is_meta and isinstance(keep, CachedMemory):
+                made = keep.placed(made)
     if old.device.type != "meta":
         with torch.no_grad():
             old.copy_(made)

@@ -22,12 +22,13 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 
 from autoparallel.capture.passes import autocast
 from autoparallel.errors import InputError
+from autoparallel.runtime.cached_tables import check_steps_rows, has_cached
 from autoparallel.runtime.dtensors import is_watched
 from autoparallel.runtime.loading import check_place
 from autoparallel.runtime.offload.optimizer import OffloadedOptimizer
 from autoparallel.runtime.originals import refuse_idle, refuse_originals
 from autoparallel.runtime.shard_steps import step_shards, steps_shards, take_momentum
-from autoparallel.runtime.sparse_gradients import keep_hooks_outside, on_shards, step_sparse_shards
+from autoparallel.runtime.sparse_gradients import keep_hooks_outside, on_shards, step_sparse_shards, swaps
 from autoparallel.schedule.tiers import Offload
 
 _LOG = logging.getLogger("autoparallel")
@@ -99,9 +100,11 @@ def compute_on_shards(optimizer: torch.optim.Optimizer) -> None:
     if not isinstance(optimizer, OffloadedOptimizer):
         _shard_states(optimizer)
         optimizer.register_load_state_dict_post_hook(_shard_states)
+    if has_cached(optimizer):
+        check_steps_rows(optimizer, steps_shards(type(optimizer)))
     if steps_shards(type(optimizer)):
         step_shards(optimizer)
-    elif isinstance(optimizer, torch.optim.SparseAdam):
+    if swaps(optimizer):
         step_sparse_shards(optimizer)
     _passed.add(optimizer)
 
@@ -115,7 +118,7 @@ def step_some(optimizer: torch.optim.Optimizer, parameters: Sequence[Sequence[Te
         group["params"] = list(parameters[number]) if number < len(parameters) else []    # of one that was added since
     try:
         with torch.no_grad(), autocast.without_autocast(), \
-                on_shards(optimizer) if isinstance(optimizer, torch.optim.SparseAdam) else nullcontext():
+                on_shards(optimizer) if swaps(optimizer) else nullcontext():
             inspect.unwrap(type(optimizer).step)(optimizer)
         if isinstance(optimizer, torch.optim.SGD):
             take_momentum(optimizer)

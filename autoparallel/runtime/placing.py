@@ -16,6 +16,7 @@ from autoparallel.errors import InputError
 from autoparallel.kernels.host_copies import host_memory, table_memory
 from autoparallel.layout import INVARIANT, Layout, local_boxes, local_shape, to_torch
 from autoparallel.runtime.agree import made_equally
+from autoparallel.runtime.cached_tables import CachedMemory
 from autoparallel.runtime.corrected_ops import correct_ops
 from autoparallel.runtime.dtensors import watch
 from autoparallel.runtime.form import Compiled
@@ -59,7 +60,7 @@ def place(root: nn.Module, state: State, compiled: Compiled) -> None:
     state.parts = _make_parts(root, model)
     root.training, state.original_modes = model.training, [module.training for module in state.parts]
     placed: dict[int, nn.Parameter | torch.Tensor] = {}
-    state.offload, tables = compiled.plan.hybrid.offload, frozenset(compiled.plan.hybrid.on_host)
+    state.offload = compiled.plan.hybrid.offload
     state.files, state.saved_file = _files(state, compiled), _saved_file(state, compiled)
     for name, parameter in model.named_parameters(remove_duplicate=False):
         value = _same_on_pipeline(state, parameter.detach())
@@ -68,8 +69,8 @@ def place(root: nn.Module, state: State, compiled: Compiled) -> None:
         owner, leaf = container(root, name)
         if id(parameter) not in placed:
             state.layouts[name] = layouts.get(name, everywhere)
-            is_table = compiled.micro.whole.aliases.get(name, name) in tables
-            placed[id(parameter)] = _placed(state, name, value, parameter.requires_grad, is_table)
+            keep = _table_memory(state, compiled, name) or _keep(state, name)
+            placed[id(parameter)] = _placed(state, name, value, parameter.requires_grad, keep)
             _take_hooks(parameter, placed[id(parameter)])
         owner._parameters[leaf] = placed[id(parameter)]  # type: ignore[assignment]
     for path, owner_module in model.named_modules():
@@ -100,11 +101,13 @@ def keep_states_away(root: nn.Module, state: State) -> None:
     state.keeps_away = True
 
 
-def _placed(state: State, name: str, value: torch.Tensor, requires_grad: bool, is_table: bool) -> nn.Parameter:
-    """A parameter of the parallel module, in the memory where it lives; ``is_table``: on the host, looked up there."""
-    keep, layout = table_memory if is_table else _keep(state, name), state.layouts[name]
-    if is_table:
+def _placed(state: State, name: str, value: torch.Tensor, requires_grad: bool, keep: Keep | None) -> nn.Parameter:
+    """A parameter of the parallel module, in the memory where it lives; ``keep``: the way there, None: the device."""
+    layout = state.layouts[name]
+    if keep is table_memory or isinstance(keep, CachedMemory):
         shard = _shard_on_host(value, state.mesh, layout, state.device)
+        if isinstance(keep, CachedMemory) and not shard.is_meta:
+            shard = keep.placed(shard)
     else:
         shard = _shard_of(value, state.mesh, layout, state.device)
         shard = shard if keep is None else elsewhere(shard, keep)
@@ -112,6 +115,19 @@ def _placed(state: State, name: str, value: torch.Tensor, requires_grad: bool, i
     if keep is not None:
         live_elsewhere(made, keep)
     return made
+
+
+def _table_memory(state: State, compiled: Compiled, name: str) -> Keep | None:
+    """The way to the memory of a table on the host; None: a parameter is none."""
+    whole, hybrid = compiled.micro.whole, compiled.plan.hybrid
+    if (path := whole.aliases.get(name, name)) not in hybrid.on_host:
+        return None
+    cache = next((one for one in hybrid.cached if one.name == path), None)
+    if cache is None:
+        return table_memory
+    shape = tuple(state.model.get_parameter(name).shape)
+    rows = local_shape(shape, state.layouts[name], state.mesh.shape, state.mesh.get_coordinate() or ())[0]
+    return CachedMemory(cache.slots(shape[0], rows), state.device)
 
 
 def _keep(state: State, name: str) -> Keep | None:

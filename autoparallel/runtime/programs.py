@@ -7,7 +7,7 @@ from autoparallel.errors import PlanError
 from autoparallel.kernels.groups import MeshPosition
 from autoparallel.lower import check, emit, order_digest, sum_gradients_in
 from autoparallel.lower.fetch_pass import fetch_parameters
-from autoparallel.lower.lookup_pass import look_up_on_host
+from autoparallel.lower.lookup_pass import look_up_in_caches, look_up_on_host
 from autoparallel.partition import MicroBatches, stages_of
 from autoparallel.plans import Plan
 from autoparallel.pricing import Prices
@@ -46,7 +46,7 @@ def _own(plan: Plan, space: StrategySpace, micro: MicroBatches, position: MeshPo
         number: emit(space, strategies, path, position.coordinate, position.mesh.device_type, stages.parts[number])
         for number in plan.hybrid.stages_of(position.pipeline_rank)
     }
-    lookups = HostLookups(space, plan.hybrid.on_host)
+    lookups = HostLookups(space, plan.hybrid.on_host, plan.hybrid.cached)
     for program in programs.values():
         check(program, space, position.coordinate)
         sum_gradients_in(program, plan.hybrid.sum_dtype)
@@ -57,6 +57,8 @@ def _own(plan: Plan, space: StrategySpace, micro: MicroBatches, position: MeshPo
             fetch_parameters(program.module, fetched, space.mesh_shape, position.mesh.device_type)
         if lookups.ops:
             look_up_on_host(program.module, lookups.ops, position.mesh.device_type)
+        if lookups.cached:
+            look_up_in_caches(program.module, lookups.cached)
     if replays:
         backends.check_replays(plan.hybrid, position, sparse)
     made = Compiled(plan, space, micro, stages, programs, backend, cluster, replays)

@@ -18,6 +18,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from autoparallel.errors import InputError
+from autoparallel.runtime.cached_tables import CachedTable, has_cached, on_rows
 
 aten = torch.ops.aten
 #: The ops that run on the local shards.
@@ -113,18 +114,20 @@ def own_rows_of(gradient: Tensor) -> Tensor:
     return made.clone() if made is gradient or made._values().data_ptr() == gradient._values().data_ptr() else made
 
 
-#: By SparseAdam, the number of the hook that gives it shards.
+#: By optimizer, the number of the hook that gives it shards, or rows of cached tables.
 _takes_shards: MutableMapping[torch.optim.Optimizer, int] = WeakKeyDictionary()
 
 
 def step_sparse_shards(optimizer: torch.optim.Optimizer) -> None:
-    """Make a `torch.optim.SparseAdam` compute on local shards from the step on before which this is called: for the
-    time of a step its groups have shards in place of parameters. Its state stays of DTensors for everybody else."""
+    """Make an optimizer for which `swaps` is true compute on local shards, or on rows of cached tables, from the step
+    on before which this is called: for the time of a step its groups have them in place of parameters. Its state stays
+    of DTensors for everybody else."""
     taken = ExitStack()
 
     def before(_: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         if any(callable(value) for value in (*args[1:], *kwargs.values())):
-            raise InputError("SparseAdam.step(closure) of parameters on a mesh: call the closure first, then step()")
+            raise InputError(f"{type(optimizer).__name__}.step(closure) of parameters on a mesh: call the closure "
+                             "first, then step()")
         after()    # of a step that failed
         taken.enter_context(on_shards(optimizer))
 
@@ -136,17 +139,26 @@ def step_sparse_shards(optimizer: torch.optim.Optimizer) -> None:
     cast(OrderedDict[int, Any], optimizer._optimizer_step_post_hooks).move_to_end(first, last=False)
 
 
+def swaps(optimizer: torch.optim.Optimizer) -> bool:
+    """Whether an optimizer steps `on_shards`: a `torch.optim.SparseAdam`, and one of cached tables."""
+    return isinstance(optimizer, torch.optim.SparseAdam) or has_cached(optimizer)
+
+
 @contextmanager
 def on_shards(optimizer: torch.optim.Optimizer) -> Iterator[None]:
-    """Within, the groups of a `torch.optim.SparseAdam` have local shards in place of parameters."""
-    for group in optimizer.param_groups:
+    """Within, the groups of a `torch.optim.SparseAdam` have local shards in place of parameters; those of any optimizer
+    have the device's rows in place of cached tables."""
+    is_sparse = isinstance(optimizer, torch.optim.SparseAdam)
+    for group in optimizer.param_groups if is_sparse else ():
         _check(group["params"])
-    put_back = [_take_shards(optimizer, group) for group in optimizer.param_groups]
-    try:
-        yield
-    finally:
-        while put_back:
-            put_back.pop()()
+    start_states(optimizer, cached=True)
+    with on_rows(optimizer):
+        put_back = [_take_shards(optimizer, group) for group in optimizer.param_groups if is_sparse]
+        try:
+            yield
+        finally:
+            while put_back:
+                put_back.pop()()
 
 
 def keep_hooks_outside(optimizer: torch.optim.Optimizer) -> None:
@@ -155,13 +167,15 @@ def keep_hooks_outside(optimizer: torch.optim.Optimizer) -> None:
         cast(OrderedDict[int, Any], optimizer._optimizer_step_pre_hooks).move_to_end(last)
 
 
-def start_states(optimizer: torch.optim.Optimizer) -> None:
+def start_states(optimizer: torch.optim.Optimizer, cached: bool = False) -> None:
     """Make the states of a `torch.optim.SparseAdam` that has none yet, as its first step does. (torch's state dicts of
-    models make them by a step with dense gradients.)"""
-    if isinstance(optimizer, torch.optim.SparseAdam) and not optimizer.state:
+    models make them by a step with dense gradients.) ``cached``: of each cached table with a gradient that has none."""
+    if isinstance(optimizer, torch.optim.SparseAdam) and (cached or not optimizer.state):
         for parameter in (p for group in optimizer.param_groups for p in group["params"] if p.requires_grad):
-            optimizer.state[parameter] = {"step": 0, "exp_avg": torch.zeros_like(parameter),
-                                          "exp_avg_sq": torch.zeros_like(parameter)}
+            if not cached or (isinstance(parameter, CachedTable) and parameter.grad is not None
+                              and not optimizer.state.get(parameter)):
+                optimizer.state[parameter] = {"step": 0, "exp_avg": torch.zeros_like(parameter),
+                                              "exp_avg_sq": torch.zeros_like(parameter)}
 
 
 def _check(parameters: list[Tensor]) -> None:
@@ -179,9 +193,10 @@ def _check(parameters: list[Tensor]) -> None:
 def _take_shards(optimizer: torch.optim.Optimizer, group: dict[str, Any]) -> Callable[[], None]:
     """Put local shards, with their gradients and state, in the place of a group's parameters; returns the way back."""
     parameters: list[Any] = group["params"]
-    shards = [p._local_tensor.detach() if isinstance(p, DTensor) else p for p in parameters]
-    for parameter, shard in zip(parameters, shards, strict=True):
-        if isinstance(parameter, DTensor):
+    on_mesh = [isinstance(p, DTensor) and not isinstance(p, CachedTable) for p in parameters]
+    shards = [p._local_tensor.detach() if takes else p for p, takes in zip(parameters, on_mesh, strict=True)]
+    for parameter, shard, takes in zip(parameters, shards, on_mesh, strict=True):
+        if takes:
             shard.grad = parameter.grad._local_tensor if isinstance(parameter.grad, DTensor) else None
             state = optimizer.state.pop(parameter, {})
             optimizer.state[shard] = {key: value._local_tensor if isinstance(value, DTensor) else value
@@ -189,8 +204,8 @@ def _take_shards(optimizer: torch.optim.Optimizer, group: dict[str, Any]) -> Cal
 
     def back() -> None:
         group["params"] = parameters
-        for parameter, shard in zip(parameters, shards, strict=True):
-            if isinstance(parameter, DTensor):
+        for parameter, shard, takes in zip(parameters, shards, on_mesh, strict=True):
+            if takes:
                 shard.grad = None
                 if state := optimizer.state.pop(shard, None):
                     optimizer.state[parameter] = {
@@ -202,4 +217,4 @@ def _take_shards(optimizer: torch.optim.Optimizer, group: dict[str, Any]) -> Cal
 
 
 __all__ = ["SparseGradient", "keep_hooks_outside", "on_shards", "own_rows_of", "sparse_gradient", "start_states",
-           "step_sparse_shards"]
+           "step_sparse_shards", "swaps"]

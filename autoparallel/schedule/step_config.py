@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 
 from autoparallel.errors import InfeasibleError, PlanError, shown
 from autoparallel.schedule.schedules import SCHEDULES, Schedule, names_of, usual
+from autoparallel.schedule.table_caches import TableCache
 from autoparallel.schedule.tiers import ON_DEVICE, TIERS, Offload
 
 if TYPE_CHECKING:
@@ -54,6 +55,7 @@ class Hybrid:
     parameters are gathered once for all of them (ZeRO-3), for the activations of so many. ``offload``: where the
     optimizer's states live, and gradients and parameters. ``on_host``: tables whose lookups run on the host,
     with their gradients and optimizer states in its memory (states on disk, where ``offload`` puts states there).
+    ``cached``: those of them whose hot rows the devices hold, with their states, and look up and step there.
     ``pieces``: linear layers whose operand or result is redistributed run in so many pieces, of which one travels while
     another is computed (`schedule.pieces`).
     """
@@ -74,6 +76,7 @@ class Hybrid:
     on_host: tuple[str, ...] = ()
     pieces: int = 1
     saved_on: str = "device"
+    cached: tuple[TableCache, ...] = ()
 
     def __post_init__(self) -> None:
         if self.recompute == "offload" and self.saved_on == "device":
@@ -99,7 +102,7 @@ class Hybrid:
             raise PlanError(f"unknown zero_stage {self.zero_stage!r}; there are 0, 1, 2 and 3")
         if self.offload.moves_parameters:
             _check_fetches(self)
-        if self.on_host:
+        if self.on_host or self.cached:
             _check_lookups(self)
         if self.offload.in_backward and self.offload.is_away:
             _check_steps_in_backward(self)
@@ -275,6 +278,21 @@ def _check_lookups(hybrid: Hybrid) -> None:
             if wrong:
                 raise PlanError(f"tables that are looked up on the host ({name!r}) live in its memory with their "
                                 f"gradients, and do not go with {given}")
+    _check_caches(hybrid)
+
+
+def _check_caches(hybrid: Hybrid) -> None:
+    names = [one.name for one in hybrid.cached]
+    if len({*names}) < len(names) or not {*names} <= {*hybrid.on_host}:
+        raise PlanError(f"cached tables {names}: name tables on the host, {list(hybrid.on_host)}, each once")
+    for one in hybrid.cached:
+        if one.rows < 1 or not 0 <= one.hits <= 1:
+            raise PlanError(f"the cache of {one.name} has rows={one.rows}, hits={one.hits:g}: give 1 row or more, and "
+                            "a share of hits from 0 to 1")
+        if (away := hybrid.offload.of(one.name)).is_away:
+            raise PlanError(f"the cache of {one.name} holds its optimizer states beside its rows, and offload="
+                            f"{away.place!r} puts them elsewhere\n  Leave the table out of it: offload="
+                            f"{{{one.name!r}: 'none', '*': {away.place!r}}}.")
 
 
 def check_sparse_tables(tables: Iterable[str], hybrid: Hybrid) -> None:

@@ -1,9 +1,10 @@
 """Tables in the memory of the host whose lookups run there: only ids go down, and only results come up.
 
-    pins={"tables*": "host"}
+    pins={"tables*": "host"}                                      or autoparallel.Cached(rows=100_000, hits=0.9)
 
 Such a table is read by embeddings and bags of embeddings alone. A lookup reads it as it is stored (whole on every rank,
-or a shard of its rows or columns): nothing of it, and nothing of its gradient, is sent between ranks.
+or a shard of its rows or columns): nothing of it, and nothing of its gradient, is sent between ranks. Cached tables
+are looked up on the device, in the rows that are there.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ from autoparallel.capture import OpGraph
 from autoparallel.capture.graph import Node
 from autoparallel.errors import PinError
 from autoparallel.ops.embedding_bag import LOOKUPS
+from autoparallel.schedule.table_caches import Cached, TableCache
 from autoparallel.strategies.space import StrategySpace
 
 #: The pin of such tables.
@@ -25,33 +27,45 @@ HOST = "host"
 
 class HostLookups:
     """The tables ``names`` in a strategy graph, by decision: ``tables``, parameters and shared reads of them, and
-    ``ops``, which run on the host. Raises PinError for a name that another op reads."""
+    ``ops``, which run on the host. ``cached``: the caches of those that have one, by table, shared read and the ops
+    that look up there, which are none of ``ops``. Raises PinError for a name that another op reads, and for a cached
+    table whose gradient is dense."""
 
-    def __init__(self, space: StrategySpace, names: Iterable[str] = ()) -> None:
+    def __init__(self, space: StrategySpace, names: Iterable[str] = (), cached: Iterable[TableCache] = ()) -> None:
         self.space, self.names = space, frozenset(names)
         self.tables, self.ops = frozenset[int](), frozenset[int]()
+        self.cached: dict[int, TableCache] = {}
         if not self.names:
             return
         check_tables(space.graph, sorted(self.names))
+        caches = {one.name: one for one in cached}
+        check_cached(space.graph, caches)
         tables, ops = set[int](), set[int]()
         for decision in space.decisions:
             uses = space.uses_by.get(decision.index, ())
             if decision.kind == "parameter" and decision.path in self.names:
                 tables.add(decision.index)
+                if decision.path in caches:
+                    self.cached[decision.index] = caches[decision.path]
             elif uses and uses[0].source in tables:
                 (tables if decision.kind == "shared_read" else ops).add(decision.index)
-        self.tables, self.ops = frozenset(tables), frozenset(ops)
+                if uses[0].source in self.cached:
+                    self.cached[decision.index] = self.cached[uses[0].source]
+        self.tables, self.ops = frozenset(tables), frozenset(ops - self.cached.keys())
 
 
 def host_patterns(pins: Mapping[str, Any] | None) -> list[str]:
-    """The patterns of pins that are `HOST`."""
-    return [pattern for pattern, pin in (pins or {}).items() if isinstance(pin, str) and pin == HOST]
+    """The patterns of pins that are `HOST`, or `Cached`."""
+    return [pattern for pattern, pin in (pins or {}).items() if isinstance(pin, Cached) or (
+        isinstance(pin, str) and pin == HOST)]
 
 
-def tables_pinned(graph: OpGraph, pins: Mapping[str, Any] | None) -> tuple[str, ...]:
-    """The names of the parameters that pins put on the host, in the program's order. A pattern is of parameters, or of
-    modules with all their parameters. Raises PinError for a pattern without any, and for what other ops read."""
-    parameters, found = [node.path for node in graph.of_kind("parameter")], dict[str, None]()
+def tables_pinned(graph: OpGraph, pins: Mapping[str, Any] | None) -> tuple[tuple[str, ...], tuple[TableCache, ...]]:
+    """The names of the parameters that pins put on the host, in the program's order, and the caches of those that have
+    one. A pattern is of parameters, or of modules with all their parameters. Raises PinError for a pattern without any,
+    for two that differ, for what other ops read, and for a cached table whose gradient is dense."""
+    shapes, found = {node.path: node.outputs[0].shape for node in graph.of_kind("parameter")}, dict[str, Any]()
+    parameters = [*shapes]
     for pattern in host_patterns(pins):
         wanted = graph.aliases.get(pattern, pattern)
         own = [name for name in parameters if fnmatchcase(name, wanted)]
@@ -60,8 +74,31 @@ def tables_pinned(graph: OpGraph, pins: Mapping[str, Any] | None) -> tuple[str, 
             close = difflib.get_close_matches(pattern, parameters, n=3, cutoff=0.5) or parameters[:3]
             raise PinError(f"pin {pattern!r}: {HOST!r} is of parameters, and this names none; did you mean {close}?")
         check_tables(graph, own, f"pin {pattern!r}: ")
-        found.update(dict.fromkeys(own))
-    return tuple(name for name in parameters if name in found)
+        pin = (pins or {})[pattern]
+        if other := next((name for name in own if found.get(name, pin) != pin), None):
+            raise PinError(f"pin {pattern!r}: {other} is pinned twice, as {found[other]!s} and as {pin!s}: leave "
+                           "one out")
+        found.update(dict.fromkeys(own, pin))
+    caches = {name: pin.of(name, shapes[name][0]) for name, pin in found.items() if isinstance(pin, Cached)}
+    check_cached(graph, caches)
+    return tuple(filter(found.__contains__, parameters)), tuple(caches[name] for name in parameters if name in caches)
+
+
+def check_cached(graph: OpGraph, names: Iterable[str]) -> None:
+    """Raises PinError for a trained table whose gradient is dense. (Names of other programs are skipped.)"""
+    known, sparse = {node.path: node for node in graph.of_kind("parameter")}, graph.sparse_tables
+    for name in names:
+        if name in known and name not in sparse and known[name].outputs[0].requires_grad and not _reads_alone(
+                graph, known[name]):
+            reader = _readers(graph)[known[name].index][0]
+            raise PinError(f"{name} is cached on the device, and its gradient is dense: each step changes all of its "
+                           f"rows\n  at {reader.source or reader}\n  Write sparse=True, with SparseAdam, Adagrad or "
+                           f"SGD; or pin it as {HOST!r}, without a cache.")
+
+
+def _reads_alone(graph: OpGraph, parameter: Node) -> bool:
+    """Whether a program looks a table up without its gradient."""
+    return all(node.no_grad for node in _readers(graph)[parameter.index])
 
 
 def tables_of(graph: OpGraph) -> list[tuple[str, int]]:
@@ -107,4 +144,4 @@ def _parents(path: str) -> list[str]:
     return [".".join(parts[:end]) for end in range(1, len(parts))]
 
 
-__all__ = ["HOST", "HostLookups", "check_tables", "host_patterns", "tables_of", "tables_pinned"]
+__all__ = ["HOST", "HostLookups", "check_cached", "check_tables", "host_patterns", "tables_of", "tables_pinned"]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import re
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 from autoparallel.plans.plan import Plan
@@ -227,10 +227,18 @@ def _settings(plan: Plan) -> Iterator[str]:
     if said := h.offload.told():
         yield said
     if h.on_host:
-        some = h.on_host[0] if len(h.on_host) == 1 else f"{len(h.on_host)} tables ({h.on_host[0]}, ...)"
-        yield f"{some} looked up in the memory of the host"
+        cached = {one.name: one for one in h.cached}
+        if there := [name for name in h.on_host if name not in cached]:
+            yield f"{_tables(there)} looked up in the memory of the host"
+        for rows, hits in dict.fromkeys((one.rows, one.hits) for one in h.cached):
+            some = [one.name for one in h.cached if (one.rows, one.hits) == (rows, hits)]
+            yield f"{_tables(some)} in the memory of the host, {rows:,} rows cached on the devices ({hits:.0%} hits given)"
     if h.reduce_dtype:
         yield f"gradients summed in {h.reduce_dtype}"
+
+
+def _tables(names: Sequence[str]) -> str:
+    return names[0] if len(names) == 1 else f"{len(names)} tables ({names[0]}, ...)"
 
 
 __all__ = ["AxisWords", "axis_words", "title"]
