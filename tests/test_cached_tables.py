@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import copy
+import io
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -109,3 +112,234 @@ def test_equal_to_one_process(ranks: Any, shape: tuple[int, ...], options: dict[
             torch.testing.assert_close(found["parameters"][name], value, rtol=1e-9, atol=1e-11)
             for key, state in wanted["state"][name].items():
                 torch.testing.assert_close(found["state"][name][key], state, rtol=1e-9, atol=1e-11)
+
+
+def counted(rows: int) -> dict[str, Any]:
+    """What caches count, in lookups and in a log, beside what the ids say."""
+    model, batches = example()
+    parallel = autoparallel.compile(model, mesh_of(1), example_inputs=batches[0],
+                                    pins={**pins(rows), "items": autoparallel.Cached(rows, hits=0.5)})
+    table: Any = parallel.get_parameter("items.weight")
+    log, made, found = autoparallel.StepLog(parallel, every=1), optimizers(parallel, "SparseAdam"), []
+    for batch in batches:
+        parallel(*batch).backward()
+        for one in made:
+            one.step()
+            one.zero_grad()
+        log.step()
+        found.append(parallel.table_lookups()["items.weight"])
+    before = parallel.table_lookups(forget=True)
+    assert before["items.weight"] == found[-1] and parallel.table_lookups()["items.weight"].ids == 0
+    assert log.last is not None and log.last.hits is not None and "of lookups on the device" in str(log.last)
+    return {"found": found, "slots": table.cache.slots, "hits": log.last.hits, "given": log.last.plan_hits}
+
+
+@pytest.mark.ranks
+def test_lookups_are_counted(ranks: Any) -> None:
+    """With a slot for each row, a row is loaded once, and none is written back; with fewer, evicted rows are."""
+    _, batches = example()
+    first = {int(row) for row in batches[0][0].flatten()}
+    (all_fit,) = ranks(1).run(counted, ROWS, timeout_s=120)
+    start, *_, end = all_fit["found"]
+    assert (start.ids, start.hits, start.loaded, start.written) == (3 * BATCH, 0, len(first), 0)
+    assert end.ids == 5 * 3 * BATCH and end.written == 0 and 0.5 < end.hit_rate < 1
+    assert end.loaded == len({int(row) for ids, *_ in batches for row in ids.flatten()})
+    assert all_fit["hits"] > 0.9 and 0 < all_fit["given"] < 1
+    (some_fit,) = ranks(1).run(counted, 10, timeout_s=120)
+    last = some_fit["found"][-1]
+    assert some_fit["slots"] == 10 and last.written > 0 and last.loaded > end.loaded and last.hit_rate < end.hit_rate
+
+
+def read_by_others() -> dict[str, bool]:
+    """Whoever reads or writes a table between steps sees all of it, and is seen."""
+    model, batches = example()
+    reference, _ = example()
+    parallel = autoparallel.compile(model, mesh_of(1), example_inputs=batches[0], pins=pins(6))
+    ours, theirs = optimizers(parallel, "SparseAdam"), optimizers(reference, "SparseAdam")
+
+    def step(batch: tuple[Tensor, ...]) -> None:
+        for module, made in ((parallel, ours), (reference, theirs)):
+            module(*batch).backward()
+            for one in made:
+                one.step()
+                one.zero_grad()
+
+    def same(found: Any) -> bool:
+        return all(torch.allclose(whole(value), wanted, rtol=1e-9) for value, wanted in zip(
+            found, reference.state_dict().values(), strict=True))
+
+    table: Any = parallel.get_parameter("items.weight")
+    step(batches[0])
+    found = {"state dict": same(parallel.state_dict().values())}
+    step(batches[1])
+    copied = copy.deepcopy(parallel)
+    found["copy"] = same(p for p in copied.parameters())
+    kept, before = parallel.state_dict(), whole(table)
+    step(batches[2])
+    found["alias"] = same(kept.values()) and same(parallel.parameters())
+    found["copy stays"] = torch.equal(whole(copied.get_parameter("items.weight")), before)
+    with torch.no_grad():
+        for module in (parallel, reference):
+            module.get_parameter("items.weight").mul_(0.5)
+            module.get_parameter("tags.weight").data.view(-1).add_(1.0)
+    step(batches[3])
+    found["written in place"] = same(parallel.parameters())
+    parallel.load_state_dict(reference.state_dict())
+    step(batches[4])
+    found["loaded"] = same(parallel.parameters())
+    state = ours[0].state[table]["exp_avg"]
+    found["optimizer state"] = torch.allclose(whole(state), theirs[0].state[reference.items.weight]["exp_avg"])
+    ours[0].load_state_dict(copy.deepcopy(theirs[0].state_dict()))
+    step(batches[0])
+    found["loaded state"] = same(parallel.parameters())
+    parallel.eval(), reference.eval()
+    with torch.no_grad():
+        found["eval"] = torch.allclose(whole(parallel(*batches[1])), reference(*batches[1]))
+    file = io.BytesIO()
+    torch.save(parallel.state_dict(), file)
+    file.seek(0)
+    found["file"] = same(torch.load(file, weights_only=False).values())
+    return found
+
+
+@pytest.mark.ranks
+def test_others_read_and_write_whole_tables(ranks: Any) -> None:
+    (found,) = ranks(1).run(read_by_others, timeout_s=120)
+    assert found and all(found.values()), found
+
+
+def one_optimizer(parallel: nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.Adagrad(parallel.parameters(), lr=0.05)
+
+
+def steps(model: Any, batches: list[tuple[Tensor, ...]], made: torch.optim.Optimizer) -> list[float]:
+    losses = []
+    for batch in batches:
+        loss = model(*batch)
+        loss.backward()
+        made.step()
+        made.zero_grad()
+        losses.append(float(whole(loss.detach())))
+    return losses
+
+
+def saved_and_loaded(folder: Path, some: list[dict[str, Any]]) -> list[list[float]]:
+    """The losses of steps that follow a checkpoint under the first pins, continued under each of them."""
+    found = []
+    for number, given in enumerate(some):
+        model, batches = example()
+        parallel = autoparallel.compile(model, mesh_of(2), example_inputs=batches[0], pins=given)
+        made = one_optimizer(parallel)
+        if not number:
+            steps(parallel, batches[:2], made)
+            parallel.save(folder / "saved", made, step=2)
+            parallel.save_pretrained(folder / "weights")
+        else:
+            parallel.load(folder / "saved", made)
+        found.append(steps(parallel, batches[2:], made))
+    with torch.device("meta"):
+        empty = Tables().double()
+    loaded = autoparallel.compile(empty, mesh_of(2), example_inputs=batches[0], pins=pins(5))
+    loaded.load_pretrained(folder / "weights")
+    assert isinstance(loaded.get_parameter("items.weight"), CachedTable)
+    return [*found, [float(whole(loaded(*batches[2]).detach()))]]
+
+
+@pytest.mark.ranks
+def test_checkpoints_go_to_plans_with_and_without_caches(ranks: Any, tmp_path: Path) -> None:
+    model, batches = example()
+    wanted = steps(model, batches, one_optimizer(model))
+    some = [pins(6), {}, dict.fromkeys(NAMES, "host"), pins(4, Shard(0)), pins(0.5, Shard(1))]
+    for found in ranks(2).run(saved_and_loaded, tmp_path, some, timeout_s=120):
+        assert len(found) == len(some) + 1
+        for losses in found[:-1]:
+            assert losses == pytest.approx(wanted[2:], rel=1e-9)
+        assert found[-1] == pytest.approx([wanted[2]], rel=1e-9)
+
+
+# --- beside other options ---------------------------------------------------------------------------------------------
+
+
+class Micro(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.table, self.other = nn.Embedding(ROWS, WIDTH, sparse=True), nn.EmbeddingBag(ROWS, WIDTH, sparse=True)
+        self.layers = nn.ModuleList(nn.Linear(2 * WIDTH, 2 * WIDTH) for _ in range(4))
+        self.head = nn.Linear(2 * WIDTH, 1)
+
+    def forward(self, ids: Tensor) -> Tensor:
+        read = torch.cat([self.table(ids).sum(1), self.other(ids)], 1)
+        for layer in self.layers:
+            read = layer(read).relu()
+        return (self.head(read).squeeze(1) - 1).square().mean()
+
+
+def micro() -> tuple[nn.Module, list[tuple[Tensor, ...]]]:
+    torch.manual_seed(0)
+    return Micro().double(), [(zipf(8, 3),) for _ in range(4)]
+
+
+def micro_steps(model: Any, batches: list[tuple[Tensor, ...]], step: Any, clip: Any, make: Any, calls: int
+                ) -> list[float]:
+    tables, rest = ([p for name, p in model.named_parameters() if name.startswith(("table", "other")) == table]
+                    for table in (True, False))
+    made = [make(kind, some) for kind, some in (("SparseAdam", tables), ("SGD", rest)) if some]
+    losses = []
+    for batch in batches:
+        losses += [float(step(*batch)) for _ in range(calls)]
+        losses += [float(clip(model))] if clip else []
+        for one in made:
+            one.step()
+            one.zero_grad()
+    return losses
+
+
+def clip_by_hand(model: nn.Module) -> Tensor:
+    """As `torch.nn.utils.clip_grad_norm_`, which takes no sparse gradients."""
+    for p in model.parameters():
+        p.grad = p.grad.coalesce() if p.grad is not None and p.grad.is_sparse else p.grad
+    values = [p.grad._values() if p.grad.is_sparse else p.grad for p in model.parameters() if p.grad is not None]
+    norm = torch.stack([value.norm() for value in values]).norm()
+    for value in values:
+        value.mul_(min(1.0, 0.05 / (float(norm) + 1e-6)))
+    return norm
+
+
+def micro_on_ranks(shape: tuple[int, ...], options: dict[str, Any], calls: int) -> list[float]:
+    model, batches = micro()
+    parallel = autoparallel.compile(model, mesh_of(*shape), example_inputs=batches[0], **options)
+    assert parallel.plan.hybrid.cached
+    in_backward = "step_in_backward" in options
+
+    def make(kind: str, some: Any) -> Any:
+        ours = in_backward or (kind == "SGD" and "offload" in options)    # tiers step dense gradients
+        found: Any = getattr(torch.optim, kind)
+        return parallel.optimizer(found, some, lr=0.1) if ours else found(some, lr=0.1)
+
+    return micro_steps(parallel, batches, parallel.step, None if in_backward else lambda _: parallel.clip_grad_norm_(
+        0.05), make, calls)
+
+
+MICRO = {"table": autoparallel.Cached(4), "other": autoparallel.Cached(12)}
+
+
+@pytest.mark.ranks
+@pytest.mark.parametrize(("shape", "options", "calls"), [
+    ((2,), {"micro_batches": 4}, 1), ((2,), {"micro_batches": 2, "zero_stage": 2}, 2),
+    ((2,), {"micro_batches": 2, "copies": 2, "zero_stage": 3}, 1), ((2,), {"recompute": "full"}, 1),
+    ((1,), {"step_in_backward": True}, 1), ((2,), {"step_in_backward": True, "micro_batches": 2}, 1),
+    ((2, 2), {"micro_batches": 4, "pipeline_stages": 2, "zero_stage": 1}, 1),
+    ((2,), {"offload": {"table.*": "none", "other.*": "none", "*": "parameters"}}, 1)])
+def test_goes_with_other_options(ranks: Any, shape: tuple[int, ...], options: dict[str, Any], calls: int) -> None:
+    model, batches = micro()
+
+    def step(*batch: Tensor) -> Tensor:
+        loss: Tensor = model(*batch)
+        loss.backward()
+        return loss.detach()
+
+    clip = None if "step_in_backward" in options else clip_by_hand
+    wanted = micro_steps(model, batches, step, clip, lambda kind, some: getattr(torch.optim, kind)(some, lr=0.1), calls)
+    count = int(torch.tensor(shape).prod())
+    for found in ranks(count).run(micro_on_ranks, shape, {**options, "pins": MICRO}, calls, timeout_s=120):
+        assert found == pytest.approx(wanted, rel=1e-6)    # norms are told in float32

@@ -19,6 +19,7 @@ from autoparallel.capture import canonical_call
 from autoparallel.capture.tracing.hf_caches import write_back
 from autoparallel.errors import InputError
 from autoparallel.kernels import groups
+from autoparallel.kernels.table_cache import Lookups
 from autoparallel.plans import Hybrid, Plan
 from autoparallel.runtime import (
     arguments,
@@ -33,6 +34,7 @@ from autoparallel.runtime import (
     streams,
     tracing,
 )
+from autoparallel.runtime.cached_tables import lookups_of
 from autoparallel.runtime.calls import Calls
 from autoparallel.runtime.checkpoint import pretrained
 from autoparallel.runtime.checkpoint.job import Checkpoint, Job, Saving
@@ -229,6 +231,12 @@ class ParallelModule(nn.Module):
         with state.together.call():
             return clip_gradients(self.named_parameters(), compiled.shared, state.position, state.device,
                                   float(max_norm), float(norm_type))
+
+    def table_lookups(self, forget: bool = False) -> dict[str, Lookups]:
+        """What the caches of tables on the host (`autoparallel.Cached`) have done on this rank, by the table's name:
+        looked-up ids, hits, ``hit_rate``, rows loaded from the host and written back. ``forget``: count anew from here.
+        """
+        return lookups_of(self.named_parameters(), forget)
 
     def train(self, mode: bool = True) -> ParallelModule:
         """As the original's ``train``, which may keep some of its modules in eval mode."""

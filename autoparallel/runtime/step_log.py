@@ -8,7 +8,7 @@ import logging
 import statistics
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from itertools import pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
@@ -34,7 +34,8 @@ class StepLine:
     plan's less 1; tokens or samples (``unit``) per second of all devices, and MFU (None: the plan does not know the
     work); seconds of a step in which this rank waited for collectives (``exposed_s``; None: not counted, on devices
     other than the CPU and in compiled graphs), and the plan's; peak bytes that tensors took on this rank's device
-    (None: not counted there), and the plan's. All by the plan of the first form of call, and its batch."""
+    (None: not counted there), and the plan's; the share of ids looked up in caches of tables on the host whose row was
+    there (None: no lookups), and the share that their pins give, by ids. All by the plan of the first form of call, and its batch."""
 
     steps: int
     step_s: float
@@ -47,6 +48,8 @@ class StepLine:
     plan_bytes: float = 0.0
     exposed_s: float | None = None
     plan_exposed_s: float = 0.0
+    hits: float | None = None
+    plan_hits: float | None = None
 
     def __str__(self) -> str:
         parts = [f"step {self.steps}: {seconds_str(self.step_s)} ({self.over_plan:+.1%} of the plan)"]
@@ -59,16 +62,20 @@ class StepLine:
                          f"{seconds_str(self.plan_exposed_s)})")
         if self.peak_bytes is not None:
             parts.append(f"peak {bytes_str(self.peak_bytes)} (plan {bytes_str(self.plan_bytes)})")
+        if self.hits is not None and self.plan_hits is not None:
+            parts.append(f"{percent_str(self.hits)} of lookups on the device (given {percent_str(self.plan_hits)})")
         return ", ".join(parts)
 
 
 class _Mark(NamedTuple):
-    """The end of a step: its number, the time, and waits for collectives and their seconds so far."""
+    """The end of a step: its number, the time, and so far waits for collectives and their seconds, and ids looked up in
+    caches, hits, and hits as given."""
 
     steps: int
     at_s: float
     waits: int
     waited_s: float
+    lookups: tuple[float, float, float]
 
 
 class Writer(Protocol):
@@ -146,7 +153,7 @@ class StepLog:
         self.steps += 1
         if self.steps == 1 or (self.steps - 1) % self.every == 0:
             _finish()
-            self._marks.append(_Mark(self.steps, self.clock(), waited.calls, waited.seconds))
+            self._marks.append(_Mark(self.steps, self.clock(), waited.calls, waited.seconds, self._lookups()))
         if len(self._marks) < 2 or self._marks[-1].steps != self.steps:
             return None
         self.last = self._line()
@@ -167,10 +174,21 @@ class StepLog:
         found = StepLine(self.steps, step_s, p.step_s, step_s / p.step_s - 1 if p.step_s else 0.0,
                          peak_bytes=_peak_bytes(), plan_bytes=p.peak_bytes, exposed_s=exposed_s,
                          plan_exposed_s=p.exposed_s)
+        ids, hits, given = (b - a for a, b in zip(before.lookups, now.lookups, strict=True))
+        if ids > 0:
+            found = replace(found, hits=hits / ids, plan_hits=given / ids)
         if record is None or not step_s:
             return found
         per_s, mfu, _ = rates(record.workload, step_s)
-        return StepLine(**{**asdict(found), "unit": record.workload.unit, "per_s": per_s, "mfu": mfu})
+        return replace(found, unit=record.workload.unit, per_s=per_s, mfu=mfu)
+
+    def _lookups(self) -> tuple[float, float, float]:
+        """Ids looked up in caches on this rank, hits, and hits at the rates that pins give."""
+        if isinstance(self.parallel, Plan):
+            return 0.0, 0.0, 0.0
+        given, found = {one.name: one.hits for one in self._plan().hybrid.cached}, self.parallel.table_lookups()
+        return (sum(one.ids for one in found.values()), sum(one.hits for one in found.values()),
+                sum(given.get(name, one.hit_rate) * one.ids for name, one in found.items()))
 
     def _warn(self) -> None:
         """Once: where the median of the lines so far is outside `Prediction.nine_in_ten_s`."""
