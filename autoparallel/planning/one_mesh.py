@@ -333,6 +333,8 @@ def _plan_of(
     tell_of_pieces(pricer, strategies)
     prediction = predict(pricer, problem, strategies, judged.peak_bytes, stages.sent_bytes(space, strategies))
     _check_tiers(prediction, pricer.prices.cluster, pricer.counts.hybrid, options)
+    if pricer.counts.hybrid.cached:
+        prediction = replace(prediction, uncached_s=_uncached_s(pricer, strategies, stages))
     return Plan(
         fingerprint=space.graph.fingerprint,
         mesh_shape=space.mesh_shape,
@@ -348,6 +350,16 @@ def _plan_of(
         recorder=partial(_record, pricer, problem, strategies, stages),
         model=facts_of(micro.whole, space.graph, pricer.counts.hybrid.cuts),
     )
+
+
+def _uncached_s(pricer: SpacePricer, strategies: Sequence[Strategy], stages: Stages) -> float:
+    """Predicted seconds of the same step, were its tables on the host looked up and stepped there, without caches."""
+    space, hybrid = pricer.space, replace(pricer.counts.hybrid, cached=())
+    counts = ExecutionCounts(space, hybrid, stages.of_decisions(len(space)), recomputing=pricer.prices.recomputing)
+    plain = SpacePricer(pricer.prices, counts=counts)
+    problem = plain.full()
+    peak_bytes = evaluate(problem, plain.choice_of(strategies)).peak_bytes
+    return predict(plain, problem, strategies, peak_bytes, stages.sent_bytes(space, strategies)).step_s
 
 
 def _record(pricer: SpacePricer, problem: Problem, strategies: Sequence[Strategy], stages: Stages) -> Record:

@@ -98,7 +98,8 @@ class Prediction:
     memory for saved tensors (`Hybrid.saved_on`), optimizer states, gradients and parameters that live there, or for
     tiles of states on disk; ``disk_bytes``: of what is on disk. ``lookups_forward_s``, ``lookups_backward_s``: of
     ``forward_s`` and ``backward_s``, what the host does for tables in its memory; ``crossings_s``: of communication,
-    their ids, results and gradients on the link between host and device. ``repeated_ops``: ops without a rule, repeated
+    their ids, results and gradients, and the rows that caches miss, on the link between host and device;
+    ``uncached_s``: the same step without caches (0: there are none). ``repeated_ops``: ops without a rule, repeated
     on every rank.
     """
 
@@ -126,6 +127,7 @@ class Prediction:
     lookups_forward_s: float = 0.0
     lookups_backward_s: float = 0.0
     crossings_s: float = 0.0
+    uncached_s: float = 0.0
 
     def collectives_on_a_rank(self, pipeline_ranks: int) -> tuple[CollectiveUse, ...]:
         """The collectives of one rank, in the mean over those of the pipeline; numbers are rounded up."""

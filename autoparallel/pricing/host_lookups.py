@@ -18,6 +18,8 @@ from cost_models import memory, offload
 #: Bytes of a cache (`kernels.table_cache`): for each slot its row, its last use and whether it changed; for each row of
 #: the table the number of its slot; for each row of a gradient its number.
 SLOT_BYTES, SLOT_NUMBER_BYTES, ID_BYTES = 17, 4, 8
+#: Kernels of a lookup with misses, and of its backward, beside those of the lookup (counted as torch dispatches them).
+CACHE_KERNELS = 35
 
 
 class LookupPrice(NamedTuple):
@@ -94,6 +96,11 @@ class HostLookupPrices:
         down = up * trained
         there = self._crossing_s(up, True) + (self._crossing_s(down, False) if trained else 0.0)
         return LookupPrice(self._work_s(2 * (up + down)), zeros, there, zeros)
+
+    @property
+    def calls_s(self) -> float:
+        """Seconds of the kernels that find the rows of a lookup in a cache."""
+        return CACHE_KERNELS * max(kind.device.launch_s for kind in self.prices.kinds)
 
     def cache_bytes(self, index: int) -> np.ndarray:
         """Bytes on the device of a cached table: the rows in its slots, with those of the states, its gradient's rows

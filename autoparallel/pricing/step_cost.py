@@ -118,7 +118,7 @@ class StepCosts:
             price, (there, back) = prices.op_of(index), self.activations.of(index)
             if index in self.counts.lookups.cached:
                 missed = self.lookups.misses(index)
-                there = there + times[1] * (missed.forward + missed.there)
+                there = there + times[1] * (missed.forward + missed.there + self.lookups.calls_s)
             return cost._replace(forward=times[1] * price.forward_s + there,
                                  again=(times[0] - times[1]) * price.forward_s,
                                  backward=times[1] * price.backward_s + back)

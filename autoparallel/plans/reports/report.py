@@ -25,7 +25,7 @@ REASONS = {"optimal": "ended with a proof", "gap": "ended within the gap", "time
 #: The part of a step that takes back launches which cost nothing, in the glossary too.
 LAUNCHED = "less launches ahead of the device"
 #: Of tables on the host.
-LOOKED_UP, CROSSED = "lookups on the host", "their ids, results and gradients between host and device"
+LOOKED_UP, CROSSED = "lookups on the host", "their ids, results, gradients, missed rows between host and device"
 PURPOSES = ("parameters", "gradients", "activations")
 
 

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 
 from autoparallel.plans.plan import Plan
 from autoparallel.plans.record import Workload
+from autoparallel.plans.reports.units import seconds_str
 from autoparallel.plans.roles import AxisRole, products_of, roles_of
 from autoparallel.schedule.multi_copy import runs_by_block
 from autoparallel.schedule.step_config import Hybrid
@@ -233,6 +234,9 @@ def _settings(plan: Plan) -> Iterator[str]:
         for rows, hits in dict.fromkeys((one.rows, one.hits) for one in h.cached):
             some = [one.name for one in h.cached if (one.rows, one.hits) == (rows, hits)]
             yield f"{_tables(some)} in the memory of the host, {rows:,} rows cached on the devices ({hits:.0%} hits given)"
+        if h.cached and (without_s := plan.prediction.uncached_s):
+            pays = "" if without_s > plan.prediction.step_s else ", so that they do not pay"
+            yield f"a step without caches predicted at {seconds_str(without_s)}{pays}"
     if h.reduce_dtype:
         yield f"gradients summed in {h.reduce_dtype}"
 
