@@ -14,6 +14,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 
 import autoparallel
 from autoparallel.runtime.cached_tables import CachedTable
+from tests.support.messages import message_of
 from tests.support.ranks import mesh_of
 
 ROWS, WIDTH, BATCH = 23, 8, 12
@@ -343,3 +344,31 @@ def test_goes_with_other_options(ranks: Any, shape: tuple[int, ...], options: di
     count = int(torch.tensor(shape).prod())
     for found in ranks(count).run(micro_on_ranks, shape, {**options, "pins": MICRO}, calls, timeout_s=120):
         assert found == pytest.approx(wanted, rel=1e-6)    # norms are told in float32
+
+
+def refused_in_steps() -> list[str]:
+    model, batches = example()
+    parallel = autoparallel.compile(model, mesh_of(1), example_inputs=batches[0], pins=pins(6))
+    tables = [p for name, p in parallel.named_parameters() if name.split(".")[0] in NAMES]
+    parallel(*batches[0]).backward()
+    dense: Any = tables[0].grad
+    tables[0].grad = dense.to_dense()
+    found = [message_of(torch.optim.SparseAdam([tables[0]]).step)]
+    tables[0].grad = dense
+    found += [message_of(made.step) for made in (torch.optim.SGD(tables, lr=1.0, momentum=0.5),
+                                                 torch.optim.AdamW(tables, lr=1.0))]
+    found.append(message_of(lambda: torch.optim.Adagrad(tables).step(lambda: 0.0)))
+    ids = batches[0][0].clone()
+    ids[0] = ROWS
+    found.append(message_of(lambda: parallel(ids, *batches[0][1:])))
+    return found
+
+
+@pytest.mark.ranks
+def test_refused_in_steps(ranks: Any) -> None:
+    dense, momentum, adam, closure, beyond = ranks(1).run(refused_in_steps, timeout_s=120)[0]
+    assert "SparseAdam takes sparse gradients only" in dense
+    assert "SGD(momentum=0.5) cannot step a table [23, 8] with a cache" in momentum
+    assert "SparseAdam, Adagrad, or SGD without momentum" in momentum
+    assert "AdamW cannot step a table" in adam and "call the closure first" in closure
+    assert "IndexError: index out of range" in beyond

@@ -3,18 +3,13 @@
 from __future__ import annotations
 
 import dataclasses
-import gc
 import math
 import tempfile
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import pytest
 import torch
-import torch.utils._pytree as pytree
-from torch.distributed.tensor import DTensor
-from torch.multiprocessing.reductions import StorageWeakRef
-from torch.utils._python_dispatch import TorchDispatchMode
 
 import autoparallel
 from autoparallel.errors import InfeasibleError
@@ -25,6 +20,7 @@ from autoparallel.runtime.stage_module import StageModule
 from autoparallel.schedule.tiers import BLOCK_BYTES
 from cost_models import Cluster
 from tests.support.captured import plan_of
+from tests.support.live_bytes import LiveBytes, storage
 from tests.support.models import CASES
 from tests.support.plans import half_recomputed
 from tests.support.ranks import mesh_of
@@ -33,28 +29,6 @@ from tests.support.tiers import slow
 Options = Mapping[str, Any]
 #: Parameter, gradient and two moments.
 ADAMW_TENSORS = 4
-
-
-class LiveBytes(TorchDispatchMode):
-    """Counts the bytes of storages that are made while it is on, as long as they live."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.storages: dict[int, tuple[StorageWeakRef, int]] = {}
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        made = func(*args, **(kwargs or {}))
-        for tensor in pytree.tree_leaves(made):
-            if isinstance(tensor, torch.Tensor) and not isinstance(tensor, DTensor) and not tensor.is_meta:
-                storage = tensor.untyped_storage()
-                self.storages[storage._cdata] = (StorageWeakRef(storage), storage.nbytes())
-        return made
-
-    def total(self, without: Iterable[torch.Tensor | None] = ()) -> int:
-        gc.collect()  # what is left over in cycles is there by chance
-        self.storages = {k: v for k, v in self.storages.items() if not v[0].expired()}
-        skipped = {storage(tensor) for tensor in without if tensor is not None}
-        return sum(size for key, (_, size) in self.storages.items() if key not in skipped)
 
 
 def measure(case_name: str, mesh_shape: tuple[int, ...], options: Options) -> tuple[float, float, float, float]:
@@ -101,10 +75,6 @@ def measure(case_name: str, mesh_shape: tuple[int, ...], options: Options) -> tu
     state = sum(ADAMW_TENSORS * local(p).numel() * p.element_size() for p in parallel.parameters())
     predicted = parallel.plan.prediction
     return predicted.state_bytes, predicted.activation_bytes, float(state), float(most)
-
-
-def storage(tensor: torch.Tensor) -> int:
-    return tensor.untyped_storage()._cdata
 
 
 def local(tensor: Any) -> Any:

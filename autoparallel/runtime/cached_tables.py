@@ -34,8 +34,11 @@ class CachedTable(DTensor):
 
     @staticmethod
     def of(value: DTensor, cache: RowCache, column: Column) -> CachedTable:
-        """The DTensor, whose shard is the column's tensor on the host."""
-        made = cast(CachedTable, DTensor.__new__(CachedTable, _local(value), value._spec, requires_grad=False))
+        """The DTensor, whose shard is the column's tensor on the host. (For autograd it is one of the device, on which
+        its gradient is made.)"""
+        there = torch.empty(0, dtype=value.dtype, device=cache.device)
+        made = cast(CachedTable, DTensor.__new__(CachedTable, there, value._spec, requires_grad=False))
+        _LOCAL.__set__(made, _local(value))
         made.cache, made.column, made._is_read = cache, column, False
         return made
 
@@ -141,10 +144,11 @@ def check_steps_rows(optimizer: torch.optim.Optimizer, is_elementwise: bool) -> 
     for group in optimizer.param_groups:
         table = next((p for p in group["params"] if isinstance(p, CachedTable)), None)
         if table is not None and not (takes and not group.get("momentum")):
-            kind = type(optimizer).__name__ + f"(momentum={group['momentum']})" * bool(group.get("momentum"))
-            raise InputError(f"{kind} cannot step a table {list(table.shape)} with a cache on the device, of which it "
-                             "changes rows that have no gradient, or which it does not know\n  Give its tables to "
-                             "SparseAdam, Adagrad, or SGD without momentum; or pin them as 'host', without a cache.")
+            given = f"(momentum={group['momentum']})" if group.get("momentum") else ""
+            raise InputError(f"{type(optimizer).__name__}{given} cannot step a table {list(table.shape)} with a cache "
+                             "on the device, of which it changes rows that have no gradient, or which it does not know"
+                             "\n  Give its tables to SparseAdam, Adagrad, or SGD without momentum; or pin them as "
+                             "'host', without a cache.")
 
 
 @contextmanager

@@ -35,7 +35,8 @@ class StepLine:
     work); seconds of a step in which this rank waited for collectives (``exposed_s``; None: not counted, on devices
     other than the CPU and in compiled graphs), and the plan's; peak bytes that tensors took on this rank's device
     (None: not counted there), and the plan's; the share of ids looked up in caches of tables on the host whose row was
-    there (None: no lookups), and the share that their pins give, by ids. All by the plan of the first form of call, and its batch."""
+    there (None: no lookups), and the share that their pins give, by ids. All by the plan of the first form of call, and
+    its batch."""
 
     steps: int
     step_s: float

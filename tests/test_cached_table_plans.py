@@ -1,0 +1,191 @@
+"""Plans with caches of tables on the host: prices, bytes, files, programs and refusals; a cache by itself."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor, Replicate, Shard
+
+import autoparallel
+from autoparallel.capture import capture
+from autoparallel.errors import PinError, PlanError
+from autoparallel.kernels.host_lookups import cross
+from autoparallel.kernels.table_cache import RowCache, cached_bags, cached_rows
+from autoparallel.lower import emit
+from autoparallel.lower.lookup_pass import look_up_in_caches
+from autoparallel.plans import Plan
+from autoparallel.pricing import Prices
+from autoparallel.schedule.table_caches import TableCache
+from autoparallel.strategies.host_lookups import HostLookups
+from autoparallel.strategies.space import StrategySpace
+from cost_models import Cluster
+from tests.support.live_bytes import LiveBytes
+from tests.support.ranks import mesh_of
+
+TABLE, DIM, IDS = 20_000, 64, 1_500
+
+
+class Ranked(nn.Module):
+    """A table of ids, and a linear layer."""
+
+    def __init__(self, sparse: bool = True) -> None:
+        super().__init__()
+        self.embed, self.head = nn.Embedding(TABLE, DIM, sparse=sparse), nn.Linear(DIM, 1)
+
+    def forward(self, ids: Tensor) -> Tensor:
+        return self.head(self.embed(ids)).square().mean()
+
+
+def bytes_on_device(shape: tuple[int, ...], placement: Any, options: dict[str, Any]) -> dict[str, float]:
+    """The training state of a step as predicted for the device and its host, and as it is there after backward."""
+    with torch.device("meta"):
+        model = Ranked()
+    pinned = {"embed": autoparallel.Cached(4_000), "embed.weight": placement}
+    parallel = autoparallel.compile(model, mesh_of(*shape), example_inputs=(torch.arange(IDS),), optimizer="adam",
+                                    pins=pinned, **options)
+    with LiveBytes() as live:
+        parallel.init_weights()
+        table: Any = parallel.get_parameter("embed.weight")
+        rest = [p for name, p in parallel.named_parameters() if name != "embed.weight"]
+        made: Any = [torch.optim.SparseAdam([table]), torch.optim.Adam(rest)]
+        for number in range(4):
+            for one in made:
+                one.zero_grad()
+            parallel.step(torch.randperm(TABLE)[:IDS])
+            for one in made if number < 3 else ():
+                one.step()
+        on_host = [value.to_local() for value in (table, *made[0].state[table].values()) if isinstance(value, DTensor)]
+        there = live.total(without=[*on_host, table.cache.stand_in])
+    p = parallel.plan.prediction
+    return {"device": p.state_bytes, "there": there, "host": p.host_bytes,
+            "on host": sum(value.nbytes for value in on_host)}
+
+
+@pytest.mark.ranks
+@pytest.mark.parametrize(("shape", "placement", "options"), [
+    ((1,), (Replicate(),), {}), ((2,), (Shard(0),), {}), ((2,), (Shard(1),), {"micro_batches": 2})])
+def test_the_device_and_its_host_have_the_bytes_planned(ranks: Any, shape: tuple[int, ...], placement: Any,
+                                                         options: dict[str, Any]) -> None:
+    found = ranks(int(torch.tensor(shape).prod())).run(bytes_on_device, shape, placement, options, timeout_s=120)
+    assert max(one["on host"] for one in found) == found[0]["host"]
+    assert max(one["there"] for one in found) == pytest.approx(found[0]["device"], rel=0.05)
+
+
+def planned(pin: Any, model: Any = None, **options: Any) -> Plan:
+    with torch.device("meta"):
+        model, ids = model or Ranked(), torch.zeros(IDS, dtype=torch.long)
+    shape = options.pop("mesh_shape", (1,))
+    cluster = Cluster.load("h100-sxm", num_devices=int(torch.tensor(shape).prod()))
+    return autoparallel.plan(model, cluster, example_inputs=(ids,), mesh_shape=shape,
+                             pins=None if pin is None else {"embed": pin}, **{"optimizer": "adam", **options})
+
+
+def test_priced_by_what_misses_move() -> None:
+    """A known answer on one device: the rows that are missed and their two states come up, and as many go down; hits
+    cost nothing there; the step is the device's."""
+    device, host, cached = (planned(pin) for pin in (None, "host", autoparallel.Cached(0.2, hits=0.75)))
+    table, missed, p = TABLE * DIM * 4, 0.25 * IDS * DIM * 4 * 3, cached.prediction
+    assert cached.hybrid.cached == (TableCache("embed.weight", 4000, 0.75),)
+    whole, launch_s = 8 * 35.3e9, 5e-6    # one device alone has its host's memory for itself
+    assert p.crossings_s == pytest.approx(2 * (missed / 48e9 + launch_s))
+    assert p.lookups_forward_s == pytest.approx(4 * missed / whole + launch_s) and p.lookups_backward_s == 0
+    assert p.optimizer_s == device.prediction.optimizer_s < host.prediction.optimizer_s
+    assert p.host_bytes == 3 * table and p.step_s < p.uncached_s == host.prediction.step_s
+    assert planned(autoparallel.Cached(0.2, hits=1.0)).prediction.crossings_s == pytest.approx(2 * launch_s)
+    assert planned(autoparallel.Cached(0.2)).hybrid.cached[0].hits == 0.2
+    assert planned(autoparallel.Cached(10**9)).hybrid.cached[0].rows == TABLE
+    words = cached.report(width=200)
+    assert "embed.weight in the memory of the host, 4,000 rows cached on the devices (75% hits expected)" in words
+    assert "a step without caches predicted at" in words and "do not pay" not in words
+
+
+def test_what_does_not_pay_is_told() -> None:
+    model = Ranked()
+    model.embed.weight.requires_grad_(False)    # which is not stepped, so that nothing is saved but what hits spare
+    plan = planned(autoparallel.Cached(100, hits=0.0), model)
+    assert 0 < plan.prediction.uncached_s < plan.prediction.step_s and "so that they do not pay" in plan.summary()
+
+
+def test_plan_files_and_other_searches_have_caches(tmp_path: Path) -> None:
+    pin = autoparallel.Cached(1000, hits=0.5)
+    plan = planned(pin, mesh_shape=(2,))
+    plan.save(tmp_path / "plan.json")
+    again = Plan.load(tmp_path / "plan.json")
+    assert again.hybrid == plan.hybrid and again.prediction == plan.prediction
+    assert again.pins == {"embed": "host, 1,000 rows cached, hits 0.5"}
+    assert planned(pin, mesh_shape=(2,), joint=True, time_limit_s=5.0).hybrid.cached == plan.hybrid.cached
+    assert planned(pin, offload="auto").hybrid.cached == plan.hybrid.cached
+    alone = planned(autoparallel.Cached(2000, hits=0.5), mesh_shape=(2,))
+    assert alone.prediction.state_bytes > plan.prediction.state_bytes and "cached" in plan.diff(alone)
+
+
+@pytest.mark.parametrize(("pin", "options", "error", "said"), [
+    (autoparallel.Cached(10), {"model": Ranked(sparse=False)}, PinError, "is dense.*\n.*\n  Write sparse=True"),
+    (autoparallel.Cached(10), {"offload": "host"}, PlanError, "holds its optimizer states beside its rows"),
+    (autoparallel.Cached(9), {"pins": {"embed": autoparallel.Cached(9), "embed.*": "host"}}, PinError, "pinned twice"),
+    (autoparallel.Cached(10), {"pins": {"head": autoparallel.Cached(10)}}, PinError, "reads head.weight"),
+])
+def test_refused_at_planning(pin: Any, options: dict[str, Any], error: type[Exception], said: str) -> None:
+    some = {name: value for name, value in options.items() if name != "pins"}
+    with pytest.raises(error, match=said):
+        if "pins" in options:
+            autoparallel.plan(Ranked(), Cluster.load("h100-sxm", num_devices=1), mesh_shape=(1,),
+                              example_inputs=(torch.zeros(8, dtype=torch.long),), **options)
+        else:
+            planned(pin, **some)
+
+
+@pytest.mark.parametrize(("rows", "hits"), [(0, None), (1.5, None), (0.0, None), (True, None), ("5", None), (5, 1.5)])
+def test_caches_have_rows_and_a_share_of_hits(rows: Any, hits: Any) -> None:
+    with pytest.raises(PinError, match="give"):
+        autoparallel.Cached(rows, hits=hits)
+
+
+class Bags(nn.Module):
+    """Lookups one by one, and in bags."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed, self.bags = nn.Embedding(23, 8, sparse=True), nn.EmbeddingBag(23, 8, mode="sum", sparse=True)
+
+    def forward(self, ids: Tensor) -> Tensor:
+        return (self.embed(ids).sum(1) + self.bags(ids)).square().mean()
+
+
+def test_programs_for_gpus_look_up_in_caches() -> None:
+    """Of a shard of rows with its bounds; nothing crosses between the memories but in the cache."""
+    model, example, cluster = Bags(), (torch.zeros(8, 3, dtype=torch.long),), Cluster.load("h100-sxm", num_devices=2)
+    space = StrategySpace(capture(model, example), (2,), ("data",))
+    names = ("embed", "bags")
+    pins = {**dict.fromkeys(names, autoparallel.Cached(6)), **{f"{name}.weight": (Shard(0),) for name in names}}
+    plan = autoparallel.plan(model, cluster, example_inputs=example, mesh_shape=(2,), pins=pins, axis_names=("data",))
+    program = emit(space, plan.strategies_on(space), Prices(space, cluster, "adam").path, (1,), "cuda")
+    look_up_in_caches(program.module, HostLookups(space, plan.hybrid.on_host, plan.hybrid.cached).cached)
+    nodes = program.module.graph.nodes
+    found = {node.target: node.kwargs for node in nodes if node.target in (cached_rows, cached_bags)}
+    assert len(found) == 2 and all((given["start"], given["length"]) == (12, 23) for given in found.values())
+    assert not [node for node in nodes if node.target is cross]
+
+
+def test_a_cache_holds_the_rows_that_were_used_last() -> None:
+    table = torch.arange(20.0).view(10, 2)
+    cache = RowCache(table.clone(), 3, torch.device("cpu"))
+    state = cache.attach(torch.zeros(10, 2))
+    for rows in ([1, 2, 3], [2, 4], [3, 4], [4, 5]):    # 5 takes the slot of 2, which 3 has outlived
+        times = torch.ones(len(rows), dtype=torch.long)
+        held = cache.held(torch.tensor(rows), [cache.table, state], times, writes=True)
+        assert held.slots is None and torch.equal(held.values[0][held.at], table[rows])
+        held.values[1][held.at] += 1
+    told = cache.lookups()
+    assert (told.ids, told.hits, told.loaded, told.written) == (9, 4, 5, 2)
+    assert state.host[[1, 2]].tolist() == [[1, 1], [2, 2]] and not state.host[3:].any()
+    many = cache.held(torch.tensor([0, 4, 6, 7, 8]), [cache.table, state], writes=True)    # more than there are slots
+    assert many.slots is not None and int((many.slots < 0).sum()) == 2
+    many.values[1].fill_(9.0)
+    cache.put_back(torch.tensor([0, 4, 6, 7, 8]), [cache.table, state], many)
+    cache.flush(for_reading=True)
+    assert state.host[:, 0].tolist() == [9, 1, 2, 2, 9, 1, 9, 9, 9, 0] and torch.equal(cache.table.host, table)
