@@ -372,3 +372,36 @@ def test_refused_in_steps(ranks: Any) -> None:
     assert "SparseAdam, Adagrad, or SGD without momentum" in momentum
     assert "AdamW cannot step a table" in adam and "call the closure first" in closure
     assert "IndexError: index out of range" in beyond
+
+
+def scaled_steps() -> list[tuple[list[float], bool]]:
+    """Losses with scaled gradients; whether an infinite one changed nothing."""
+    found = []
+    for options in ({"pins": MICRO}, {"pins": MICRO, "baseline": "ddp"}):
+        model, batches = micro()
+        parallel = autoparallel.compile(model, mesh_of(2), example_inputs=batches[0], **options)
+        scaler, made, losses = autoparallel.GradScaler("cpu", 8.0), torch.optim.Adagrad(parallel.parameters()), []
+        table: Any = parallel.get_parameter("table.weight")
+        for number, batch in enumerate([batches[0], *batches]):
+            before = whole(table)
+            hook = table.register_hook(lambda gradient: gradient * float("inf")) if not number else None
+            loss = parallel(*batch)
+            scaler.scale(loss).backward()
+            scaler.step(made)
+            scaler.update()
+            made.zero_grad()
+            if hook is not None:
+                hook.remove()
+                skipped = torch.equal(before, whole(table))
+            else:
+                losses.append(float(whole(loss.detach())))
+        found.append((losses, skipped))
+    return found
+
+
+@pytest.mark.ranks
+def test_gradients_are_scaled(ranks: Any) -> None:
+    model, batches = micro()
+    wanted = steps(model, batches, torch.optim.Adagrad(model.parameters()))
+    for found in ranks(2).run(scaled_steps, timeout_s=120):
+        assert all(skipped and losses == pytest.approx(wanted, rel=1e-6) for losses, skipped in found)

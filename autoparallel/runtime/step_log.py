@@ -185,9 +185,10 @@ class StepLog:
 
     def _lookups(self) -> tuple[float, float, float]:
         """Ids looked up in caches on this rank, hits, and hits at the rates that pins give."""
-        if isinstance(self.parallel, Plan):
+        given = {one.name: one.hits for one in self._plan().hybrid.cached}
+        if isinstance(self.parallel, Plan) or not given:
             return 0.0, 0.0, 0.0
-        given, found = {one.name: one.hits for one in self._plan().hybrid.cached}, self.parallel.table_lookups()
+        found = self.parallel.table_lookups()
         return (sum(one.ids for one in found.values()), sum(one.hits for one in found.values()),
                 sum(given.get(name, one.hit_rate) * one.ids for name, one in found.items()))
 
