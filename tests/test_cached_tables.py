@@ -265,11 +265,12 @@ class Micro(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.table, self.other = nn.Embedding(ROWS, WIDTH, sparse=True), nn.EmbeddingBag(ROWS, WIDTH, sparse=True)
+        self.frozen = nn.Embedding(ROWS, WIDTH).requires_grad_(False)
         self.layers = nn.ModuleList(nn.Linear(2 * WIDTH, 2 * WIDTH) for _ in range(4))
         self.head = nn.Linear(2 * WIDTH, 1)
 
     def forward(self, ids: Tensor) -> Tensor:
-        read = torch.cat([self.table(ids).sum(1), self.other(ids)], 1)
+        read = torch.cat([self.table(ids).sum(1) + self.frozen(ids[:, 0]), self.other(ids)], 1)
         for layer in self.layers:
             read = layer(read).relu()
         return (self.head(read).squeeze(1) - 1).square().mean()
@@ -282,8 +283,8 @@ def micro() -> tuple[nn.Module, list[tuple[Tensor, ...]]]:
 
 def micro_steps(model: Any, batches: list[tuple[Tensor, ...]], step: Any, clip: Any, make: Any, calls: int
                 ) -> list[float]:
-    tables, rest = ([p for name, p in model.named_parameters() if name.startswith(("table", "other")) == table]
-                    for table in (True, False))
+    tables, rest = ([p for name, p in model.named_parameters()
+                     if p.requires_grad and name.startswith(("table", "other")) == table] for table in (True, False))
     made = [make(kind, some) for kind, some in (("SparseAdam", tables), ("SGD", rest)) if some]
     losses = []
     for batch in batches:
@@ -321,16 +322,18 @@ def micro_on_ranks(shape: tuple[int, ...], options: dict[str, Any], calls: int) 
         0.05), make, calls)
 
 
-MICRO = {"table": autoparallel.Cached(4), "other": autoparallel.Cached(12)}
+MICRO = {"table": autoparallel.Cached(4), "other": autoparallel.Cached(12), "frozen": autoparallel.Cached(0.2)}
 
 
 @pytest.mark.ranks
 @pytest.mark.parametrize(("shape", "options", "calls"), [
     ((2,), {"micro_batches": 4}, 1), ((2,), {"micro_batches": 2, "zero_stage": 2}, 2),
     ((2,), {"micro_batches": 2, "copies": 2, "zero_stage": 3}, 1), ((2,), {"recompute": "full"}, 1),
+    ((2,), {"recompute": "selective"}, 1), ((2,), {"recompute": "offload", "micro_batches": 2}, 1),
+    ((2,), {"micro_batches": 4, "pipeline_stages": 2, "schedule": "zero_bubble"}, 1),
     ((1,), {"step_in_backward": True}, 1), ((2,), {"step_in_backward": True, "micro_batches": 2}, 1),
     ((2, 2), {"micro_batches": 4, "pipeline_stages": 2, "zero_stage": 1}, 1),
-    ((2,), {"offload": {"table.*": "none", "other.*": "none", "*": "parameters"}}, 1)])
+    ((2,), {"offload": {"table.*": "none", "other.*": "none", "frozen.*": "none", "*": "parameters"}}, 1)])
 def test_goes_with_other_options(ranks: Any, shape: tuple[int, ...], options: dict[str, Any], calls: int) -> None:
     model, batches = micro()
 
@@ -374,13 +377,17 @@ def test_refused_in_steps(ranks: Any) -> None:
     assert "IndexError: index out of range" in beyond
 
 
+def _trained(model: nn.Module) -> list[nn.Parameter]:
+    return [p for p in model.parameters() if p.requires_grad]
+
+
 def scaled_steps() -> list[tuple[list[float], bool]]:
     """Losses with scaled gradients; whether an infinite one changed nothing."""
     found = []
     for options in ({"pins": MICRO}, {"pins": MICRO, "baseline": "ddp"}):
         model, batches = micro()
         parallel = autoparallel.compile(model, mesh_of(2), example_inputs=batches[0], **options)
-        scaler, made, losses = autoparallel.GradScaler("cpu", 8.0), torch.optim.Adagrad(parallel.parameters()), []
+        scaler, made, losses = autoparallel.GradScaler("cpu", 8.0), torch.optim.Adagrad(_trained(parallel)), []
         table: Any = parallel.get_parameter("table.weight")
         for number, batch in enumerate([batches[0], *batches]):
             before = whole(table)
@@ -402,6 +409,6 @@ def scaled_steps() -> list[tuple[list[float], bool]]:
 @pytest.mark.ranks
 def test_gradients_are_scaled(ranks: Any) -> None:
     model, batches = micro()
-    wanted = steps(model, batches, torch.optim.Adagrad(model.parameters()))
+    wanted = steps(model, batches, torch.optim.Adagrad(_trained(model)))
     for found in ranks(2).run(scaled_steps, timeout_s=120):
         assert all(skipped and losses == pytest.approx(wanted, rel=1e-6) for losses, skipped in found)

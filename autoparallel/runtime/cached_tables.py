@@ -43,7 +43,7 @@ class CachedTable(DTensor):
         return made
 
     @property
-    def _local_tensor(self) -> Tensor:  # type: ignore[override]
+    def _local_tensor(self) -> Tensor:
         """The shard, with all rows. Whoever asks may write to it, but for ops that only read."""
         if (cache := self.__dict__.get("cache")) is not None:
             cache.flush(for_reading=self._is_read)

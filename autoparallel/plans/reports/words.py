@@ -232,8 +232,8 @@ def _settings(plan: Plan) -> Iterator[str]:
         if there := [name for name in h.on_host if name not in cached]:
             yield f"{_tables(there)} looked up in the memory of the host"
         for rows, hits in dict.fromkeys((one.rows, one.hits) for one in h.cached):
-            some = [one.name for one in h.cached if (one.rows, one.hits) == (rows, hits)]
-            yield (f"{_tables(some)} in the memory of the host, {rows:,} rows cached on the devices ({hits:.0%} hits "
+            names = [one.name for one in h.cached if (one.rows, one.hits) == (rows, hits)]
+            yield (f"{_tables(names)} in the memory of the host, {rows:,} rows cached on the devices ({hits:.0%} hits "
                    "expected)")
         if h.cached and (without_s := plan.prediction.uncached_s):
             pays = "" if without_s > plan.prediction.step_s else ", so that they do not pay"
