@@ -13,6 +13,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 import autoparallel
 from autoparallel.capture import capture
 from autoparallel.errors import PinError, PlanError
+from autoparallel.kernels import host_copies, table_cache
 from autoparallel.kernels.host_lookups import cross
 from autoparallel.kernels.table_cache import RowCache, cached_bags, cached_rows
 from autoparallel.lower import emit
@@ -25,6 +26,7 @@ from autoparallel.strategies.space import StrategySpace
 from cost_models import Cluster
 from tests.support.live_bytes import LiveBytes
 from tests.support.ranks import mesh_of
+from tests.support.two_memories import DEVICE, TwoMemories, memory_of
 
 TABLE, DIM, IDS = 20_000, 64, 1_500
 
@@ -189,3 +191,48 @@ def test_a_cache_holds_the_rows_that_were_used_last() -> None:
     cache.put_back(torch.tensor([0, 4, 6, 7, 8]), [cache.table, state], many)
     cache.flush(for_reading=True)
     assert state.host[:, 0].tolist() == [9, 1, 2, 2, 9, 1, 9, 9, 9, 0] and torch.equal(cache.table.host, table)
+
+
+def look_up(weight: Tensor, ids: Tensor, how: str, shard: bool) -> Tensor:
+    """Rows, or bags of two, of the whole table or of a shard of which it is the second half."""
+    bounds = {"start": len(weight), "length": 2 * len(weight)} if shard else {}
+    if how == "rows":
+        return cached_rows(weight, ids, 3 + shard * len(weight), **bounds).sum(1)
+    return cached_bags(weight, ids, None, None, 0, False, None, **bounds)
+
+
+@pytest.mark.parametrize(("how", "shard"), [("rows", False), ("bags", False), ("rows", True), ("bags", True)])
+@pytest.mark.parametrize("slots", [4, 12, 40])
+def test_tensors_of_the_device_and_its_host_meet_in_copies_alone(how: str, shard: bool, slots: int,
+                                                                   monkeypatch: pytest.MonkeyPatch) -> None:
+    """On an emulated device, with steps in its rows: as a table in one memory."""
+    monkeypatch.setattr(host_copies, "begin", lambda sources, device: host_copies.Copies(tuple(
+        source.to(device) for source in sources)))
+    monkeypatch.setattr(table_cache, "_memory", memory_of)
+    torch.manual_seed(0)
+    plain = torch.randn(40, 4, dtype=torch.double)
+    host, first = plain.clone(), 40 * shard
+    with TwoMemories():
+        cache = RowCache(host, slots, DEVICE)
+        state = cache.attach(torch.zeros_like(host))
+        stepped = torch.zeros_like(plain)
+        for _ in range(6):
+            ids = torch.randint(first, first + 40, (5, 2))
+            weight = cache.stand_in.detach().requires_grad_()
+            made = look_up(weight, ids.to(DEVICE), how, shard)
+            made.sum().backward()
+            local = plain.clone().requires_grad_()
+            wanted = nn.functional.embedding(ids - first, local, padding_idx=3 if how == "rows" else None).sum(1)
+            wanted.sum().backward()
+            assert made.device == DEVICE and torch.equal(made.detach().cpu(), wanted.detach())
+            assert weight.grad is not None and local.grad is not None
+            gradient = weight.grad.coalesce()
+            assert torch.equal(gradient.cpu().to_dense(), local.grad)
+            rows, columns = gradient._indices()[0], [cache.table, state]
+            held = cache.held(rows, columns, writes=True)
+            for value, by in zip(held.values, (-0.1, 1.0), strict=True):
+                value.index_add_(0, held.at, gradient._values() * by)
+            cache.put_back(rows, columns, held)
+            plain, stepped = plain - 0.1 * local.grad, stepped + local.grad
+        cache.flush(for_reading=True)
+    assert torch.allclose(host, plain, rtol=1e-12) and torch.equal(state.host, stepped)

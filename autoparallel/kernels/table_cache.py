@@ -122,7 +122,7 @@ class RowCache:
 
     def lookups(self) -> Lookups:
         """What it has done since it was made, or since `forget_lookups`."""
-        ids, hits = self._seen.tolist()
+        ids, hits = self._seen.cpu().tolist()
         return Lookups(ids, hits, self._loaded, self._written)
 
     def forget_lookups(self) -> None:
@@ -226,7 +226,7 @@ def _look_up(table: torch.Tensor, ids: torch.Tensor, padding_idx: int, apart: bo
     rows, inverse, times = torch.unique(ids.long(), return_inverse=True, return_counts=True)
     held = cache.held(rows, [cache.table], times, apart=apart)
     weight: torch.Tensor = _Looked.apply(table, held.values[0], rows, held.at)
-    padding = held.at[rows == padding_idx].tolist() if padding_idx >= 0 else []
+    padding = held.at[rows == padding_idx].cpu().tolist() if padding_idx >= 0 else []
     return weight, held.at[inverse], padding[0] if padding else -1
 
 
