@@ -22,6 +22,8 @@ from autoparallel.kernels.host_copies import table_memory
 from autoparallel.kernels.table_cache import Column, Lookups, RowCache
 
 _DETACH = torch.ops.aten.detach.default
+#: The ops by which optimizers make states, which are on the host as the table.
+_LIKE = frozenset({torch.ops.aten.zeros_like.default, torch.ops.aten.full_like.default})
 _LOCAL: Any = DTensor.__dict__["_local_tensor"]
 
 
@@ -62,7 +64,8 @@ class CachedTable(DTensor):
         try:
             for table in tables:
                 table._is_read = True
-            return super().__torch_dispatch__(func, types, args, kwargs or {})
+            found = super().__torch_dispatch__(func, types, args, kwargs or {})
+            return _column(args[0], found) if func in _LIKE and isinstance(args[0], CachedTable) else found
         finally:
             for table in tables:
                 table._is_read = False
@@ -208,7 +211,7 @@ def _column(table: CachedTable, state: DTensor) -> CachedTable:
     """A state of the table with a column of its cache."""
     if isinstance(state, CachedTable) and state.cache is table.cache:
         return state
-    local = state._local_tensor.cpu()
+    local = state._local_tensor.detach().cpu()
     plain = DTensor(local, table._spec, requires_grad=False)
     return CachedTable.of(plain, table.cache, table.cache.attach(local))
 
