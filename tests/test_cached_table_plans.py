@@ -18,6 +18,7 @@ from autoparallel.kernels.host_lookups import cross
 from autoparallel.kernels.table_cache import RowCache, cached_bags, cached_rows
 from autoparallel.lower import emit
 from autoparallel.lower.lookup_pass import look_up_in_caches
+from autoparallel.planning.reduced_model import reduced_model
 from autoparallel.plans import Plan
 from autoparallel.pricing import Prices
 from autoparallel.schedule.table_caches import TableCache
@@ -236,3 +237,39 @@ def test_tensors_of_the_device_and_its_host_meet_in_copies_alone(how: str, shard
             plain, stepped = plain - 0.1 * local.grad, stepped + local.grad
         cache.flush(for_reading=True)
     assert torch.allclose(host, plain, rtol=1e-12) and torch.equal(state.host, stepped)
+
+
+def test_replanned_jobs_keep_caches() -> None:
+    with torch.device("meta"):
+        model, ids = Ranked(), torch.zeros(IDS, dtype=torch.long)
+    plan = planned(autoparallel.Cached(1000, hits=0.5), mesh_shape=(2,))
+    found = autoparallel.replan(plan, Cluster.load("h100-sxm", num_devices=1), model, example_inputs=(ids,))
+    assert plan.hybrid.cached in [one.plan.hybrid.cached for one in found.candidates if one.plan is not None]
+
+
+class Layers(nn.Module):
+    """Eight blocks with a table each."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.ModuleDict({"embed": nn.Embedding(64, 8, sparse=True), "up": nn.Linear(8, 8)})
+                                    for _ in range(8))
+
+    def forward(self, ids: Tensor) -> Tensor:
+        x = torch.zeros(len(ids), 8)
+        layer: Any
+        for layer in self.layers:
+            x = x + layer["up"](x + layer["embed"](ids)).tanh()
+        return x.square().mean()
+
+
+def test_blocks_with_equal_caches_stand_for_one_another() -> None:
+    graph = capture(Layers(), (torch.zeros(4, dtype=torch.long),), {})
+    tables = [f"layers.{number}.embed.weight" for number in range(8)]
+
+    def kept(rows: list[int]) -> list[int]:
+        cached = [TableCache(name, count, 0.5) for name, count in zip(tables, rows, strict=True)]
+        found = reduced_model(graph, tables=tables, cached=cached).graph.of_kind("parameter")
+        return [int(node.path.split(".")[1]) for node in found if "embed" in node.path]
+
+    assert kept([8] * 8) == [0, 1, 7] and kept([8] * 4 + [16] * 4) == [0, 1, 4, 7]

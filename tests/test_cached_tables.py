@@ -115,6 +115,25 @@ def test_equal_to_one_process(ranks: Any, shape: tuple[int, ...], options: dict[
                 torch.testing.assert_close(found["state"][name][key], state, rtol=1e-9, atol=1e-11)
 
 
+def in_each_way(kind: str) -> list[dict[str, Any]]:
+    """The same steps with lookups on the host, then with caches that hold all rows, some rows, and one."""
+    return [on_ranks((1,), {"pins": some}, kind)
+            for some in (dict.fromkeys(NAMES, "host"), pins(ROWS), pins(6), pins(1))]
+
+
+@pytest.mark.ranks
+@pytest.mark.parametrize("kind", ["SparseAdam", "Adagrad", "SGD"])
+def test_numbers_are_those_without_a_cache(ranks: Any, kind: str) -> None:
+    """To the bit: losses, parameters and states."""
+    without, *found = ranks(1).run(in_each_way, kind, timeout_s=120)[0]
+    for one in found:
+        assert one["losses"] == without["losses"]
+        for name, value in without["parameters"].items():
+            assert torch.equal(one["parameters"][name], value), name
+            for key, state in without["state"][name].items():
+                assert torch.equal(torch.as_tensor(one["state"][name][key]), torch.as_tensor(state)), (name, key)
+
+
 def counted(rows: int) -> dict[str, Any]:
     """What caches count, in lookups and in a log, beside what the ids say."""
     model, batches = example()
