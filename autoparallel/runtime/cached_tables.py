@@ -2,7 +2,8 @@
 are read, and optimizers that step the device's rows.
 
 Programs look up, and optimizers step, in a `RowCache`; whoever else reads a table, or a state of its, reads its local
-shard on the host, which has all rows then. (A plain tensor of ``to_local()`` has them as they were when it was taken.)
+shard on the host, which has all rows then. (A tensor of ``to_local()``, or a view, has them as they were when it was
+taken.)
 """
 
 from __future__ import annotations
