@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import os
 import re
 from collections.abc import Callable
 from types import SimpleNamespace
@@ -52,6 +53,15 @@ def test_hosts_with_fewer_devices_than_described(caplog: pytest.LogCaptureFixtur
     assert inside("a100-sxm", 4) == (4, 4)
     assert inside("l4", 4) == (4, 1)
     assert "hosts of a100-sxm have 8 devices, and this job has 4 processes a host" in caplog.records[0].getMessage()
+
+
+def test_processes_share_the_memory_of_their_machine(monkeypatch: pytest.MonkeyPatch) -> None:
+    mesh: Any = SimpleNamespace(device_type="cpu", size=lambda: 8)
+    monkeypatch.setattr(os, "sysconf", {"SC_PAGE_SIZE": 4096, "SC_PHYS_PAGES": 3 * 2**24}.__getitem__)    # 192 GiB
+    alone, two_hosts = suggested(mesh, None, "eager", 0), suggested(mesh, None, "eager", 4)
+    assert (alone.device.memory_bytes, two_hosts.device.memory_bytes) == (16 * 2**30, 32 * 2**30)
+    assert alone.host.memory_bytes == 192 * 2**30
+    assert suggested(mesh, "local-cpu", "eager", 4) == Cluster.load("local-cpu", num_devices=8)
 
 
 def meshes_of_other_sizes() -> list[str]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import math
 import os
+from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -74,6 +75,8 @@ def suggested(mesh: DeviceMesh, cluster: str | Path | None, backend: str, on_hos
     launcher says (0: not known)."""
     name = _known_name(mesh.device_type) if cluster is None else cluster
     found = Cluster.load(name, num_devices=mesh.size())
+    if cluster is None and mesh.device_type == "cpu":
+        return _with_memory(found, on_host or mesh.size())
     if found.profile is not None and backend == "inductor":
         found = Cluster.load(name, num_devices=mesh.size(), software="torch-compile")
     each = found.devices_per_host
@@ -83,6 +86,14 @@ def suggested(mesh: DeviceMesh, cluster: str | Path | None, backend: str, on_hos
                  "and memory in proportion. Describe yours (autoparallel calibrate --links) and give it as cluster=",
                  found.name, each, on_host, on_host)
     return in_hosts_of(found, on_host)
+
+
+def _with_memory(cluster: Cluster, on_host: int) -> Cluster:
+    """The cluster of CPU processes with the memory of this machine, of which those on it may take two thirds, in equal
+    parts."""
+    memory_bytes = float(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"))
+    return replace(cluster, device=replace(cluster.device, memory_bytes=memory_bytes * 2 / 3 / on_host),
+                   host=replace(cluster.host, memory_bytes=memory_bytes))
 
 
 def _known_name(device_type: str) -> str:
