@@ -248,6 +248,7 @@ def launch(
     min_ranks: Annotated[int | None, typer.Option(min=1, help="go on without ranks that were killed, if so many are "
                                                   "left")] = None,
     min_nodes: Annotated[int | None, typer.Option(min=1, help="of --nodes: start and go on with so many hosts")] = None,
+    join_timeout: Annotated[float, typer.Option(min=1, help="seconds for which hosts wait for each other")] = 600.0,
     model: Annotated[str | None, typer.Option(help="the plan's model, as for autoparallel plan: with --min-ranks the "
                                               "ranks left get a new plan (autoparallel replan)")] = None,
 ) -> None:
@@ -266,6 +267,7 @@ def launch(
     with TemporaryDirectory() as folder:
         done = run_command(command, plan=plan_file, ranks=ranks, nodes=nodes, node_rank=node_rank, master=master,
                            max_restarts=max_restarts, min_ranks=min_ranks, min_nodes=min_nodes,
+                           join_timeout_s=join_timeout,
                            replanned=None if model is None else partial(capacity_cli.replanned, model, Path(folder)))
     raise typer.Exit(0 if done else 1)
 

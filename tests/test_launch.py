@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import os
+import re
 import signal
+import socket
 import subprocess
 import sys
 from collections.abc import Mapping
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -19,6 +22,8 @@ from autoparallel.errors import AutoparallelError, LaunchError
 from autoparallel.kernels import groups
 from autoparallel.launch.environment import Identity, identity_of, set_torch_variables
 from autoparallel.launch.local import free_port
+from autoparallel.launch.roll_call import RollCall
+from autoparallel.launch.world import _size
 from tests.support.launching import clean_environment, guide, guides_model, loss_of_one_process, mpirun_of, output_of
 from tests.support.tiers import slow
 
@@ -34,6 +39,8 @@ PMI = {"PMI_RANK": "3", "PMI_SIZE": "8", "MPI_LOCALRANKID": "1", "MPI_LOCALNRANK
 MVAPICH = {"MV2_COMM_WORLD_RANK": "3", "MV2_COMM_WORLD_SIZE": "8", "MV2_COMM_WORLD_LOCAL_RANK": "1",
            "MV2_COMM_WORLD_LOCAL_SIZE": "2"}
 MSRUN = {"RANK_ID": "3", "RANK_SIZE": "8", "MS_ROLE": "MS_WORKER", "MS_SCHED_HOST": "s", "MS_SCHED_PORT": "8118"}
+BATCH = {"SLURM_PROCID": "0", "SLURM_LOCALID": "0", "SLURM_JOB_ID": "77", "SLURM_JOB_NAME": "train.sh",
+         "SLURM_JOB_NUM_NODES": "1"}
 HOST = {"MASTER_ADDR": "h"}
 
 
@@ -55,6 +62,10 @@ HOST = {"MASTER_ADDR": "h"}
     ({**TORCHRUN, "TORCHELASTIC_RUN_ID": "x", **SLURM, "SLURM_PROCID": "0"}, ("torchrun", 3, 8, 1, 2, "a", 7)),
     ({**SHELL, **OPENMPI, **HOST}, ("openmpi", 3, 8, 1, 2, "h", 29500)),
     (SHELL, ("slurm", 0, 1, 0, None, "127.0.0.1", 29500)),
+    (BATCH, None),
+    ({**BATCH, "SLURM_NTASKS": "8", "SLURM_JOB_NAME": "interactive"}, None),
+    ({**BATCH, "SLURM_NTASKS": "8", **OPENMPI, **HOST}, ("openmpi", 3, 8, 1, 2, "h", 29500)),
+    ({**BATCH, "SLURM_NTASKS": "1", "MASTER_PORT": "9"}, ("slurm", 0, 1, 0, None, "127.0.0.1", 9)),
 ])
 def test_each_launcher_is_read(environment: Mapping[str, str], expected: tuple[Any, ...] | None) -> None:
     if "PMI_RANK" in environment and "SLURM_PROCID" in environment:
@@ -83,6 +94,8 @@ def test_a_job_has_one_port_and_others_have_others() -> None:
     ({"RANK": "2", "WORLD_SIZE": "2", **HOST}, None, ["rank 2 of 2"]),
     (OPENMPI, None, ["does not say where rank 0 is", "mpirun -x MASTER_ADDR=host"]),
     ({"RANK": "1", "WORLD_SIZE": "2"}, None, ["does not say where rank 0 is"]),
+    ({**BATCH, "SLURM_NTASKS": "8"}, None, ["the Slurm job has 8 tasks, and srun has not started this process",
+                                            "Write srun python train.py"]),
     (OPENMPI, "slurm", ["Slurm was to count, and SLURM_PROCID is not set"]),
     (OPENMPI, "srun", ["launcher is 'srun': one of ['mpich', 'msrun', 'mvapich', 'openmpi', 'slurm', 'torchrun']"]),
 ])
@@ -99,6 +112,17 @@ def test_a_number_of_ranks_without_a_rank_is_refused(monkeypatch: pytest.MonkeyP
     monkeypatch.setenv("WORLD_SIZE", "2")
     with pytest.raises(LaunchError, match=r"WORLD_SIZE is '2' and no rank \(RANK\) is set: each process would train"):
         autoparallel.init()
+
+
+def test_a_lonely_process_of_a_slurm_job_of_several_tasks_is_told(caplog: pytest.LogCaptureFixture) -> None:
+    """Each shell of salloc may run one process; a script that was to train on all tasks would train on one."""
+    with patch.dict(os.environ, {"SLURM_JOB_ID": "77", "SLURM_NTASKS": "8"}):
+        assert _size(None) == 1
+        assert "runs alone, and its Slurm job has 8 tasks: srun python ... starts" in caplog.text
+        caplog.clear()
+        with patch.dict(os.environ, {"SLURM_STEP_ID": "0"}):
+            assert _size(None) == 1
+    assert not caplog.text
 
 
 def test_one_of_several_launchers_can_be_picked() -> None:
@@ -265,6 +289,44 @@ def test_launches_that_cannot_be_are_refused(words: list[str], said: str) -> Non
 
     result = CliRunner().invoke(app, ["launch", *words])
     assert isinstance(result.exception, AutoparallelError) and said in str(result.exception)
+
+
+def host(number: int, port: int, *, of: int = 2, at: str = "127.0.0.1", timeout_s: float = 0.5) -> RollCall:
+    return RollCall(at, port, of, number, of, timeout_s)
+
+
+@pytest.mark.parametrize(("number", "at", "said"), [
+    (0, "127.0.0.1", r"1 of 3 hosts have reported to host 0 at 127.0.0.1:\d+; absent: host 1, 2. Start the same"),
+    (1, "127.0.0.1", r"host 0 does not answer at 127.0.0.1:\d+: start the same command with --node-rank 0 there"),
+    (0, "nowhere.invalid", r"nowhere.invalid:\d+ does not lead to this host, which is --node-rank 0"),
+])
+def test_a_host_says_for_whom_it_waits_and_then_ends(
+    number: int, at: str, said: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """torchrun's agent waits up to 15 minutes without a word."""
+    monkeypatch.setattr("autoparallel.launch.roll_call.SAID_AFTER_S", 0.1)
+    with pytest.raises(LaunchError, match=rf"host {number} has waited 0.5 s \(--join-timeout\) in vain: {said}"):
+        host(number, free_port(), of=3, at=at).hold()
+    assert re.search(f"host {number} waits, [01] s more at most: {said}", capsys.readouterr().err)
+
+
+def test_hosts_that_all_report_start_and_two_with_one_number_do_not(monkeypatch: pytest.MonkeyPatch) -> None:
+    port = free_port()
+    with ThreadPoolExecutor() as pool:
+        first, second = (pool.submit(host(number, port, timeout_s=30.0).hold) for number in (1, 0))
+        stores = first.result(60), second.result(60)
+    monkeypatch.setattr("socket.gethostname", lambda: "another")
+    with pytest.raises(LaunchError, match="and another both have --node-rank 1: give each host another number"):
+        host(1, port).hold()
+    del stores
+
+
+def test_a_port_of_host_0_that_is_taken_is_told() -> None:
+    with socket.socket() as other:
+        other.bind(("", 0))
+        other.listen()
+        with pytest.raises(LaunchError, match=r"host 0 cannot listen on port \d+ of --master 127.0.0.1"):
+            host(0, other.getsockname()[1]).hold()
 
 
 LEAVES = """

@@ -12,6 +12,7 @@ from pathlib import Path
 
 from autoparallel.errors import LaunchError
 from autoparallel.launch.elastic import Failed, keep_running
+from autoparallel.launch.roll_call import RollCall
 from autoparallel.launch.world import ELASTIC, PLAN_FILE
 from autoparallel.plans import Plan
 
@@ -22,7 +23,7 @@ OWN_STORE = "TORCH_DISABLE_SHARE_RDZV_TCP_STORE"
 
 def run_command(command: Sequence[str], *, plan: Path | None = None, ranks: int | None = None, nodes: int = 1,
                 node_rank: int = 0, master: str | None = None, max_restarts: int = 0, min_ranks: int | None = None,
-                min_nodes: int | None = None,
+                min_nodes: int | None = None, join_timeout_s: float = 600.0,
                 replanned: Callable[[Path, int, Sequence[int]], Path | None] | None = None) -> bool:
     """Run ``command`` on ``ranks`` processes of this host, each with torchrun's variables; whether all succeeded.
 
@@ -32,6 +33,7 @@ def run_command(command: Sequence[str], *, plan: Path | None = None, ranks: int 
     max_restarts: how often all ranks are started again after one failed.
     min_ranks: of one host: where a signal ends ranks, the others start again without them, if so many are left.
     min_nodes: of several hosts: the job starts, and goes on, with so many of them.
+    join_timeout_s: how long hosts wait for each other before the start.
     replanned: with min_ranks: ``(plan file, ranks left, lost ranks)`` -> file of a plan for at most so many ranks, or
         None, and then `autoparallel.init` has no plan.
 
@@ -56,8 +58,13 @@ def run_command(command: Sequence[str], *, plan: Path | None = None, ranks: int 
     # "--": torchrun takes an argument of the command for its own if it begins like one of its own (--log, --run)
     rest = ["--no-python", "--", *command]
     if min_ranks is None:
-        where = _hosts(nodes, min_nodes, node_rank, master)
-        return not _torchrun([*where, f"--nproc-per-node={count}", f"--max-restarts={max_restarts}", *rest])
+        where, store = ["--standalone"], None
+        if nodes > 1:
+            call = _roll_call(nodes, min_nodes or nodes, node_rank, master, join_timeout_s)
+            where, store = _hosts(call, min_nodes), call.hold()
+        done = not _torchrun([*where, f"--nproc-per-node={count}", f"--max-restarts={max_restarts}", *rest])
+        del store                                        # host 0 serves the job's store until here
+        return done
 
     def left(ranks: int, lost: Sequence[int]) -> int:
         made = None if plan is None or replanned is None else replanned(Path(os.environ[PLAN_FILE]), ranks, lost)
@@ -70,18 +77,21 @@ def run_command(command: Sequence[str], *, plan: Path | None = None, ranks: int 
                         max_restarts, left)
 
 
-def _hosts(nodes: int, min_nodes: int | None, node_rank: int, master: str | None) -> list[str]:
-    """torchrun's arguments for the hosts of the job. Raises LaunchError for a ``master`` that is no address."""
-    if nodes == 1:
-        return ["--standalone"]
+def _roll_call(nodes: int, least: int, number: int, master: str | None, timeout_s: float) -> RollCall:
+    """Raises LaunchError for a ``master`` that is no address."""
     found = re.fullmatch(r"(\[[0-9a-fA-F:.]+\]|[\w.-]+)(?::(\d{1,5}))?", master or "")
     if found is None or not 0 < (port := int(found[2] or 29500)) < 2**16:
         raise LaunchError(f"--master is {master}: write host:port, for example host0:29500")
+    return RollCall(found[1].strip("[]"), port, nodes, number, least, timeout_s)
+
+
+def _hosts(call: RollCall, min_nodes: int | None) -> list[str]:
+    """torchrun's arguments for the hosts of the job."""
     if min_nodes is None:
-        return [f"--nnodes={nodes}", f"--node-rank={node_rank}", f"--master-addr={found[1].strip('[]')}",
-                f"--master-port={port}"]
-    return [f"--nnodes={min_nodes}:{nodes}", "--rdzv-backend=c10d", "--rdzv-id=autoparallel",
-            f"--rdzv-endpoint={found[1]}:{port}", f"--rdzv-conf=is_host={int(node_rank == 0)}"]
+        return [f"--nnodes={call.nodes}", f"--node-rank={call.number}", f"--master-addr={call.host}",
+                f"--master-port={call.port}"]
+    return [f"--nnodes={min_nodes}:{call.nodes}", "--rdzv-backend=c10d", "--rdzv-id=autoparallel",
+            f"--rdzv-endpoint={call.master}", f"--rdzv-conf=is_host={int(call.number == 0)}"]
 
 
 def _check_elastic(ranks: int, nodes: int, min_ranks: int | None, min_nodes: int | None) -> None:

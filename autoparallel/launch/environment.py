@@ -50,6 +50,7 @@ FAMILIES = (
     Family("msrun", "msrun", ("RANK_ID",), ("RANK_SIZE", "MS_WORKER_NUM"), (), ()),
 )
 _BY_NAME = {family.name: family for family in FAMILIES}
+_SLURM = _BY_NAME["slurm"]
 
 
 @dataclass(frozen=True)
@@ -88,8 +89,9 @@ def identity_of(environment: Mapping[str, str], launcher: str | None = None) -> 
     """The process that an environment describes, or None where no launcher has said anything.
 
     ``launcher``: the name of the one that counts; None: ``AUTOPARALLEL_LAUNCHER``, else all that are found must agree.
-    torchrun's agent counts before the launcher that started the agent, and an interactive Slurm shell (one task) not.
-    Raises LaunchError if launchers disagree, a variable is missing or no number, or rank 0's address is not known.
+    torchrun's agent counts before the launcher that started the agent, and an interactive Slurm shell not; nor the
+    script of sbatch beside another launcher. Raises LaunchError if launchers disagree, a variable is missing or no
+    number, rank 0's address is not known, or this is the script of sbatch, whose tasks only srun starts.
     """
     chosen = _chosen(environment, launcher or environment.get(CHOICE))
     return None if chosen is None else _identity(environment, chosen)
@@ -110,6 +112,14 @@ def is_scheduler(environment: Mapping[str, str]) -> bool:
     return environment.get("MS_ROLE") == "MS_SCHED"
 
 
+def tasks_beside_srun(environment: Mapping[str, str]) -> int | None:
+    """The tasks that srun would start, where this process is of a Slurm job and srun has not started it: a batch script
+    itself, or the shell of salloc. None elsewhere."""
+    if _number(environment, ("SLURM_JOB_ID",)) is None or _first(environment, ("SLURM_STEP_ID", "SLURM_STEPID")):
+        return None
+    return _number(environment, ("SLURM_NTASKS", "SLURM_NPROCS", "SLURM_JOB_NUM_NODES", "SLURM_NNODES")) or 1
+
+
 def _chosen(environment: Mapping[str, str], name: str | None) -> Family | None:
     if name is not None:
         if name not in _BY_NAME:
@@ -119,11 +129,15 @@ def _chosen(environment: Mapping[str, str], name: str | None) -> Family | None:
                               "the program by it, or leave the launcher out")
         return _BY_NAME[name]
     found = [family for family in FAMILIES if _first(environment, family.rank) is not None]
+    if tasks_beside_srun(environment) is not None and _SLURM in found and (
+            len(found) > 1 or _first(environment, _SLURM.size) is None
+            or environment.get("SLURM_JOB_NAME") in ("bash", "interactive")):
+        found.remove(_SLURM)                             # a script of sbatch or shell of salloc, called task 0
     if "TORCHELASTIC_RUN_ID" in environment and found and found[0].name == "torchrun":
         return found[0]
     said = {family: _place(environment, family) for family in found}
-    if len(said) > 1 and said.get(_BY_NAME["slurm"]) == (0, 1):
-        del said[_BY_NAME["slurm"]]
+    if len(said) > 1 and said.get(_SLURM) == (0, 1):
+        del said[_SLURM]
     if len(set(said.values())) > 1:
         texts = [f"{family.title} says rank {rank} of {size} ({_name(environment, family.rank)}, "
                  f"{_name(environment, family.size)})" for family, (rank, size) in said.items()]
@@ -134,6 +148,9 @@ def _chosen(environment: Mapping[str, str], name: str | None) -> Family | None:
 
 def _identity(environment: Mapping[str, str], family: Family) -> Identity:
     rank, size = _place(environment, family)
+    if family is _SLURM and size > 1 and tasks_beside_srun(environment) is not None:
+        raise LaunchError(f"the Slurm job has {size} tasks, and srun has not started this process: the script of "
+                          "sbatch runs once. Write srun python train.py in it; for a process alone, unset SLURM_PROCID")
     local_rank = _number(environment, family.local_rank)
     local_size = _tasks_of_node(environment) if family.name == "slurm" else _number(environment, family.local_size)
     address, port = _master(environment, family, size, local_size)
@@ -218,4 +235,4 @@ def _number(environment: Mapping[str, str], names: tuple[str, ...]) -> int | Non
 
 
 __all__ = ["CHOICE", "FAMILIES", "Family", "Identity", "first_host", "identity_of", "is_scheduler",
-           "set_torch_variables"]
+           "set_torch_variables", "tasks_beside_srun"]

@@ -21,7 +21,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from autoparallel.errors import LaunchError, MeshError, shown
 from autoparallel.kernels.groups import destroy_groups, ordered_mesh, say_here, say_leaving
-from autoparallel.launch.environment import Identity, identity_of, is_scheduler
+from autoparallel.launch.environment import Identity, identity_of, is_scheduler, tasks_beside_srun
 from autoparallel.plans import Plan
 
 _LOG = logging.getLogger("autoparallel")
@@ -147,6 +147,8 @@ def _size(identity: Identity | None) -> int:
             raise LaunchError(f"WORLD_SIZE is {shown(os.environ['WORLD_SIZE'])} and no rank (RANK) is set: each "
                               "process would train alone. Start them by a launcher, as torchrun, set "
                               "RANK, or unset WORLD_SIZE")
+        if identity is None and (tasks := tasks_beside_srun(os.environ) or 1) > 1:
+            _LOG.warning("this process runs alone, and its Slurm job has %d tasks: srun python ... starts them", tasks)
         return identity.size if identity else 1
     rank, size = dist.get_rank(), dist.get_world_size()
     if identity and (identity.rank, identity.size) != (rank, size):
