@@ -22,6 +22,7 @@ from autoparallel.planning.options import (
     check_disk_path,
     check_groups,
     check_joint,
+    check_limits,
     compared_by_hand,
     options_of,
     with_options,
@@ -129,6 +130,7 @@ def plan(
     if by_hand is not None:
         chosen = with_plan_by_hand(chosen, by_hand, cluster.num_devices,
                                    mesh_shape=mesh_shape, axis_names=axis_names, joint=joint)
+    check_limits(chosen)
     if compare_by_hand is not None:
         chosen = compared_by_hand(chosen, compare_by_hand, cluster.num_devices)
     return on_grouped_hosts(cluster, lambda hosts: compiler.plan(
@@ -237,6 +239,7 @@ def compile(
     if not isinstance(outputs, str) or outputs not in OUTPUTS:
         raise PlanError(f"unknown outputs {shown(outputs)}; there are {list(OUTPUTS)}")
     check_disk_path(disk_path, chosen, plan)
+    check_limits(chosen, plan)
     given = example_inputs is not None or example_kwargs is not None
     from autoparallel.runtime.failing import naming_peers
 

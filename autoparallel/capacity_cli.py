@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from autoparallel.plan_cli import Dtype, SequenceLength
 from autoparallel.schedule.tiers import FITTED, PLACES, places_in
 
 if TYPE_CHECKING:
@@ -38,14 +39,14 @@ def size(
     budget: Annotated[float | None, typer.Option(help="most that the run may cost, in the clusters' currency")] = None,
     global_batch: Annotated[int | None, typer.Option(min=1, help="sequences per step; 2 for each device by "
                                                      "default")] = None,
-    sequence_length: Annotated[int, typer.Option(min=1, help="tokens per sequence")] = 2048,
+    sequence_length: SequenceLength = None,
     most: Annotated[int, typer.Option(min=1, help="largest number of devices to try")] = 4096,
     software: Annotated[str | None, typer.Option(help="whose speed counts: torch-eager, megatron-core, ...")] = None,
-    dtype: Annotated[str, typer.Option(help="bfloat16, float16 or float32")] = "bfloat16",
+    dtype: Dtype = None,
     optimizer: Annotated[str, typer.Option(help="whose state is counted: adamw, sgd, ...")] = "adamw",
     time_limit: Annotated[float, typer.Option(help="seconds of the search for each number of devices")] = 10.0,
 ) -> None:
-    """Say how many devices train a model in a given time, and for at most a given price; exit code 1 if none tried do.
+    """Say how many devices train a model in a given time, and for at most a given price; exit code 3 if none tried do.
 
     autoparallel size llama3-8b.json --cluster h100-sxm --tokens 15e12 --days 30
     """
@@ -53,15 +54,16 @@ def size(
 
     import autoparallel
     from autoparallel.errors import printable
-    from autoparallel.models import load_model
+    from autoparallel.models import dtype_on, load_model
     from autoparallel.plans.reports.text import ReportConsole
     from autoparallel.plans.reports.units import seconds_str
     from autoparallel.sizing import print_sizing
 
     _check_asked(step_time, tokens, days, budget)
+    precision = dtype_on([autoparallel.Cluster.load(name) for name in cluster], model, dtype)
 
     def made(devices: int) -> Any:
-        return load_model(model, global_batch or 2 * devices, sequence_length, dtype)
+        return load_model(model, global_batch or 2 * devices, sequence_length, precision)
 
     def tell(one: Size) -> None:
         said = one.refused if one.plan is None else f"{seconds_str(one.step_s)} a step"
@@ -72,7 +74,7 @@ def size(
         days=math.inf if days is None else days, budget=math.inf if budget is None else budget, most=most,
         software=software, time_limit_s=time_limit, told=tell, optimizer=optimizer)
     print_sizing(found, ReportConsole())
-    raise typer.Exit(0 if found.best is not None else 1)
+    raise typer.Exit(0 if found.best is not None else 3)
 
 
 def _check_asked(step_time: float | None, tokens: float | None, days: float | None, budget: float | None) -> None:
@@ -96,26 +98,26 @@ def fit(
     cluster: Annotated[str, typer.Option(help="a cluster's name, or a TOML file")],
     devices: Annotated[int | None, typer.Option(min=1, help="of the cluster; as its description says by "
                                                 "default")] = None,
-    sequence_length: Annotated[int, typer.Option(min=1, help="tokens per sequence")] = 2048,
+    sequence_length: SequenceLength = None,
     most: Annotated[int, typer.Option(min=1, help="sequences of the largest batch to try")] = 4096,
     offload: Annotated[str, typer.Option(help="tiers to try; those by names, 'embed*=disk,layers.0.*=host', are "
                                             "one")] = ",".join(FITTED),
     memory_limit: Annotated[str | None, typer.Option(help="of each device, for example 70GiB")] = None,
     host_memory_limit: Annotated[str | None, typer.Option(help="of host memory per device, for example 200GiB")] = None,
     software: Annotated[str | None, typer.Option(help="whose speed counts: torch-eager, megatron-core, ...")] = None,
-    dtype: Annotated[str, typer.Option(help="bfloat16, float16 or float32")] = "bfloat16",
+    dtype: Dtype = None,
     optimizer: Annotated[str, typer.Option(help="whose state is counted: adamw, sgd, ...")] = "adamw",
     time_limit: Annotated[float, typer.Option(help="seconds of the search for each batch")] = 10.0,
 ) -> None:
     """Say whether training fits on so many devices, with what on the host or disk, and how large a batch at a time;
-    exit code 1 if nothing fits.
+    exit code 3 if nothing fits.
 
     autoparallel fit llama3-70b.json --cluster a100-sxm --devices 1
     """
     import autoparallel
     from autoparallel.errors import InputError, printable
     from autoparallel.fitting import print_fitting, tier_text
-    from autoparallel.models import load_model
+    from autoparallel.models import dtype_on, load_model
     from autoparallel.plans.reports.text import ReportConsole
     from autoparallel.plans.reports.units import bytes_of
 
@@ -129,12 +131,13 @@ def fit(
     limits: dict[str, Any] = {name: bytes_of(text, option) for name, option, text in (
         ("memory_limit_bytes", "--memory-limit", memory_limit),
         ("host_memory_limit_bytes", "--host-memory-limit", host_memory_limit)) if text is not None}
+    precision = dtype_on([autoparallel.Cluster.load(cluster)], model, dtype)
     found = autoparallel.fit(
-        lambda batch: load_model(model, batch, sequence_length, dtype), cluster, devices=devices, most=most,
+        lambda batch: load_model(model, batch, sequence_length, precision), cluster, devices=devices, most=most,
         tiers=tiers, software=software, time_limit_s=time_limit, told=tell,
         optimizer=optimizer, **limits)
     print_fitting(found, ReportConsole())
-    raise typer.Exit(0 if found.fits else 1)
+    raise typer.Exit(0 if found.fits else 3)
 
 
 def study(
@@ -148,7 +151,7 @@ def study(
     joint: Annotated[bool, typer.Option("--joint", help="ask the joint search, too")] = False,
     time_limit: Annotated[float, typer.Option(help="seconds of that search at each point")] = 10.0,
     software: Annotated[str | None, typer.Option(help="whose speed counts: torch-eager, megatron-core, ...")] = None,
-    dtype: Annotated[str, typer.Option(help="bfloat16, float16 or float32")] = "bfloat16",
+    dtype: Dtype = None,
     optimizer: Annotated[str, typer.Option(help="whose state is counted: adamw, sgd, ...")] = "adamw",
     svg: Annotated[Path | None, typer.Option(help="write the picture of the regions here")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="the points as JSON (docs/report_schema.md)")] = False,
@@ -160,7 +163,7 @@ def study(
     """
     import autoparallel
     from autoparallel.errors import printable
-    from autoparallel.models import load_model
+    from autoparallel.models import dtype_on, load_model
     from autoparallel.plan_cli import check_output
     from autoparallel.plans.reports.text import ReportConsole
     from autoparallel.plans.reports.units import seconds_str
@@ -174,8 +177,9 @@ def study(
     check_output(svg, "--svg")
     lengths, batches, counts = (_list_of(text, option) for text, option in (
         (sequence_lengths, "--sequence-lengths"), (global_batches, "--global-batches"), (devices, "--devices")))
+    precision = dtype_on([autoparallel.Cluster.load(cluster)], model, dtype)
     found = autoparallel.study(
-        lambda batch, length: load_model(model, batch, length, dtype), cluster, sequences=lengths, batches=batches,
+        lambda batch, length: load_model(model, batch, length, precision), cluster, sequences=lengths, batches=batches,
         devices=counts, refine=refine, joint=joint, time_limit_s=time_limit, software=software, optimizer=optimizer,
         told=tell)
     if svg is not None:
@@ -284,7 +288,7 @@ def replan(
     """
     import autoparallel
     from autoparallel.errors import printable
-    from autoparallel.models import load_model
+    from autoparallel.models import load_planned
     from autoparallel.plan_cli import check_output
     from autoparallel.plans.reports.text import ReportConsole
     from autoparallel.plans.reports.units import seconds_str
@@ -297,8 +301,7 @@ def replan(
     check_output(output)
     before = autoparallel.Plan.load(plan)
     machine, gone = _left(before, cluster, devices, lost_hosts, lost)
-    batch, *length = next(iter(before.model.inputs.values()), (1,))
-    network, args, kwargs = load_model(model, batch, length[0] if length else 1, before.model.dtype)
+    network, args, kwargs = load_planned(model, before.model.inputs, before.model.dtype)
     found = autoparallel.replan(
         before, machine, network, example_inputs=args, example_kwargs=kwargs, lost=gone,
         source="checkpoint" if from_checkpoint else "peers", horizon_steps=horizon_steps, time_limit_s=time_limit,
@@ -316,13 +319,12 @@ def replanned(model: str, folder: Path, plan: Path, ranks: int, lost: Sequence[i
     there is none, which is told."""
     import autoparallel
     from autoparallel.errors import AutoparallelError, printable
-    from autoparallel.models import load_model
+    from autoparallel.models import load_planned
 
     before = autoparallel.Plan.load(plan)
-    batch, *length = next(iter(before.model.inputs.values()), (1,))
     try:
         machine, _ = _left(before, None, ranks, 0, None)
-        network, args, kwargs = load_model(model, batch, length[0] if length else 1, before.model.dtype)
+        network, args, kwargs = load_planned(model, before.model.inputs, before.model.dtype)
         found = autoparallel.replan(before, machine, network, example_inputs=args, example_kwargs=kwargs, lost=lost,
                                     source="checkpoint")
         typer.echo(printable(found.report().split("\n", 1)[0]), err=True)

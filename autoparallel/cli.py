@@ -1,8 +1,6 @@
 """The command line: ``autoparallel plan``, ``show``, ``verify``, ``launch``, ``manifest``, ``demo``, ``calibrate``, ...
 
-Exit codes: 0 done; 1 a job or a check failed, two plans differ, or nothing that `size` or `fit` tried will do; 2 a
-mistake in the call, or an error that is told; 3 no plan fits; 130 interrupted. What takes long is imported by the
-command that needs it, so that ``--help`` is quick.
+Exit codes: `EXIT_CODES`. What takes long is imported by the command that needs it, so that ``--help`` is quick.
 """
 
 from __future__ import annotations
@@ -17,7 +15,7 @@ import typer
 
 from autoparallel import capacity_cli, plan_cli
 from autoparallel.errors import AutoparallelError, InfeasibleError, InputError, printable
-from autoparallel.models import load_model
+from autoparallel.models import dtype_on, load_model, load_planned
 from autoparallel.plans.reports.units import bytes_of
 from autoparallel.schedule.schedules import SCHEDULES, usual
 from autoparallel.schedule.tiers import places_in
@@ -26,10 +24,17 @@ if TYPE_CHECKING:
     from autoparallel.planning.by_hand import ByHand
     from autoparallel.plans import Plan
 
+#: What each exit code of a command means; docs/concepts/cli.md has the same.
+EXIT_CODES = {
+    0: "done",
+    1: "a job that was started failed (launch, demo), a check failed (doctor, selftest), or two plans differ (diff)",
+    2: "a mistake in the call, or another error, told in one message",
+    3: "no plan fits, or nothing that was tried will do (plan, advise, fit, size, study, replan, ...)",
+    130: "interrupted; launch: 128 and the number of the signal that ended it",
+}
 app = typer.Typer(help="The fastest correct way to run a PyTorch model on these devices.", no_args_is_help=True,
                   pretty_exceptions_enable=False,
-                  epilog="Exit codes: 0 done; 1 a job or a check failed, two plans differ, or nothing that size or fit "
-                         "tried will do; 2 a mistake in the call, or another error; 3 no plan fits; 130 interrupted.")
+                  epilog=f"Exit codes: {'; '.join(f'{code} {means}' for code, means in EXIT_CODES.items())}.")
 
 
 @app.command()
@@ -44,10 +49,10 @@ def plan(
                                                  "megatron-2021, ..., or none")] = None,
     global_batch: Annotated[int | None, typer.Option(min=1, help="sequences (or images) per step; 2 for each device "
                                                      "by default")] = None,
-    sequence_length: Annotated[int, typer.Option(min=1, help="tokens per sequence")] = 2048,
+    sequence_length: plan_cli.SequenceLength = None,
     search: Annotated[str, typer.Option(help="auto, ilp, recursive or exact")] = "auto",
     memory_limit: Annotated[str | None, typer.Option(help="per device, for example 70GiB")] = None,
-    dtype: Annotated[str, typer.Option(help="bfloat16, float16 or float32")] = "bfloat16",
+    dtype: plan_cli.Dtype = None,
     optimizer: Annotated[str, typer.Option(help="whose state is counted: adamw, sgd, ...")] = "adamw",
     baseline: Annotated[str | None, typer.Option(help="ddp, fsdp, tensor_parallel, sequence_parallel")] = None,
     by_hand: Annotated[str | None, typer.Option(help="price this plan: dp=8,tp=8,pp=4,micro_batch=1,... or @file of "
@@ -121,7 +126,8 @@ def plan(
         compare_by_hand = "usual"
     elif compare_by_hand == "none":
         compare_by_hand = None
-    network, args, kwargs = load_model(model, global_batch or 2 * count, sequence_length, dtype)
+    network, args, kwargs = load_model(model, global_batch or 2 * count, sequence_length,
+                                       dtype_on([machine], model, dtype))
     unanswered: AutoparallelError | None = None
     if explain:  # a wrong name is refused before the search, which takes long
         from autoparallel.capture import capture
@@ -316,9 +322,8 @@ def _priced(searched: Plan, by_hand: ByHand, model: str, cluster: str | None) ->
     import autoparallel
     from autoparallel.replanning import optimizer_of
 
-    batch, *length = next(iter(searched.model.inputs.values()))
     machine = plan_cli.cluster_of(searched, cluster, math.prod(searched.axes[0]))
-    network, args, kwargs = load_model(model, batch, length[0] if length else 1, searched.model.dtype)
+    network, args, kwargs = load_planned(model, searched.model.inputs, searched.model.dtype)
     return autoparallel.plan(network, machine, example_inputs=args, example_kwargs=kwargs, by_hand=by_hand,
                              optimizer=optimizer_of(searched))
 
@@ -331,9 +336,9 @@ def advise(
     software: Annotated[str | None, typer.Option(help="whose speed counts: torch-eager, megatron-core, ...")] = None,
     global_batch: Annotated[int | None, typer.Option(min=1, help="sequences per step; 2 for each device by "
                                                      "default")] = None,
-    sequence_length: Annotated[int, typer.Option(min=1, help="tokens per sequence")] = 2048,
+    sequence_length: plan_cli.SequenceLength = None,
     memory_limit: Annotated[str | None, typer.Option(help="per device, for example 70GiB")] = None,
-    dtype: Annotated[str, typer.Option(help="bfloat16, float16 or float32")] = "bfloat16",
+    dtype: plan_cli.Dtype = None,
     optimizer: Annotated[str, typer.Option(help="whose state is counted: adamw, sgd, ...")] = "adamw",
     time_limit: Annotated[float, typer.Option(help="seconds of a joint search's work, beside plans by hand; 0: none")
                           ] = 5.0,
@@ -348,7 +353,8 @@ def advise(
     from autoparallel.plans.reports.text import ReportConsole
 
     machine = autoparallel.Cluster.load(cluster, num_devices=devices, software=software)
-    network, args, kwargs = load_model(model, global_batch or 2 * devices, sequence_length, dtype)
+    network, args, kwargs = load_model(model, global_batch or 2 * devices, sequence_length,
+                                       dtype_on([machine], model, dtype))
     with plan_cli.Progress(time_limit) as progress:
         found = autoparallel.advise(network, machine, example_inputs=args, example_kwargs=kwargs, optimizer=optimizer,
                                     memory_limit_bytes=bytes_of(memory_limit), search_s=time_limit, uneven=uneven,
@@ -457,9 +463,12 @@ def verify_plan(
                                        "any")] = 4,
     cluster: Annotated[str | None, typer.Option(help="a cluster's name or TOML file; else as the devices "
                                                 "suggest")] = None,
-    global_batch: Annotated[int, typer.Option(min=1, help="sequences (or images) per step")] = 8,
-    sequence_length: Annotated[int, typer.Option(min=1, help="tokens per sequence")] = 128,
-    dtype: Annotated[str, typer.Option(help="bfloat16, float16 or float32")] = "float32",
+    global_batch: Annotated[int | None, typer.Option(min=1, help="sequences (or images) per step; the plan's by "
+                                                     "default, without a plan 8")] = None,
+    sequence_length: Annotated[int | None, typer.Option(min=1, help="tokens per sequence; the plan's by default, "
+                                                        "without a plan 128")] = None,
+    dtype: Annotated[str | None, typer.Option(help="of a config's model: bfloat16, float16, float32 or float64; the "
+                                              "plan's by default, without a plan float32")] = None,
     backend: Annotated[str, typer.Option(help="eager, inductor or auto")] = "eager",
     steps: Annotated[int, typer.Option(min=1, help="steps to measure")] = 10,
     output: Annotated[Path | None, typer.Option(help="write the corrected cluster (TOML) here, for --cluster")] = None,

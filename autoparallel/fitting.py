@@ -19,7 +19,7 @@ from autoparallel.api import plan
 from autoparallel.capture import capture, once_each
 from autoparallel.errors import InfeasibleError, PlanError, SearchError, shown
 from autoparallel.planning.joint_plan import times_that_may_fit
-from autoparallel.planning.options import MODEL_AND_CALL, check_call, check_groups, options_of
+from autoparallel.planning.options import MODEL_AND_CALL, check_call, check_groups, limits_in_vain, options_of
 from autoparallel.plans import Plan
 from autoparallel.plans.reports.text import ReportConsole, as_text
 from autoparallel.plans.reports.units import bytes_str, count_str, seconds_str
@@ -90,6 +90,10 @@ def fit(
     PlanError for arguments that cannot be, and whatever `autoparallel.plan` raises of the model.
     """
     _check(model, tiers, devices, smallest, most, told)
+    vain = [limits_in_vain(options_of({**options, "offload": tier})) for tier in tiers]
+    for name in set.intersection(*map(set, vain)):
+        raise PlanError(f"{name}={options[name]:g}, and nothing goes there with offload {', '.join(map(str, tiers))}: "
+                        f"leave it out, or give tiers too with {vain[0][name]}")
     machine = cluster if isinstance(cluster, Cluster) else Cluster.load(cluster, num_devices=devices, software=software)
     with once_each():
         return Fitting(machine, tuple(_of_tiers(
@@ -106,7 +110,9 @@ def _of_tiers(model: Model, machine: Cluster, tiers: Sequence[str | Mapping[str,
             found.append(Fit(tier, refused=f"not tried: as much is on the device with {nearer}, which fits"))
             told(found[-1])
             continue
-        found.append(_Tier(calls, machine, tier, options).largest(smallest, most))
+        vain = limits_in_vain(options_of({**options, "offload": tier}))
+        of_tier = {name: value for name, value in options.items() if name not in vain}
+        found.append(_Tier(calls, machine, tier, of_tier).largest(smallest, most))
         told(found[-1])
     return found
 

@@ -6,6 +6,7 @@ import difflib
 import importlib
 import json
 import sys
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -14,22 +15,63 @@ from autoparallel.errors import InputError, shown
 if TYPE_CHECKING:
     from torch import nn
 
+    from cost_models import Cluster
 
-def load_model(
-    source: str | dict[str, Any], global_batch: int, sequence_length: int, dtype: str
-) -> tuple[nn.Module, tuple[Any, ...], dict[str, Any]]:
+    Made = tuple[nn.Module, tuple[Any, ...], dict[str, Any]]
+
+#: In which a config's model may be; where none is asked for, the first that all clusters have a rate for.
+DTYPES = ("bfloat16", "float16", "float32", "float64")
+SEQUENCE_LENGTH = 2048
+
+
+def is_factory(source: str | dict[str, Any]) -> bool:
+    """Whether a model is named as ``module:function``."""
+    return isinstance(source, str) and ":" in source and not Path(source).exists()
+
+
+def dtype_on(clusters: Sequence[Cluster], source: str, asked: str | None) -> str:
+    """The dtype of a config's model, for `load_model`. Raises InputError for one that devices of the clusters have no
+    rate for, and where a factory makes the model."""
+    if asked is not None and is_factory(source):
+        raise InputError(f"--dtype is {asked}, and {source} makes its model in a dtype of its own: leave --dtype out, "
+                         "and make the model in that dtype there")
+    _check_dtype(asked or DTYPES[0])
+    for cluster in clusters:
+        rates = [kind.device.peak_flops_per_s for kind in cluster.kinds()]
+        known = [dtype for dtype in DTYPES if all(dtype in by_dtype for by_dtype in rates)]
+        if asked is not None and asked not in known:
+            raise InputError(f"--dtype is {asked}, and devices of {cluster.name} have no rate for it: one of "
+                             f"{', '.join(known)} is required, or a description of the cluster (TOML) with such a rate")
+    rates = [kind.device.peak_flops_per_s for cluster in clusters for kind in cluster.kinds()]
+    return asked or next(dtype for dtype in DTYPES if all(dtype in by_dtype for by_dtype in rates))
+
+
+def load_planned(source: str, inputs: Mapping[str, Sequence[int]], dtype: str, global_batch: int | None = None,
+                 sequence_length: int | None = None) -> Made:
+    """`load_model` with the dtype of a saved plan of that model, and with the batch and sequence length of its
+    ``inputs`` (their shapes) where none are given."""
+    batch, *first = next(iter(inputs.values()), (1,))
+    if is_factory(source):
+        return load_model(source, global_batch or batch, sequence_length or (first[0] if first else 1))
+    length = [*inputs.get("labels", ())][1:] or (first if len(first) == 1 else [None])
+    return load_model(source, global_batch or batch, sequence_length or length[0], dtype)
+
+
+def load_model(source: str | dict[str, Any], global_batch: int, sequence_length: int | None = None,
+               dtype: str = DTYPES[0], usual_length: int = SEQUENCE_LENGTH) -> Made:
     """(model, args, kwargs) on the meta device, from a Hugging Face config (file or dict) or a ``module:function``.
 
     The factory is called as ``function(global_batch, sequence_length)`` and returns (model, args, kwargs).
+    ``sequence_length``: None: ``usual_length``, if there are sequences.
     """
     import torch
 
-    precision = getattr(torch, dtype, None)
-    if not isinstance(precision, torch.dtype) or not precision.is_floating_point:
-        raise InputError(f"unknown dtype {dtype!r}: bfloat16, float16 or float32")
+    _check_dtype(dtype)
+    precision = getattr(torch, dtype)
     if isinstance(source, dict):
-        return _hugging_face(source, "the config", global_batch, sequence_length, precision)
-    if ":" in source and not Path(source).exists():
+        return _hugging_face(source, "the config", global_batch, (sequence_length, usual_length), precision)
+    if is_factory(source):
+        sequence_length = sequence_length or usual_length
         module, function = source.split(":", 1)
         sys.path.insert(0, str(Path.cwd()))
         try:
@@ -53,12 +95,15 @@ def load_model(
         why = getattr(error, "strerror", None) or error
         raise InputError(f"cannot read the config file {source}: {why}; give a Hugging Face config.json, or "
                          "module:function, which makes the model") from error
-    return _hugging_face(data, source, global_batch, sequence_length, precision)
+    return _hugging_face(data, source, global_batch, (sequence_length, usual_length), precision)
 
 
-def _hugging_face(
-    data: Any, origin: str, batch: int, sequence: int, dtype: Any
-) -> tuple[nn.Module, tuple[Any, ...], dict[str, Any]]:
+def _check_dtype(dtype: str) -> None:
+    if dtype not in DTYPES:
+        raise InputError(f"unknown dtype {dtype!r}: give {', '.join(DTYPES[:-1])} or {DTYPES[-1]}")
+
+
+def _hugging_face(data: Any, origin: str, batch: int, lengths: tuple[int | None, int], dtype: Any) -> Made:
     import torch
 
     try:
@@ -91,13 +136,20 @@ def _hugging_face(
                          '"decoder_start_token_id": 0')
     with torch.device("meta"):
         network = network.to(dtype).train()
-        return network, (), _batch_of(network.main_input_name, config, origin, batch, sequence, dtype)
+        return network, (), _batch_of(network.main_input_name, config, origin, batch, lengths, dtype)
 
 
-def _batch_of(name: str, config: Any, origin: str, batch: int, sequence: int, dtype: Any) -> dict[str, Any]:
+def _batch_of(name: str, config: Any, origin: str, batch: int, lengths: tuple[int | None, int], dtype: Any
+              ) -> dict[str, Any]:
     """A batch, on torch's default device, of a model whose main input has this name: images of the config's size, sound
-    (Whisper: as many frames as its encoder takes) with labels of ``sequence`` tokens, or ids of as many."""
+    (Whisper: as many frames as its encoder takes) with labels of so many tokens, or ids of as many. ``lengths``: the
+    number of tokens that was asked for, and the usual one."""
     import torch
+
+    if name == "pixel_values" and lengths[0] is not None:
+        raise InputError(f"the sequence length is {lengths[0]}, and {origin} is of a model of images, whose size the "
+                         "config says: leave it out")
+    sequence = lengths[0] or lengths[1]
 
     def sizes(what: str, *keys: str) -> list[int]:
         given = [getattr(config, key, None) for key in keys]

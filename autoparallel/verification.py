@@ -18,12 +18,15 @@ from autoparallel.runtime.verify import Verification
 @dataclass(frozen=True)
 class Request:
     """What to run: a model as `autoparallel.models.load_model` takes it, a plan's file or None (one is searched), a
-    cluster's name or file or None (the machine that the devices suggest), a backend, and the number of steps."""
+    cluster's name or file or None (the machine that the devices suggest), a backend, and the number of steps.
+
+    What is None of batch, sequence length and dtype is as in the plan, or without one as in a small trial.
+    """
 
     model: str
-    global_batch: int
-    sequence_length: int
-    dtype: str
+    global_batch: int | None
+    sequence_length: int | None
+    dtype: str | None
     plan: Path | None
     cluster: str | None
     backend: str
@@ -35,8 +38,10 @@ def main(request: Request, ranks: int, output: Path | None) -> None:
     and writes the corrected cluster to ``output``."""
     from autoparallel import backends
     from autoparallel.launch.local import launch
+    from autoparallel.models import dtype_on
     from autoparallel.plans import Plan
 
+    dtype_on([], request.model, request.dtype)
     backends.chosen(request.backend, "cuda" if torch.cuda.is_available() else "cpu")
     given = Plan.load(request.plan) if request.plan is not None else None
     if "WORLD_SIZE" not in os.environ and given is not None and (needed := math.prod(given.axes[0])) != ranks:
@@ -60,10 +65,13 @@ def run(request: Request) -> Verification:
     import torch.distributed as dist
 
     import autoparallel
-    from autoparallel.models import load_model
+    from autoparallel.models import load_model, load_planned
 
-    model, args, kwargs = load_model(request.model, request.global_batch, request.sequence_length, request.dtype)
     plan = autoparallel.Plan.load(request.plan) if request.plan is not None else None
+    batch, length, dtype = request.global_batch, request.sequence_length, request.dtype
+    model, args, kwargs = (load_planned(request.model, plan.model.inputs, dtype or plan.model.dtype, batch, length)
+                           if plan is not None else
+                           load_model(request.model, batch or 8, length, dtype or "float32", usual_length=128))
     device = "cuda" if torch.cuda.is_available() else "cpu"
     parallel = autoparallel.compile(model, dist.get_world_size(), example_inputs=args, example_kwargs=kwargs, plan=plan,
                                     cluster=request.cluster, backend=request.backend)

@@ -337,7 +337,7 @@ def test_configs_that_make_no_model(tmp_path: Path, config: Any, parts: Any) -> 
     """The file is named, and what transformers says of it."""
     file = tmp_path / "config.json"
     file.write_text(json.dumps(config))
-    says(InputError, str(file), *parts, of=lambda: load_model(str(file), 2, 8, "float32"))
+    says(InputError, str(file), *parts, of=lambda: load_model(str(file), 2, dtype="float32"))
 
 
 def test_whisper_gets_sound_and_labels() -> None:

@@ -144,7 +144,7 @@ def test_the_command(tmp_path: Path) -> None:
             "--offload", "none,host", "--time-limit", "1"]
     done = CliRunner().invoke(app, call)
     assert done.exit_code == 0 and "It fits on 1 device of a100-sxm with all on the device" in done.output
-    assert CliRunner().invoke(app, [*call, "--memory-limit", "1KiB"]).exit_code == 1
+    assert CliRunner().invoke(app, [*call, "--memory-limit", "1KiB"]).exit_code == 3
 
 
 def test_bytes_of_text() -> None:

@@ -99,7 +99,7 @@ def test_the_command_prints_and_writes_the_correction(tmp_path: Path, monkeypatc
                                                       capfd: pytest.CaptureFixture[str]) -> None:
     monkeypatch.chdir(tmp_path)
     (tmp_path / "a_factory.py").write_text(FACTORY)
-    said = ["--global-batch", "8", "--dtype", "float32"]
+    said = ["--global-batch", "8"]
     calls = (["plan", "a_factory:small", "--devices", "2", "--cluster", "local-cpu", "--output", "plan.json", *said],
              ["verify", "plan.json", "--ranks", "2", "--steps", "2", "--output", "fixed.toml", *said, "--",
               "a_factory:small"])

@@ -260,6 +260,32 @@ def check_disk_path(disk_path: Any, options: Options, plan: Plan | None) -> None
                         f"{where}: leave it out, or give offload='disk' or 'auto', or saved_on='disk'")
 
 
+def limits_in_vain(options: Options, plan: Plan | None = None) -> dict[str, str]:
+    """The limits of host memory and disk that were given and that nothing comes under, and what would.
+
+    ``plan``: a ready one, which says what leaves the device."""
+    if options.offload == "auto":
+        return {}
+    said: Any = plan.hybrid if plan else options.by_hand or options
+    away = plan.hybrid.offload if plan else options.tier
+    if options.by_hand and options.by_hand.offload != "none":
+        away = offload_of(options.by_hand.offload)
+    on_disk = bool(away.in_tier("disk")) or said.saved_on == "disk"
+    on_host = on_disk or away.is_away or said.saved_on == "host" or said.recompute == "offload" or bool(
+        plan.hybrid.on_host if plan else any(place == "host" for place in (options.pins or {}).values()))
+    vain = {"host_memory_limit_bytes": ("" if on_host else "offload='host' or 'disk', recompute='offload' or "
+                                        "saved_on='host', or pins of tables to 'host'"),
+            "disk_limit_bytes": "" if on_disk else "offload='disk' or saved_on='disk'"}
+    return {name: instead for name, instead in vain.items() if instead and getattr(options, name) is not None}
+
+
+def check_limits(options: Options, plan: Plan | None = None) -> None:
+    """Raises PlanError for a limit of host memory or disk that nothing comes under."""
+    for name, instead in limits_in_vain(options, plan).items():
+        raise PlanError(f"{name}={getattr(options, name):g} (--{name.removesuffix('_bytes').replace('_', '-')}), and "
+                        f"nothing goes there: leave it out, or give {instead}; or offload='auto'")
+
+
 def check_groups(offload: Any, model: nn.Module) -> None:
     """Raises PlanError for a pattern of the option ``offload`` by which no parameter of the model gets its tier."""
     if not isinstance(offload, Mapping):

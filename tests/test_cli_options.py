@@ -1,0 +1,114 @@
+"""Options of the commands: each has its effect, or is refused by name; one meaning of each exit code."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from typer.testing import CliRunner
+
+import autoparallel
+from autoparallel.cli import EXIT_CODES, app
+from autoparallel.errors import AutoparallelError, InputError, PlanError
+from autoparallel.models import dtype_on, load_model, load_planned
+from cost_models import Cluster
+
+LLAMA = {"model_type": "llama", "architectures": ["LlamaForCausalLM"], "hidden_size": 64, "intermediate_size": 128,
+         "vocab_size": 256, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 4}
+VIT = {"model_type": "vit", "architectures": ["ViTForImageClassification"], "image_size": 16, "patch_size": 8,
+       "num_channels": 3, "hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 4, "intermediate_size": 64}
+
+
+def small(batch: int, tokens: int) -> Any:
+    return nn.Sequential(nn.Linear(32, 32)), (torch.zeros(batch, 32),), {}
+
+
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.chdir(tmp_path)
+    for name, config in (("llama", LLAMA), ("vit", VIT)):
+        (tmp_path / f"{name}.json").write_text(json.dumps(config))
+    known = Path(autoparallel.__file__).parents[1] / "cost_models/clusters/local-cpu.toml"
+    ours = re.sub(r"^(float64|bfloat16) = .*\n", "", known.read_text(), flags=re.M)
+    (tmp_path / "ours.toml").write_text(ours.replace('"local-cpu"', '"ours"'))
+    (tmp_path / "plain.toml").write_text(re.sub(r"^float16 = .*\n", "", ours, flags=re.M))
+    return tmp_path
+
+
+@pytest.mark.parametrize(("words", "said"), [
+    (["plan", "llama.json", "--dtype", "float64", "--cluster", "ours.toml"],
+     "have no rate for it: one of float16, float32 is required"),
+    (["advise", "llama.json", "--dtype", "bfloat16", "--cluster", "ours.toml"], "have no rate for it"),
+    (["size", "llama.json", "--cluster", "a100-sxm", "--cluster", "ours.toml", "--step-time", "1", "--dtype",
+      "bfloat16"], "have no rate for it"),
+    (["fit", "llama.json", "--cluster", "b200", "--dtype", "float8_e4m3fn"], "unknown dtype 'float8_e4m3fn'"),
+    (["study", "llama.json", "--cluster", "a100-sxm", "--dtype", "int8"], "unknown dtype 'int8'"),
+    (["plan", f"{__name__}:small", "--dtype", "float32"], "small makes its model in a dtype of its own"),
+    (["verify", f"{__name__}:small", "--dtype", "float32"], "small makes its model in a dtype of its own"),
+    (["plan", "vit.json", "--sequence-length", "64"], "vit.json is of a model of images, whose size the config says"),
+    (["plan", "llama.json", "--sequence-length", "8", "--disk-limit", "1GB"],
+     "disk_limit_bytes=1e+09 (--disk-limit), and nothing goes there: leave it out, or give offload='disk'"),
+    (["plan", "llama.json", "--sequence-length", "8", "--host-memory-limit", "1GB"],
+     "host_memory_limit_bytes=1e+09 (--host-memory-limit), and nothing goes there"),
+    (["plan", "llama.json", "--sequence-length", "8", "--by-hand", "dp=8,offload=host", "--disk-limit", "1GB"],
+     "disk_limit_bytes=1e+09"),
+    (["fit", "llama.json", "--cluster", "a100-sxm", "--offload", "none", "--host-memory-limit", "1GB"],
+     "host_memory_limit_bytes=1e+09, and nothing goes there with offload none"),
+])
+def test_options_without_use_are_refused(words: Sequence[str], said: str, folder: Path) -> None:
+    found = CliRunner().invoke(app, words)
+    assert isinstance(found.exception, AutoparallelError), (found.output, found.exception)
+    assert said in str(found.exception)
+
+
+def test_the_default_dtype_is_one_that_the_devices_have(folder: Path) -> None:
+    """A machine that was calibrated on CPUs has a rate of float32 only, by which bfloat16 was priced."""
+    of = [Cluster.load(name) for name in ("h100-sxm", "ours.toml", "plain.toml")]
+    assert [dtype_on([cluster], "x.json", None) for cluster in of] == ["bfloat16", "float16", "float32"]
+    assert dtype_on(of[:2], "x.json", None) == "float16" and dtype_on(of[:1], "x.json", "float64") == "float64"
+
+
+def test_limits_hold_where_something_goes() -> None:
+    model, args, _ = small(8, 1)
+    for more in ({"offload": "host"}, {"offload": "disk"}, {"offload": "auto"}):
+        assert autoparallel.plan(model, "a100-sxm", example_inputs=args, mesh_shape=(8,), host_memory_limit_bytes=1e9,
+                                 **more).hybrid
+    with pytest.raises(PlanError, match="disk_limit_bytes=1 "):
+        autoparallel.plan(model, "a100-sxm", example_inputs=args, mesh_shape=(8,), disk_limit_bytes=1, offload="host")
+
+
+def test_a_saved_plan_says_its_model_s_batch(folder: Path) -> None:
+    """Of images the number of channels was taken for a sequence length, which nothing read."""
+    for name, length in (("llama", 24), ("vit", None)):
+        model, _, batch = load_model(f"{name}.json", 8, length, "float32")
+        plan = autoparallel.plan(model, Cluster.load("local-cpu", num_devices=2), example_kwargs=batch, mesh_shape=(2,),
+                                 baseline="ddp")
+        again, _, same = load_planned(f"{name}.json", plan.model.inputs, plan.model.dtype)
+        assert next(again.parameters()).dtype == torch.float32
+        assert {key: value.shape for key, value in same.items()} == {key: value.shape for key, value in batch.items()}
+    with pytest.raises(InputError, match="leave it out"):
+        load_planned("vit.json", plan.model.inputs, "float32", sequence_length=8)
+
+
+def test_the_documentation_has_the_exit_codes() -> None:
+    page = (Path(__file__).parents[1] / "docs/concepts/cli.md").read_text()
+    assert {int(code): means for code, means in re.findall(r"^\| (\d+) \| (.*) \|$", page, re.M)} == EXIT_CODES
+
+
+@pytest.mark.parametrize("words", [
+    ["plan", "--mesh", "1", "--memory-limit", "1kB"],
+    ["advise", "--devices", "1", "--memory-limit", "1kB", "--time-limit", "0"],
+    ["fit", "--devices", "1", "--cluster", "a100-sxm", "--memory-limit", "1kB", "--most", "1", "--offload", "none"],
+    ["size", "--cluster", "a100-sxm", "--step-time", "1e-9", "--most", "1"],
+])
+def test_nothing_that_fits_ends_with_3(words: Sequence[str], folder: Path) -> None:
+    command, *options = words
+    found = CliRunner().invoke(app, [command, "llama.json", *options, "--sequence-length", "8"])
+    code = 3 if isinstance(found.exception, autoparallel.errors.InfeasibleError) else found.exit_code
+    assert code == 3, (found.output, found.exception)
