@@ -149,7 +149,8 @@ def study(
     refine: Annotated[int, typer.Option(min=0, max=8, help="how often intervals of lengths are halved where another "
                                         "kind of plan is the fastest")] = 1,
     joint: Annotated[bool, typer.Option("--joint", help="ask the joint search, too")] = False,
-    time_limit: Annotated[float, typer.Option(help="seconds of that search at each point")] = 10.0,
+    time_limit: Annotated[float | None, typer.Option(help="seconds of that search at each point; 10 by default")
+                          ] = None,
     software: Annotated[str | None, typer.Option(help="whose speed counts: torch-eager, megatron-core, ...")] = None,
     dtype: Dtype = None,
     optimizer: Annotated[str, typer.Option(help="whose state is counted: adamw, sgd, ...")] = "adamw",
@@ -162,7 +163,7 @@ def study(
     autoparallel study llama3-8b.json --cluster h100-sxm --sequence-lengths 8k,64k,256k --devices 64
     """
     import autoparallel
-    from autoparallel.errors import printable
+    from autoparallel.errors import InputError, printable
     from autoparallel.models import dtype_on, load_model
     from autoparallel.plan_cli import check_output
     from autoparallel.plans.reports.text import ReportConsole
@@ -175,13 +176,15 @@ def study(
         typer.echo(printable(f"{one.devices} devices, batch {one.batch}, {one.sequence} tokens: {said}"), err=True)
 
     check_output(svg, "--svg")
+    if time_limit is not None and not joint:
+        raise InputError(f"--time-limit {time_limit:g} is of the joint search: give --joint, or leave it out")
     lengths, batches, counts = (_list_of(text, option) for text, option in (
         (sequence_lengths, "--sequence-lengths"), (global_batches, "--global-batches"), (devices, "--devices")))
     precision = dtype_on([autoparallel.Cluster.load(cluster)], model, dtype)
     found = autoparallel.study(
         lambda batch, length: load_model(model, batch, length, precision), cluster, sequences=lengths, batches=batches,
-        devices=counts, refine=refine, joint=joint, time_limit_s=time_limit, software=software, optimizer=optimizer,
-        told=tell)
+        devices=counts, refine=refine, joint=joint, time_limit_s=10.0 if time_limit is None else time_limit,
+        software=software, optimizer=optimizer, told=tell)
     if svg is not None:
         svg.write_text(to_svg(found), encoding="utf-8")
     if as_json:

@@ -294,6 +294,8 @@ def export(
     import autoparallel
     from autoparallel.plans.reports.units import bytes_str, seconds_str
 
+    if cluster is not None and model is None:
+        raise InputError(f"--cluster {cluster} prices what was exported of a model: give --model too, or leave it out")
     searched = autoparallel.Plan.load(plan)
     made = autoparallel.export_plan(searched, to)
     if output is None:
@@ -391,7 +393,8 @@ def manifest(
     name: Annotated[str, typer.Option(help="name of the job")] = "train",
     image: Annotated[str | None, typer.Option(help="container image with autoparallel and the script")] = None,
     hosts: Annotated[str | None, typer.Option(help="addresses a,b,... (or @ranktable.json) for mpi, ranktable")] = None,
-    gpus: Annotated[bool, typer.Option(help="whether each process (of servers' jobs: each worker) takes a GPU")] = True,
+    gpus: Annotated[bool | None, typer.Option(help="whether each process (of servers' jobs: each worker) takes a GPU; "
+                                              "by default unless the plan is for local-cpu")] = None,
     servers: Annotated[int, typer.Option(min=0, help="parameter servers, for kubeflow: a job of a scheduler, servers "
                                          "and workers, without a plan")] = 0,
     workers: Annotated[int | None, typer.Option(min=1, help="workers of --servers; 1 by default")] = None,
@@ -406,16 +409,17 @@ def manifest(
     from autoparallel.launch.manifest import Job, check_options, manifest
     from autoparallel.launch.role_manifest import RoleJob, role_manifest
     from autoparallel.plans import Plan
+    from cost_models import LOCAL_CPU
 
     plan_cli.check_output(output)
     check_options(to, words, servers > 0, {"--image": image, "--hosts": hosts, "--nodes": nodes, "--claim": claim,
-                                           "--workers": workers})
+                                           "--workers": workers, "--gpus or --no-gpus": gpus})
     if servers:
-        text = role_manifest(to, RoleJob(name, servers, workers or 1, tuple(words), image, gpus, claim))
+        text = role_manifest(to, RoleJob(name, servers, workers or 1, tuple(words), image, gpus is not False, claim))
     else:
-        named = _hosts(hosts)
-        job = Job(name, Plan.load(words[0]), str(Path(words[0]).resolve()), nodes or len(named) or 1, tuple(words[1:]),
-                  image, gpus, named)
+        named, saved = _hosts(hosts), Plan.load(words[0])
+        job = Job(name, saved, str(Path(words[0]).resolve()), nodes or len(named) or 1, tuple(words[1:]), image,
+                  saved.cluster != LOCAL_CPU if gpus is None else gpus, named)
         text = manifest(to, job)
     if output is None:
         typer.echo(text, nl=False)

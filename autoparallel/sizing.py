@@ -147,6 +147,11 @@ def size(
     if isinstance(most, bool) or not isinstance(most, int) or most < 1:
         raise PlanError(f"most is {shown(most)}: give a number of devices, 1 or more")
     _check(model, clusters, told)
+    free = [str(name) for name in clusters if not Cluster.load(name, software=software).price_per_hour]
+    if budget < math.inf and free:
+        raise PlanError(f"the budget is {budget:g}, and {', '.join(free)} has no price: give a TOML file with "
+                        'based_on = "h100-sxm", name = "ours" and, in [device], price_per_hour = { value = 2.0, '
+                        'source = "our contract" }; or leave the budget out')
     found = list[Size]()
 
     def planned(name: str | Path, devices: int) -> Size:

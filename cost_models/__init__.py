@@ -13,17 +13,18 @@ from cost_models.errors import AutoparallelError, ClusterError, TimelineError
 if TYPE_CHECKING:
     from cost_models import calibrate, collectives, compute, memory, timeline
     from cost_models.cluster import Cluster, Correction
-    from cost_models.description import known_clusters
+    from cost_models.description import LOCAL_CPU, known_clusters
     from cost_models.devices import Device, Host, Tiles
     from cost_models.links import Group, Link, Protocol
 
 _HOMES = {**dict.fromkeys(("Cluster", "Correction"), "cost_models.cluster"),
           **dict.fromkeys(("Device", "Host", "Tiles"), "cost_models.devices"),
           **dict.fromkeys(("Group", "Link", "Protocol"), "cost_models.links"),
-          "known_clusters": "cost_models.description"}
+          **dict.fromkeys(("LOCAL_CPU", "known_clusters"), "cost_models.description")}
 _MODULES = ("calibrate", "collectives", "compute", "memory", "timeline")
 
 __all__ = [
+    "LOCAL_CPU",
     "AutoparallelError",
     "Cluster",
     "ClusterError",

@@ -23,6 +23,8 @@ from cost_models.links import ALGORITHMS, COLLECTIVES, UNLIMITED, Link, Protocol
 from cost_models.profile import Profile, check_software
 from cost_models.unequal import OtherHosts, Slow, worse_host, worse_link
 
+#: The known cluster of processes on one machine, without GPUs.
+LOCAL_CPU = "local-cpu"
 #: Entries of networks in `profiles.toml`, by the first word of a link's name.
 NETWORKS = {"infiniband": "infiniband", "roce": "roce", "omni-path": "omni-path"}
 #: Of a description (known ones have 5 kB): its size, and how deep its lists and tables lie in one another.

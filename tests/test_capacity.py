@@ -87,7 +87,8 @@ def test_jobs_that_do_not_fit_are_reported() -> None:
 
 @pytest.mark.parametrize(("asked", "said"), [
     ({}, "nothing is asked"), ({"days": 3.0}, "number of its tokens"), ({"step_s": -1.0}, "step_s is -1.0"),
-    ({"count": math.nan, "days": 1.0}, "count is nan"), ({"step_s": 1.0, "most": 0}, "most is 0")])
+    ({"count": math.nan, "days": 1.0}, "count is nan"), ({"step_s": 1.0, "most": 0}, "most is 0"),
+    ({"step_s": 1.0, "count": 1e9, "budget": 5.0}, "the budget is 5, and h100-sxm has no price")])
 def test_nonsense_is_refused(asked: dict[str, Any], said: str) -> None:
     with pytest.raises(PlanError, match=said):
         autoparallel.size(wide, **asked)

@@ -277,6 +277,7 @@ def test_arguments_of_the_command_that_look_like_torchrun_s_are_the_command_s() 
 @pytest.mark.parametrize(("words", "said"), [
     (["--", "no-such-command"], "cannot start no-such-command"),
     (["--nodes", "2", "--", "ls"], "2 hosts need --master host:port"),
+    (["--master", "h:1", "--", "ls"], "--master h:1 is where several hosts meet, and there is one: give --nodes"),
     (["--node-rank", "1", "--", "ls"], "--node-rank is 1 and --nodes 1"),
     (["--nodes", "2", "--master", "host0:port", "--", "ls"], "--master is host0:port: write host:port"),
     (["--nodes", "2", "--master", ":29500", "--", "ls"], "--master is :29500: write host:port"),

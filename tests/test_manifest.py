@@ -249,6 +249,17 @@ def test_rank_tables_number_devices_host_by_host(plan_file: Path) -> None:
     assert [device["device_id"] for device in devices] == list("0101")
 
 
+def test_gpus_are_asked_for_where_the_plan_has_them(plan_file: Path) -> None:
+    """A plan for CPUs asked each host for GPUs."""
+    def told(*options: str) -> str:
+        return CliRunner().invoke(app, ["manifest", str(plan_file), "--to", "slurm", *options, "--", "ls"]).stdout
+
+    assert "--gpus" not in told() and "--gpus-per-node=4" in told("--gpus")
+    plan = json.loads(plan_file.read_text())
+    plan_file.write_text(json.dumps(plan | {"cluster": "h100-sxm"}))
+    assert "--gpus-per-node=4" in told() and "--gpus" not in told("--no-gpus")
+
+
 @pytest.mark.parametrize(("to", "options", "said"), [
     ("nomad", {}, f"one of {', '.join(sorted(FORMATS))} is required"),
     ("slurm", {"nodes": 3}, "4 devices, which 3 hosts cannot share evenly"),
@@ -266,6 +277,7 @@ def test_impossible_options_are_refused(to: str, options: dict[str, Any], said: 
 @pytest.mark.parametrize(("words", "said"), [
     ("PLAN --to slurm --hosts a,b -- python a.py", "--to slurm does not use --hosts"),
     ("PLAN --to mpi --hosts a --image i -- python a.py", "--to mpi does not use --image"),
+    ("PLAN --to mpi --hosts a --no-gpus -- python a.py", "--to mpi does not use --gpus or --no-gpus: leave it out"),
     ("PLAN --to slurm --workers 3 -- python a.py", "does not use --workers: leave it out (it is for --servers)"),
     ("PLAN --to mpi --hosts a,,b -- python a.py", "names a host without an address"),
     ("PLAN --to ranktable --hosts a,b -- python a.py", "a rank table has no command: leave -- python a.py out"),

@@ -44,6 +44,9 @@ def run_command(command: Sequence[str], *, plan: Path | None = None, ranks: int 
                           "autoparallel launch plan.json -- python train.py")
     if nodes > 1 and master is None:
         raise LaunchError(f"{nodes} hosts need --master host:port, the address of the first one, the same on all")
+    if nodes == 1 and master is not None:
+        raise LaunchError(f"--master {master} is where several hosts meet, and there is one: give --nodes, the number "
+                          "of hosts, or leave it out")
     if node_rank >= nodes and min_nodes is None:
         raise LaunchError(f"--node-rank is {node_rank} and --nodes {nodes}: give --nodes, the number of hosts, and on "
                           "each another number from 0 on")

@@ -216,10 +216,12 @@ def check_options(to: str, words: Sequence[str], servers: bool, given: Mapping[s
         raise LaunchError(f"a rank table has no command: leave -- {shlex.join(words[1:])} out")
     images = ("kubeflow", "pytorchjob", "jobset", "skypilot")
     reads = {"--image": servers or to in images, "--hosts": not servers and to in ("mpi", "ranktable"),
-             "--nodes": not servers, "--claim": servers, "--workers": servers}
+             "--nodes": not servers, "--claim": servers, "--workers": servers,
+             "--gpus or --no-gpus": servers or to not in ("mpi", "ranktable")}
     instead = {"--image": f"it is for {', '.join(images)}", "--nodes": "--servers and --workers say how many",
                "--hosts": "it is for mpi and ranktable" + ("" if servers else "; --nodes says how many there are"),
-               "--claim": "it is for --servers", "--workers": "it is for --servers"}
+               "--claim": "it is for --servers", "--workers": "it is for --servers",
+               "--gpus or --no-gpus": "the hosts are named, with what they have"}
     for name, value in given.items():
         if value is not None and to in FORMATS and not reads[name]:
             what = "a job with --servers" if servers else f"--to {to}"

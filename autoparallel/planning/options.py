@@ -325,6 +325,7 @@ def with_plan_by_hand(options: Options, by_hand: Any, num_devices: int, **given:
     if options.tier.moves_parameters:    # whose ZeRO stage the plan by hand says
         options = replace(options, zero_stage=None)
     given |= {name: getattr(options, name) for name in DECIDED_BY_A_PLAN - _BESIDE_BY_HAND}
+    given["search"] = options.search != Options.search
     if taken := sorted(name for name, value in given.items() if value):
         raise PlanError(f"by_hand decides {', '.join(taken)}: leave them out, or leave out by_hand and search")
     return replace(options, by_hand=ByHand.of(by_hand).on(num_devices))

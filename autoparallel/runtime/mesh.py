@@ -17,7 +17,7 @@ from autoparallel.kernels import groups
 from autoparallel.plans import Plan
 from autoparallel.runtime.agree import decide_once
 from autoparallel.runtime.failing import check_groups
-from cost_models import Cluster, known_clusters
+from cost_models import LOCAL_CPU, Cluster, known_clusters
 from cost_models.cluster import in_hosts_of
 from cost_models.description import cluster_of_device
 
@@ -98,7 +98,7 @@ def _with_memory(cluster: Cluster, on_host: int) -> Cluster:
 
 def _known_name(device_type: str) -> str:
     if device_type == "cpu":
-        return "local-cpu"
+        return LOCAL_CPU
     name = torch.cuda.get_device_name() if device_type == "cuda" else device_type
     found = cluster_of_device(name)
     if found is None:
