@@ -52,7 +52,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     (["plan", f"{__name__}:small", "--dtype", "float32"], "small makes its model in a dtype of its own"),
     (["verify", f"{__name__}:small", "--dtype", "float32"], "small makes its model in a dtype of its own"),
     (["study", "llama.json", "--cluster", "a100-sxm", "--time-limit", "5"], "--time-limit 5 is of the joint search"),
-    (["export", "llama.json", "--to", "fsdp2", "--cluster", "h200"], "--cluster h200 prices what was exported of a model"),
+    (["export", "llama.json", "--to", "fsdp2", "--cluster", "h200"], "--cluster h200 prices what was exported"),
     (["plan", "llama.json", "--by-hand", "dp=8", "--search", "exact"], "by_hand decides search"),
     (["plan", "vit.json", "--sequence-length", "64"], "vit.json is of a model of images, whose size the config says"),
     (["plan", "llama.json", "--sequence-length", "8", "--disk-limit", "1GB"],

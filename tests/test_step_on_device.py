@@ -15,6 +15,7 @@ from torch.distributed.tensor import Shard
 
 import autoparallel
 from autoparallel.errors import InputError
+from autoparallel.runtime.hints import _told
 from autoparallel.runtime.shard_steps import ELEMENTWISE
 from tests.support.models import CASES
 from tests.support.offloaded import Net, local
@@ -325,11 +326,6 @@ def clipped_by_torch(parallel: Any, optimizer: Any) -> None:
     nn.utils.clip_grad_norm_(parallel.parameters(), 1.0)
 
 
-def scaled(scaler: Any, parallel: Any, optimizer: Any) -> None:
-    scaler.scale(parallel(X)).backward()
-    scaler.step(optimizer)
-
-
 def scaled_step(parallel: Any, optimizer: Any) -> None:
     with autoparallel.GradScaler("cpu").scaling():
         parallel.step(X)
@@ -374,9 +370,7 @@ def not_elementwise(parallel: Any, optimizer: Any) -> None:
 REFUSED: list[tuple[Callable[[Any, Any], None], str]] = [
     (twice, "each backward needs a step() of its own"), (clipped, "clip_grad_norm_ before optimizer.step()"),
     (clipped_by_torch, "the gradient of a parameter is read or written to, and backward has stepped with it"),
-    (partial(scaled, autoparallel.GradScaler("cpu")), "the gradient of a parameter is read or written to"),
-    (partial(scaled, torch.amp.GradScaler("cpu")), "the gradient of a parameter is read or written to"),
-    (scaled_step, "gradients are scaled (GradScaler.scaling)"),
+    (scaled_step, "gradients are scaled (GradScaler)"),
     (reset, "a gradient was changed after backward had stepped with it"),
     (other_rate, "options of the optimizer changed after backward had stepped with them"),
     (saved, "state_dict() before optimizer.step()"), (again, "the module was called before optimizer.step()"),
@@ -392,6 +386,20 @@ def test_what_is_refused(mesh_of_one: DeviceMesh, act: Callable[[Any, Any], None
     with pytest.raises(InputError) as error:
         act(parallel, optimizer)
     assert wanted in str(error.value)
+
+
+@pytest.mark.parametrize("kind", [autoparallel.GradScaler, torch.amp.GradScaler])
+def test_scaled_gradients_are_refused_before_anything_is_stepped(mesh_of_one: DeviceMesh, kind: Any) -> None:
+    """Backward stepped with gradients of the scaled loss, and `scaler.step` was refused after it."""
+    parallel, optimizer = made(mesh_of_one)
+    before = [local(p).clone() for p in parallel.parameters()]
+    with pytest.raises(InputError, match=r"gradients are scaled \(GradScaler\), and the plan"):
+        kind("cpu").scale(parallel(X)).backward()
+    assert all(torch.equal(local(p), old) for p, old in zip(parallel.parameters(), before, strict=True))
+    off = kind("cpu", enabled=False)
+    off.scale(parallel(X)).backward()
+    off.step(optimizer)
+    assert not all(torch.equal(local(p), old) for p, old in zip(parallel.parameters(), before, strict=True))
 
 
 def test_two_backwards_of_one_call_are_refused_before_they_compute(mesh_of_one: DeviceMesh) -> None:
@@ -412,10 +420,12 @@ class Detached(Net):
 
 
 def test_a_parameter_that_is_read_after_its_step_is_torchs_error(mesh_of_one: DeviceMesh) -> None:
-    """Not numbers of its new values."""
-    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+    """Not numbers of its new values; a hint below the traceback says what to write."""
+    with pytest.raises(RuntimeError, match="modified by an inplace operation") as raised:
         stepped(mesh_of_one, True, lambda parallel: [parallel.optimizer(torch.optim.SGD, lr=0.1, tile_bytes=0)],
                 Detached)
+    _told(lambda *_: None, RuntimeError, raised.value, None)
+    assert "Compile without step_in_backward" in raised.value.__notes__[0]
 
 
 def test_differentiable_optimizers_are_refused(mesh_of_one: DeviceMesh) -> None:

@@ -27,12 +27,14 @@ from autoparallel.runtime.form import Compiled
 from autoparallel.runtime.interpret import values_of
 from autoparallel.runtime.local_inputs import local_input
 from autoparallel.runtime.placing import keep_states_away
-from autoparallel.runtime.scaler import check_unscaled, scaled
+from autoparallel.runtime.scaler import check_unscaled, scaled, watch_scale
 from autoparallel.runtime.shared import SharedGradients
 from autoparallel.runtime.state import State
 from autoparallel.runtime.step import StepRunner, loss_of
 from autoparallel.runtime.wrappers import refuse_checkpoint
 from autoparallel.strategies.space import StrategySpace
+
+_STEPS_EARLY = "the plan (step_in_backward=True)"
 
 
 class Calls:
@@ -156,6 +158,7 @@ class Calls:
 
     def _check_backward(self, _: torch.Tensor) -> None:
         """The hook of outputs, before backward computes with parameters."""
+        check_unscaled(_STEPS_EARLY)
         for optimizer in self._state.optimizers:
             if (steps := optimizer.backward_steps) is not None:
                 steps.check_backward()
@@ -175,7 +178,8 @@ class Calls:
 
     def _watch_gradients(self) -> None:
         if self._state.offload.in_backward:
-            check_unscaled("the plan (step_in_backward=True)")
+            check_unscaled(_STEPS_EARLY)
+            watch_scale()
         for optimizer in self._state.optimizers if self._state.offload.in_backward else ():
             optimizer.check_stepped("the module was called")
             if self._state.offload.steps_there:

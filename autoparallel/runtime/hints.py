@@ -26,6 +26,10 @@ _HINTS = (
      "torch does not write this into the shards of a DTensor.\n  Write to the whole: `whole = value.full_tensor()`, on "
      "all ranks, and then `with torch.no_grad(): value.copy_(distribute_tensor(whole, value.device_mesh, "
      "value.placements))`."),
+    ("needed for gradient computation has been modified by an inplace operation",
+     "If the plan steps parameters during backward (step_in_backward=True), a parameter may be read twice: with "
+     "gradient, and, in an earlier layer, without (detach(), torch.no_grad()), where backward comes after its step.\n  "
+     "Compile without step_in_backward, or read it with gradient."),
     ("compiled with non-empty donated buffers",
      "The backward of a compiled program runs once: no retain_graph=True, no create_graph=True.\n  Add the losses up "
      "before one backward, or compile with backend=\"eager\"."),

@@ -15,6 +15,7 @@ from weakref import WeakValueDictionary
 
 import torch
 import torch.distributed as dist
+import torch.utils._pytree as pytree
 from torch.distributed.device_mesh import DeviceMesh
 
 from autoparallel.errors import InputError
@@ -23,6 +24,7 @@ from autoparallel.runtime.dtensors import set_handler
 
 _UNSCALE = torch.ops.aten._amp_foreach_non_finite_check_and_unscale_.default
 _scale: ContextVar[torch.Tensor | None] = ContextVar("scale", default=None)
+_scaled_backward: list[int] = []    # the last backward of a loss that `GradScaler.scale` made, by autograd's number
 _reduces_itself: ContextVar[bool] = ContextVar("reduces_itself", default=False)
 _STAGES: WeakValueDictionary[int, DeviceMesh] = WeakValueDictionary()  # by id: equal meshes are several
 
@@ -79,11 +81,32 @@ class _Scaled(torch.autograd.Function):
 
 
 def check_unscaled(how: str) -> None:
-    """Raises InputError within `GradScaler.scaling`, where ``how`` would step with gradients that are scaled."""
-    if _scale.get() is not None:
-        raise InputError(f"gradients are scaled (GradScaler.scaling), and {how} steps with them during backward, "
-                         "before they could be divided\n  Train in bfloat16, which needs no scaling, or compile "
-                         "without step_in_backward.")
+    """Raises InputError within `GradScaler.scaling`, or within the backward of what a GradScaler has scaled, where
+    ``how`` would step with gradients that are scaled."""
+    if _scale.get() is not None or torch._C._current_graph_task_id() in _scaled_backward:
+        raise InputError(f"gradients are scaled (GradScaler), and {how} steps with them during backward, before they "
+                         "could be divided\n  Train in bfloat16, which needs no scaling, or compile without "
+                         "step_in_backward.")
+
+
+@cache
+def watch_scale() -> None:
+    """From now on the backward of a loss that a GradScaler (torch's too) has scaled is known to `check_unscaled`."""
+    torchs = torch.amp.GradScaler.scale
+
+    def scale(self: torch.amp.GradScaler, outputs: Any) -> Any:
+        made = torchs(self, outputs)
+        for one in pytree.tree_leaves(made) if self.is_enabled() else ():
+            if isinstance(one, torch.Tensor) and one.requires_grad:
+                one.register_hook(_mark)
+        return made
+
+    torch.amp.GradScaler.scale = scale  # type: ignore[assignment, method-assign]
+
+
+def _mark(_: torch.Tensor) -> None:
+    """The hook of a scaled loss, which runs before the rest of its backward."""
+    _scaled_backward[:] = [torch._C._current_graph_task_id()]
 
 
 def scaled(loss: torch.Tensor) -> torch.Tensor:
