@@ -84,6 +84,27 @@ def test_batch_norm_in_training_is_named() -> None:
     split_batch(capture(model.eval(), (torch.randn(16, 3, 8, 8),), {}), 2)
 
 
+class Bags(nn.Module):
+    """A recommender's table; ``dense`` comes first, so that the batch is known from it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table, self.linear = nn.EmbeddingBag(32, 4, mode="mean", padding_idx=0), nn.Linear(4, 1)
+
+    def forward(self, dense: torch.Tensor, ids: torch.Tensor, offsets: torch.Tensor | None = None) -> torch.Tensor:
+        return (self.linear(self.table(ids, offsets)) * dense).square().mean()
+
+
+@pytest.mark.parametrize("ids", [24, 8])
+def test_bags_by_offsets_are_named(ids: int) -> None:
+    """Not the loss, of which nothing is wrong; with as many ids as bags, too."""
+    call = torch.zeros(8, 1), torch.arange(ids), torch.arange(8) * (ids // 8)
+    says(InfeasibleError, "EmbeddingBag with offsets are one list", "embedding_bag", "Give it 2-d ids",
+         of=lambda: split_batch(capture(Bags(), call), 2))
+    padded = call[1].view(8, -1)
+    assert split_batch(capture(Bags(), (call[0], padded)), 2).count == 2
+
+
 class Mean(nn.Module):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return x.square().mean()

@@ -31,6 +31,7 @@ from autoparallel.capture.outputs import loss_output
 from autoparallel.errors import InfeasibleError, InputError
 from autoparallel.layout import Layout, Placement, RedistributionTable, local_shape
 from autoparallel.ops.arguments import SIZE_ARGUMENT
+from autoparallel.ops.embedding_bag import embedding_bag
 from autoparallel.pricing import ExecutionCounts, Prices, SpacePricer
 from autoparallel.search import solve
 from autoparallel.strategies.space import Decision, Strategy, StrategySpace, TensorUse
@@ -202,6 +203,12 @@ class _BatchAxis:
                 "the batch cannot be split into micro-batches, because batch norm in training mode takes the mean over "
                 f"all of its samples: {', '.join(norms[:3])}{' and others' if len(norms) > 3 else ''}. Use "
                 "micro_batches=1, group norm, or these modules in eval mode")
+        if found and (bags := _bags_by_offsets(self.space.graph)):
+            raise InfeasibleError(
+                "the batch cannot be split into micro-batches, because the ids of EmbeddingBag with offsets are one "
+                f"list for all samples, without rows to cut: {'; '.join(map(self._node, bags[:3]))}. Give it 2-d ids, "
+                "a row for each bag, filled up with its padding_idx (which no mode counts), and no offsets; or use "
+                "micro_batches=1")
         if found:
             across = self._first_across()
             found = found if across is None else [across]
@@ -236,13 +243,21 @@ class _BatchAxis:
         return self._described(self.space.decisions[use.source])
 
     def _described(self, decision: Decision) -> str:
-        node = self.space.graph.nodes[decision.node if decision.ref is None else decision.ref.node]
+        return self._node(self.space.graph.nodes[decision.node if decision.ref is None else decision.ref.node])
+
+    @staticmethod
+    def _node(node: Node) -> str:
         return f"{node}{', ' + node.source if node.source else ''}"
 
 
 def _batch_norms(graph: OpGraph) -> list[str]:
     """Paths of modules whose running mean a call writes, as batch norm in training does."""
     return [path for name in graph.mutations for path, _, leaf in [name.rpartition(".")] if leaf == "running_mean"]
+
+
+def _bags_by_offsets(graph: OpGraph) -> list[Node]:
+    """Bags of embeddings whose first ids a tensor of offsets says."""
+    return [node for node in graph.of_kind("op") if node.target is embedding_bag and node.args[3] is not None]
 
 
 def _free_of_parameters(space: StrategySpace) -> frozenset[int]:

@@ -7,13 +7,13 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from autoparallel.capture import OpGraph
+from autoparallel.ops.embedding_bag import LOOKUPS
 from autoparallel.partition.microbatch import batch_size
 from autoparallel.plans import Prediction
 from autoparallel.plans.reports.units import bytes_str, seconds_str
 from cost_models import Cluster, Link
 from cost_models.servers import ServerTraffic, server_step_s, stale_step_s
 
-LOOKUPS = (["embedding"], ["embedding_bag"])
 STALENESS, _STEPS = 4, 400
 _LEAST = 0.1  # of the mean: the shortest step that a spread may draw
 
@@ -58,7 +58,7 @@ def _ids(graph: OpGraph, parameter: int) -> float | None:
             continue
         for reader, position in uses:
             node = graph.nodes[reader]
-            if position != 0 or node.op_name.split(".")[1:2] not in LOOKUPS:
+            if position != 0 or node.target not in LOOKUPS:
                 return None
             found += graph.meta(node.inputs[1]).num_elements
     return found or None

@@ -55,7 +55,7 @@ def _length_of_all(offsets: Any, count: int, last: bool) -> int | None:
     """The length of all bags, where they begin at 0, n, 2 n, ..."""
     if offsets.target is not aten.arange.start_step or last:
         return None
-    start, end, step = offsets.args[:3]
+    start, end, step = (*offsets.args, 1)[:3]
     return step if start == 0 and end == count and step > 0 and count % step == 0 else None
 
 
