@@ -181,7 +181,8 @@ class _Priced:
     says: Callable[[str], object]
 
     def all(self) -> Iterator[Alternative]:
-        """Every division of the devices, with ZeRO; with micro-batches and recompute where it does not fit without."""
+        """Every division of the devices, with ZeRO; with micro-batches, recompute or both where it does not fit
+        without."""
         for hand in _divisions(self.split.graph, self.cluster):
             plain = self.of(hand)
             yield plain
@@ -192,7 +193,10 @@ class _Priced:
                 yield parts
                 if parts.fits:
                     continue
-            yield self.of(replace(hand, recompute="full"))
+            again = self.of(replace(hand, recompute="full"))
+            yield again
+            if not again.fits and hand.micro_batch is None and batch_size(self.split.graph) > (hand.dp or 1):
+                yield self.of(replace(hand, micro_batch=1, recompute="full"))
 
     def with_recompute(self, found: Sequence[Alternative]) -> Iterator[Alternative]:
         """The best with recompute, unless it has it."""

@@ -64,6 +64,17 @@ def test_little_memory_makes_it_shard() -> None:
     assert memory.best.step_s <= small.best.step_s
 
 
+def test_micro_batches_and_recompute_go_together() -> None:
+    """Where neither alone fits."""
+    one = replace(CLUSTER, num_devices=1)
+    peaks = [autoparallel.plan(Decoder(), one, example_inputs=(IDS,), by_hand=f"dp=1{more}").prediction.peak_bytes
+             for more in ("", ",micro_batch=1", ",recompute=full", ",micro_batch=1,recompute=full")]
+    assert peaks[3] < min(peaks[:3])
+    found = autoparallel.advise(Decoder(), one, example_inputs=(IDS,), search_s=0,
+                                memory_limit_bytes=(peaks[3] + min(peaks[:3])) / 2)
+    assert found.best is not None and str(found.best.by_hand) == "dp=1,micro_batch=1,recompute=full"
+
+
 @pytest.mark.slow
 def test_no_memory_is_said() -> None:
     none = advice(1.0)

@@ -7,6 +7,9 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.distributions import Beta, Gamma
 
 import autoparallel
 from autoparallel.layout import INVARIANT
@@ -27,8 +30,6 @@ class Drop(nn.Module):
 
 def masks(layout: str) -> list[torch.Tensor]:
     """The local outputs of two calls, with the output as pinned."""
-    from torch.distributed.tensor import DTensor, Replicate, Shard
-
     placement = Shard(0) if layout == "sharded" else Replicate()
     x = torch.ones(64, 256)
     parallel = autoparallel.compile(Drop(), mesh_of(4), example_inputs=(x,),
@@ -55,6 +56,46 @@ def test_shards_draw_different_numbers_at_the_right_rate(ranks: Any) -> None:
     dropped = float((everything == 0).float().mean())
     assert abs(dropped - 0.25) < 4 * (0.25 * 0.75 / everything.numel()) ** 0.5  # four standard deviations
     assert torch.allclose(everything[everything != 0], torch.tensor(1 / 0.75))
+
+
+class Drawn(nn.Module):
+    """Samples of a gamma distribution of shape 2, a beta of (2, 3), or random slopes, each times a weight."""
+
+    def __init__(self, kind: str) -> None:
+        super().__init__()
+        self.kind, self.weight, self.slopes = kind, nn.Parameter(torch.ones(64, 256)), nn.RReLU(0.25, 0.75)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if self.kind == "gamma":
+            return Gamma(2 * self.weight, x).rsample()
+        return Beta(2 * self.weight, 3 * x).rsample() if self.kind == "beta" else self.slopes(-x * self.weight)
+
+
+@pytest.mark.parametrize("backend", ["eager", "aot_eager"])
+@pytest.mark.parametrize(("kind", "mean", "variance"), [("gamma", 2.0, 2.0), ("beta", 0.4, 0.04),
+                                                        ("slopes", -0.5, 0.25 / 12)])
+def test_samples_that_depend_on_values(mesh_of_one: DeviceMesh, kind: str, mean: float, variance: float, backend: str
+                                       ) -> None:
+    """The trace refused Gamma's samples, and compiled programs random slopes."""
+    x = torch.ones(64, 256)
+    parallel = autoparallel.compile(Drawn(kind), mesh_of_one, example_inputs=(x,), backend=backend)
+    drawn, again = parallel(x), parallel(x)
+    drawn.sum().backward()
+    values, (gradient,) = drawn.detach(), [p.grad.to_local() for p in parallel.parameters()]
+    few = 5 / values.numel() ** 0.5                                         # five standard deviations
+    assert abs(float(values.mean()) - mean) < few * variance ** 0.5 and not torch.equal(values, again)
+    assert abs(float(values.var()) / variance - 1) < 3 * few
+    if kind == "slopes":
+        assert torch.equal(gradient, values)                                # of -x w with x = w = 1
+    else:
+        assert float(gradient.min()) > 0 and torch.isfinite(gradient).all()
+
+
+@pytest.mark.parametrize(("kind", "op"), [("gamma", "_standard_gamma"), ("slopes", "rrelu")])
+def test_samples_are_cut_as_what_they_depend_on(kind: str, op: str) -> None:
+    plan = autoparallel.plan(Drawn(kind), autoparallel.Cluster.load("local-cpu", num_devices=2), mesh_shape=(2,),
+                             example_inputs=(torch.ones(64, 256),), pins={"weight": (Shard(0),), "x": (Shard(0),)})
+    assert plan.strategies[op] == ("d0",)
 
 
 def losses(baseline: str, num_calls: int) -> tuple[list[float], bool]:

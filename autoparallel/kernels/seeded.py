@@ -61,14 +61,20 @@ class _Drawing(TorchDispatchMode):
         if kwargs.pop("generator", None) is not None:
             raise InputError(f"{func} has a generator of its own: leave it out, the run's seed is used "
                              "(parallel.manual_seed)")
+        if func is aten.rrelu_with_noise.default:    # backward reads the noise that it draws
+            made, noise = self._drawn(aten.rrelu_with_noise_functional.default, *args[:5], **kwargs)
+            args[1].copy_(noise)
+            return made
         in_place = func._schema.is_mutable
         if in_place and func not in OUT_OF_PLACE:
             raise InputError(f"{func} draws random numbers and has no form that takes a seed: run it with "
                              "backend=\"eager\"")
-        made = seeded_form(OUT_OF_PLACE[func] if in_place else func)(self.seeds, self.number, self.draws, *args,
-                                                                     **kwargs)
-        self.draws += 1
+        made = self._drawn(OUT_OF_PLACE[func] if in_place else func, *args, **kwargs)
         return args[0].copy_(made) if in_place else made
+
+    def _drawn(self, op: torch._ops.OpOverload, *args: Any, **kwargs: Any) -> Any:
+        self.draws += 1
+        return seeded_form(op)(self.seeds, self.number, self.draws - 1, *args, **kwargs)
 
 
 @functools.cache

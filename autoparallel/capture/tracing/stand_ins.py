@@ -18,7 +18,7 @@ import torch.utils.checkpoint
 from torch import nn
 from torch._dynamo import _trace_wrapped_higher_order_op as wrapped
 from torch._functorch import eager_transforms
-from torch.distributions import Distribution
+from torch.distributions import Distribution, Gamma
 from torch.nn.modules import transformer
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.overrides import TorchFunctionMode
@@ -69,7 +69,7 @@ def traced_methods() -> Iterator[None]:
           _instead(eager_transforms, "_vjp_with_argnums", pullback),
           _instead(eager_transforms, "_jvp_with_argnums", pushforward),
           _instead(_BatchNorm, "forward", _batch_norm), _instead(nn.SyncBatchNorm, "forward", _synced_batch_norm),
-          _instead(nn.Module, "to", _to),
+          _instead(nn.Module, "to", _to), _instead(Gamma, "rsample", _gamma_sample),
           _instead(torch.autograd, "_engine_run_backward", _backward),
           _instead(wrapped, "mod_index", torch.ops.aten.index.Tensor)):
         for name in ("ones", "zeros", "full"):
@@ -175,6 +175,13 @@ def _synced_batch_norm(norm: nn.SyncBatchNorm, x: torch.Tensor) -> torch.Tensor:
                            f"{torch.distributed.get_world_size()} ranks, and a program's batch norm is of the rows of "
                            "all ranks\n  Leave process_group out of convert_sync_batchnorm.")
     return _batch_norm(norm, x)
+
+
+def _gamma_sample(gamma: Gamma, sample_shape: Sequence[int] = ()) -> torch.Tensor:
+    """As torch's, of which gradients do not know that samples are no smaller than the least normal number."""
+    shape = gamma._extended_shape(torch.Size(sample_shape))
+    value = torch._standard_gamma(gamma.concentration.expand(shape)) / gamma.rate.expand(shape)
+    return value + (torch.finfo(value.dtype).tiny - value.detach()).clamp(min=0)    # zero, but for the smallest
 
 
 def _to(module: nn.Module, *args: Any, **kwargs: Any) -> nn.Module:

@@ -133,3 +133,11 @@ def random(op: OpView) -> Rule:
     dims = tuple(f"d{i}" if size != 1 else None for i, size in enumerate(op.out.shape))
     return Rule((dims,), (dims,) * len(op.outputs), sizes, flops=float(op.out.num_elements), random=True,
                 extra_bytes={0: 1.0})
+
+
+@rule_for(aten._standard_gamma.default, aten.poisson.default, aten.rrelu.default)
+def random_of_values(op: OpView) -> Rule:
+    """Numbers drawn for each element, whose distribution it says. Backward of rrelu reads its slopes."""
+    slopes = op.target is aten.rrelu.default
+    return replace(random(op), saves=frozenset({0}), saves_output=op.target is aten._standard_gamma.default,
+                   extra_bytes={0: float(op.out.dtype.itemsize)} if slopes else {})
