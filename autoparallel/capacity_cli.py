@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from autoparallel.plan_cli import Dtype, SequenceLength
+from autoparallel.plan_cli import Dtype, Model, SequenceLength
 from autoparallel.schedule.tiers import FITTED, PLACES, places_in
 
 if TYPE_CHECKING:
@@ -31,7 +31,7 @@ def add_to(app: typer.Typer) -> None:
 
 
 def size(
-    model: Annotated[str, typer.Argument(help="a Hugging Face config file (JSON), or module:function")],
+    model: Model,
     cluster: Annotated[list[str], typer.Option(help="a cluster's name, or a TOML file; may be given several times")],
     step_time: Annotated[float | None, typer.Option(help="longest step, in seconds")] = None,
     tokens: Annotated[float | None, typer.Option(help="tokens of the whole run, as 15e12")] = None,
@@ -94,7 +94,7 @@ def _check_asked(step_time: float | None, tokens: float | None, days: float | No
 
 
 def fit(
-    model: Annotated[str, typer.Argument(help="a Hugging Face config file (JSON), or module:function")],
+    model: Model,
     cluster: Annotated[str, typer.Option(help="a cluster's name, or a TOML file")],
     devices: Annotated[int | None, typer.Option(min=1, help="of the cluster; as its description says by "
                                                 "default")] = None,
@@ -141,7 +141,7 @@ def fit(
 
 
 def study(
-    model: Annotated[str, typer.Argument(help="a Hugging Face config file (JSON), or module:function")],
+    model: Model,
     cluster: Annotated[str, typer.Option(help="a cluster's name, or a TOML file")],
     sequence_lengths: Annotated[str, typer.Option(help="tokens per sequence, as 8k,32k,128k")] = "4k,32k,128k",
     global_batches: Annotated[str, typer.Option(help="sequences per step, as 64,512")] = "64",

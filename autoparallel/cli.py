@@ -39,7 +39,7 @@ app = typer.Typer(help="The fastest correct way to run a PyTorch model on these 
 
 @app.command()
 def plan(
-    model: Annotated[str, typer.Argument(help="a Hugging Face config file (JSON), or module:function")],
+    model: plan_cli.Model,
     cluster: Annotated[str, typer.Option(help="a cluster's name, or a TOML file")] = "h100-sxm",
     devices: Annotated[int | None, typer.Option(min=1, help="how many devices; 8 by default, or those of --mesh")
                        ] = None,
@@ -332,7 +332,7 @@ def _priced(searched: Plan, by_hand: ByHand, model: str, cluster: str | None) ->
 
 @app.command()
 def advise(
-    model: Annotated[str, typer.Argument(help="a Hugging Face config file (JSON), or module:function")],
+    model: plan_cli.Model,
     cluster: Annotated[str, typer.Option(help="a cluster's name, or a TOML file")] = "h100-sxm",
     devices: Annotated[int, typer.Option(min=1, help="how many")] = 8,
     software: Annotated[str | None, typer.Option(help="whose speed counts: torch-eager, megatron-core, ...")] = None,

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import difflib
-import importlib
+import importlib.util
 import json
 import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 from autoparallel.errors import InputError, shown
@@ -25,7 +26,7 @@ SEQUENCE_LENGTH = 2048
 
 
 def is_factory(source: str | dict[str, Any]) -> bool:
-    """Whether a model is named as ``module:function``."""
+    """Whether a model is named as ``module:function``, or ``file.py:function``."""
     return isinstance(source, str) and ":" in source and not Path(source).exists()
 
 
@@ -59,7 +60,8 @@ def load_planned(source: str, inputs: Mapping[str, Sequence[int]], dtype: str, g
 
 def load_model(source: str | dict[str, Any], global_batch: int, sequence_length: int | None = None,
                dtype: str = DTYPES[0], usual_length: int = SEQUENCE_LENGTH) -> Made:
-    """(model, args, kwargs) on the meta device, from a Hugging Face config (file or dict) or a ``module:function``.
+    """(model, args, kwargs) on the meta device, from a Hugging Face config (file, its folder, or dict) or a
+    ``module:function``, also ``path/to/file.py:function``.
 
     The factory is called as ``function(global_batch, sequence_length)`` and returns (model, args, kwargs).
     ``sequence_length``: None: ``usual_length``, if there are sequences.
@@ -72,13 +74,12 @@ def load_model(source: str | dict[str, Any], global_batch: int, sequence_length:
         return _hugging_face(source, "the config", global_batch, (sequence_length, usual_length), precision)
     if is_factory(source):
         sequence_length = sequence_length or usual_length
-        module, function = source.split(":", 1)
-        sys.path.insert(0, str(Path.cwd()))
+        module, function = source.rsplit(":", 1)
         try:
-            factory = getattr(importlib.import_module(module), function)
+            factory = getattr(_module(module), function)
         except Exception as error:
             raise InputError(f"{source}: {type(error).__name__}: {error}; write module:function, the module importable "
-                             "from here") from error
+                             "from here, or path/to/file.py:function") from error
         try:
             with torch.device("meta"):
                 made = factory(global_batch, sequence_length)
@@ -89,6 +90,8 @@ def load_model(source: str | dict[str, Any], global_batch: int, sequence_length:
         if not isinstance(made, tuple) or len(made) != 3:
             raise InputError(f"{source} returned {shown(made)}: return (model, args, kwargs)")
         return made
+    if (inside := Path(source, "config.json")).is_file():
+        source = str(inside)
     try:
         data = json.loads(Path(source).read_text(encoding="utf-8"))
     except (OSError, ValueError, RecursionError) as error:
@@ -96,6 +99,24 @@ def load_model(source: str | dict[str, Any], global_batch: int, sequence_length:
         raise InputError(f"cannot read the config file {source}: {why}; give a Hugging Face config.json, or "
                          "module:function, which makes the model") from error
     return _hugging_face(data, source, global_batch, (sequence_length, usual_length), precision)
+
+
+def _module(name: str) -> ModuleType:
+    """A module that is importable from the working directory, or the one of a file, which imports from its folder."""
+    if not name.endswith(".py"):
+        sys.path.insert(0, str(Path.cwd()))
+        return importlib.import_module(name)
+    file = Path(name).resolve(strict=True)
+    if (known := sys.modules.get(file.stem)) is not None and getattr(known, "__file__", None) == str(file):
+        return known
+    sys.path.insert(0, str(file.parent))
+    spec = importlib.util.spec_from_file_location(file.stem if known is None else f"{file.stem}_of_{file.parent.name}",
+                                                  file)
+    assert spec is not None and spec.loader is not None
+    made = importlib.util.module_from_spec(spec)
+    sys.modules[spec.name] = made
+    spec.loader.exec_module(made)
+    return made
 
 
 def _check_dtype(dtype: str) -> None:

@@ -28,6 +28,8 @@ Trace = Annotated[Path | None, typer.Option(help="write the predicted step here,
 Details = Annotated[bool, typer.Option("--details", help="every op and collective")]
 AsJson = Annotated[bool, typer.Option("--json", help="the report as JSON on stdout (docs/report_schema.md)")]
 Quiet = Annotated[bool, typer.Option("--quiet", "-q", help="the summary only")]
+Model = Annotated[str, typer.Argument(help="a Hugging Face config file (JSON) or its folder, or module:function, or "
+                                      "path/to/file.py:function")]
 SequenceLength = Annotated[int | None, typer.Option(min=1, help="tokens per sequence; 2048 by default")]
 Dtype = Annotated[str | None, typer.Option(help="of a config's model: bfloat16 (the default, where the devices have a "
                                            "rate for it), float16, float32 or float64")]
@@ -285,5 +287,5 @@ def check_page(path: Path | None) -> None:
         check_jinja2()
 
 
-__all__ = ["AsJson", "Details", "Dtype", "Html", "Progress", "Quiet", "SequenceLength", "Trace", "add_to",
+__all__ = ["AsJson", "Details", "Dtype", "Html", "Model", "Progress", "Quiet", "SequenceLength", "Trace", "add_to",
            "check_output", "check_page", "cluster_of", "progress_line", "tell"]

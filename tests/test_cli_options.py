@@ -99,6 +99,23 @@ def test_a_saved_plan_says_its_model_s_batch(folder: Path) -> None:
         load_planned("vit.json", plan.model.inputs, "float32", sequence_length=8)
 
 
+def test_models_are_found_by_path(folder: Path) -> None:
+    """A file in a subfolder, which imports from its own; also one named as a module that is imported already."""
+    inner = folder / "models"
+    inner.mkdir()
+    (inner / "parts_of_net.py").write_text("from torch import nn\n\ndef layer():\n    return nn.Linear(4, 4)\n")
+    text = ("import torch\nfrom parts_of_net import layer\n\ndef make(batch, length):\n"
+            "    return layer(), (torch.zeros(batch, 4),), {}\n")
+    for name in ("net_of_a_user.py", "json.py"):
+        (inner / name).write_text(text)
+        model, (x,), _ = load_model(f"models/{name}:make", 6)
+        assert isinstance(model, nn.Linear) and x.shape == (6, 4)
+    (inner / "config.json").write_text(json.dumps(LLAMA))
+    assert load_model("models", 2, 8)[2]["input_ids"].shape == (2, 8)
+    with pytest.raises(InputError, match=r"models/none.py:make: FileNotFoundError"):
+        load_model("models/none.py:make", 6)
+
+
 def test_the_documentation_has_the_exit_codes() -> None:
     page = (Path(__file__).parents[1] / "docs/concepts/cli.md").read_text()
     assert {int(code): means for code, means in re.findall(r"^\| (\d+) \| (.*) \|$", page, re.M)} == EXIT_CODES

@@ -305,6 +305,7 @@ def test_questions_to_a_plan_that_have_no_answer(tmp_path: Path) -> None:
     says(PlanError, "cannot write the file", "No such file", of=lambda: found.save(tmp_path / "no" / "plan.json"))
     file = tmp_path / "plan.json"
     file.write_bytes(b"\xd0\xff")
+    (tmp_path / "empty").mkdir()
     says(PlanError, str(file), "is not JSON", of=lambda: Plan.load(file))
 
 
@@ -357,8 +358,9 @@ def test_files_and_modules_that_cannot_be_read(tmp_path: Path, monkeypatch: pyte
         (tmp_path / f"{name}.py").write_text(text)
     file = tmp_path / "config.json"
     file.write_bytes(b"\xd0\xff")
+    (tmp_path / "empty").mkdir()
     for source, part in ((str(file), "cannot read the config file"),
-                         (str(tmp_path), "Is a directory; give a Hugging Face config.json, or"),
+                         (str(tmp_path / "empty"), "Is a directory; give a Hugging Face config.json, or"),
                          ("broken:f", "broken:f: SyntaxError"),
                          ("raises:f", "raises:f: ZeroDivisionError"), (":f", ":f: ValueError: Empty module name")):
         says(InputError, part, of=lambda s=source: load_model(s, 2, 8, "float32"))  # type: ignore[misc]
