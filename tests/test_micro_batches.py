@@ -84,6 +84,21 @@ def test_batch_norm_in_training_is_named() -> None:
     split_batch(capture(model.eval(), (torch.randn(16, 3, 8, 8),), {}), 2)
 
 
+class Rolled(Root):
+    """A penalty of weights is added to the loss, each micro-batch's share of it."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        h = self.linear(x) * self.linear.weight.sum()
+        return (h + h.roll(1, 0)).tanh().mean() + self.linear.weight.square().sum()
+
+
+def test_the_op_that_reads_other_samples_is_named() -> None:
+    """Not the first that is not linear after it, to which shares of the weights' products could be handed."""
+    said = says(InfeasibleError, "computes across its samples: roll",
+                of=lambda: split_batch(capture(Rolled(), (torch.zeros(4, 4),)), 2))
+    assert "tanh_default" not in said.split("File")[0]
+
+
 class Bags(nn.Module):
     """A recommender's table; ``dense`` comes first, so that the batch is known from it."""
 

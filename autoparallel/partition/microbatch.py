@@ -210,7 +210,7 @@ class _BatchAxis:
                 "a row for each bag, filled up with its padding_idx (which no mode counts), and no offsets; or use "
                 "micro_batches=1")
         if found:
-            across = self._first_across()
+            across = self._first_across(shares=False) or self._first_across(shares=True)
             found = found if across is None else [across]
             raise InfeasibleError(
                 "the batch cannot be split into micro-batches, because the model computes across its samples: "
@@ -219,10 +219,10 @@ class _BatchAxis:
                    "maximum of one)" if of_loss else
                    ". Use micro_batches=1, or a model that treats samples apart (batch norm in eval mode does)"))
 
-    def _first_across(self) -> str | None:
+    def _first_across(self, shares: bool) -> str | None:
         """The first op that cannot have its micro-batch's part of the values that need a gradient and depend on the
         batch; None if each can for itself. (The search breaks the rules where that is cheapest, which is seldom
-        there.)"""
+        there.) ``shares``: whether tensors are computed from shares of weights, by which every linear op could run."""
         possible: list[set[Strategy]] = []
         for decision, s in zip(self.space.decisions, self.space.strategy_sets, strict=True):
             wrong, parts = self.decision_penalties(decision.index), decision.index in self.varying
@@ -232,7 +232,8 @@ class _BatchAxis:
             for use in self.space.uses_by.get(decision.index, ()):
                 t = self.space.strategy_sets[use.source]
                 made = {t.output_layout(x, use.output)[0] for x in possible[use.source]}
-                left = [x for x in left if any(self.penalty(use, p, s.input_layout(x, use.position)[0]) < IMPOSSIBLE
+                refused = (IMPOSSIBLE,) if shares or use.meta.num_elements == 1 else (IMPOSSIBLE, SHARED)
+                left = [x for x in left if any(self.penalty(use, p, s.input_layout(x, use.position)[0]) not in refused
                                                for p in made)]
             if not left:
                 return self._described(decision) if decision.kind == "op" else None
