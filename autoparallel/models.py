@@ -54,8 +54,8 @@ def load_planned(source: str, inputs: Mapping[str, Sequence[int]], dtype: str, g
     batch, *first = next(iter(inputs.values()), (1,))
     if is_factory(source):
         return load_model(source, global_batch or batch, sequence_length or (first[0] if first else 1))
-    length = [*inputs.get("labels", ())][1:] or (first if len(first) == 1 else [None])
-    return load_model(source, global_batch or batch, sequence_length or length[0], dtype)
+    length = [*inputs.get("labels", ())][1:] or (first if len(first) == 1 else [])
+    return load_model(source, global_batch or batch, sequence_length or (length[0] if length else None), dtype)
 
 
 def load_model(source: str | dict[str, Any], global_batch: int, sequence_length: int | None = None,

@@ -101,7 +101,7 @@ def watch_scale() -> None:
                 one.register_hook(_mark)
         return made
 
-    torch.amp.GradScaler.scale = scale  # type: ignore[assignment, method-assign]
+    torch.amp.GradScaler.scale = scale  # type: ignore[method-assign]
 
 
 def _mark(_: torch.Tensor) -> None:
