@@ -138,6 +138,7 @@ def random(op: OpView) -> Rule:
 @rule_for(aten._standard_gamma.default, aten.poisson.default, aten.rrelu.default)
 def random_of_values(op: OpView) -> Rule:
     """Numbers drawn for each element, whose distribution it says. Backward of rrelu reads its slopes."""
-    slopes = op.target is aten.rrelu.default
-    return replace(random(op), saves=frozenset({0}), saves_output=op.target is aten._standard_gamma.default,
+    rule, slopes = random(op), op.target is aten.rrelu.default
+    assert rule is not None
+    return replace(rule, saves=frozenset({0}), saves_output=op.target is aten._standard_gamma.default,
                    extra_bytes={0: float(op.out.dtype.itemsize)} if slopes else {})
