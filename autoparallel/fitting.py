@@ -207,6 +207,13 @@ def _words(place: str | Mapping[str, str]) -> str:
     return offload_of(place).told("on the host", between=" and ") or "all on the device"
 
 
+def _told(one: Fit) -> str:
+    """What leaves the device, with what is saved of blocks."""
+    words, saved = _words(one.offload), "device" if one.plan is None else one.plan.hybrid.saved_on
+    beside = "but for" if words.startswith("all") else "and"
+    return words if saved == "device" else f"{words}, {beside} saved tensors of blocks on the {saved}"
+
+
 def print_fitting(found: Fitting, console: ReportConsole) -> None:
     """Print the answer in one sentence, then a row for each tier."""
     devices, first = found.cluster.num_devices, next(iter(found.fits), None)
@@ -215,9 +222,9 @@ def print_fitting(found: Fitting, console: ReportConsole) -> None:
         console.print(f"It does not fit on {where}, in any tier that was tried.")
     else:
         most = max(found.fits, key=lambda one: one.batch)
-        console.print(f"It fits on {where} with {_words(first.offload)}; of the batches "
+        console.print(f"It fits on {where} with {_told(first)}; of the batches "
                       "tried, each twice the one before, the largest that fits at a time (autoparallel plan runs "
-                      f"larger ones in micro-batches) is {most.batch}, with {_words(most.offload)}.")
+                      f"larger ones in micro-batches) is {most.batch}, with {_told(most)}.")
     table = Table("offload", "batch", "step", "per second", "device", "host", "disk", "plan", box=None, pad_edge=False)
     for one in found.tiers:
         if one.plan is None:

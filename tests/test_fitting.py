@@ -106,6 +106,15 @@ def test_bounds_leave_out_what_a_search_would(monkeypatch: pytest.MonkeyPatch, m
     assert max(count.values()) <= 2 and max(batches.values()) == 1
 
 
+def test_saved_tensors_that_leave_are_said() -> None:
+    """Of such a plan the report said that all is on the device."""
+    found = autoparallel.fit(deep, ONE, smallest=8, most=8, tiers=["none", "host"], time_limit_s=1.0,
+                             recompute="offload")
+    said = [" ".join(autoparallel.Fitting(found.cluster, (one,)).report().split()) for one in found.tiers]
+    assert "with all on the device, but for saved tensors of blocks on the host" in said[0]
+    assert "on the host, and saved tensors of blocks on the host" in said[1]
+
+
 def test_nothing_fits() -> None:
     found = fitted(0.5, tiers=["none", "host"])
     assert found.fits == () and "It does not fit on 1 device" in found.report()
