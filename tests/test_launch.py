@@ -322,6 +322,15 @@ def test_hosts_that_all_report_start_and_two_with_one_number_do_not(monkeypatch:
     del stores
 
 
+def test_another_host_may_come_in_the_place_of_a_lost_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    port = free_port()
+    with ThreadPoolExecutor() as pool:
+        stores = list(pool.map(lambda number: RollCall("127.0.0.1", port, 2, number, 1, 30.0).hold(), (0, 1)))
+        monkeypatch.setattr("socket.gethostname", lambda: "another")
+        stores.append(RollCall("127.0.0.1", port, 2, 1, 1, 30.0).hold())
+    assert all(stores)
+
+
 def test_a_port_of_host_0_that_is_taken_is_told() -> None:
     with socket.socket() as other:
         other.bind(("", 0))

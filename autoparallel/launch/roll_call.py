@@ -49,7 +49,8 @@ class RollCall:
         store = self._serve() if self.number == 0 else self._connect()
         own, name = socket.gethostname(), _NAME.format(self.number)
         try:
-            if (other := store.compare_set(name, "", own).decode()) != own:
+            other = store.compare_set(name, "", own).decode()
+            if other != own and self.least == self.nodes:    # else it may have come in the place of a lost host
                 raise LaunchError(f"the hosts {other} and {own} both have --node-rank {self.number}: give each host "
                                   f"another number, from 0 to {self.nodes - 1}")
             if store.add(f"{name}/times", 1) == 1:
