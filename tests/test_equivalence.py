@@ -10,15 +10,18 @@ import pytest
 
 from autoparallel import Cluster
 from autoparallel.errors import SearchError
-from autoparallel.partition import place_cuts, split_batch, stages_of
+from autoparallel.partition import Splits, place_cuts, split_batch, stages_of
+from autoparallel.partition.stages import numbers_alike
 from autoparallel.plans import Hybrid
-from autoparallel.pricing import ExecutionCounts, Prices, SpacePricer, predict
+from autoparallel.pricing import ExecutionCounts, Prices, SpacePricer, decision_seconds, predict
 from autoparallel.pricing.hidden import hidden
+from autoparallel.pricing.prediction import means
 from autoparallel.pricing.step_cost import Exposed
 from autoparallel.search import Edge, Node, Problem, evaluate
 from autoparallel.search.model.problem import Repeats
 from autoparallel.strategies.space import StrategySpace
 from tests.support.captured import graph_of
+from tests.support.reported import graph
 
 PIPELINE = {"micro_batches": 4, "stages": 2, "pipeline_ranks": 2}
 
@@ -97,6 +100,24 @@ def test_decisions_of_equal_multiplicity_are_equivalent(held: bool) -> None:
     for one, alone in zip((*made.nodes, *made.edges), (*whole.nodes, *whole.edges), strict=True):
         assert np.array_equal(one.costs, alone.costs)
         assert one.usages is alone.usages or np.array_equal(one.usages, alone.usages)
+
+
+@pytest.mark.parametrize("hybrid", [
+    Hybrid(4, 4, 4), Hybrid(4, 4, 4, recompute="full"), Hybrid(4, 4, 4, "zero_bubble", zero_stage=3, recompute="full"),
+    Hybrid(4, 8, 4, "interleaved", zero_stage=1), Hybrid(8, 3, 4, replicas=(1, 2, 1), recompute="selective"),
+], ids=str)
+def test_equal_blocks_are_priced_once_for_their_cuts(hybrid: Hybrid) -> None:
+    """With the seconds of each decision on a stage of its own; also where the blocks' strategies differ."""
+    micro = Splits(graph(8))(hybrid.micro_batches)
+    space = StrategySpace(micro.body, (2,))
+    prices, one_by_one = Prices(space, Cluster.load("h100-sxm", num_devices=8), stages=4), np.arange(len(space))
+    draw, alike = random.Random(0), numbers_alike(space)
+    for share in (1.0, 0.5):    # of decisions that have the strategy of the first of their equals
+        any_of = [draw.choice(s.strategies) for s in space.strategy_sets]
+        strategies = [any_of[first] if draw.random() < share else any_of[index] for index, first in enumerate(alike)]
+        alone = means(decision_seconds(prices, hybrid, strategies, one_by_one), alike)
+        assert means(decision_seconds(prices, hybrid, strategies, alike), alike) == pytest.approx(alone, rel=1e-9)
+        assert alone.max() > 0 and len(set(alike.tolist())) < 0.5 * len(space)
 
 
 def test_repeated_nodes_and_edges_are_as_if_each_were_made() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import pytest
@@ -11,9 +12,10 @@ from autoparallel.partition import Splits
 from autoparallel.planning import hand_layouts
 from autoparallel.planning.by_hand import ByHand
 from autoparallel.planning.options import Options
-from autoparallel.planning.plan_by_hand import plan_by_hand
-from autoparallel.planning.usual import pricing_of
+from autoparallel.planning.plan_by_hand import estimate_by_hand, plan_by_hand
+from autoparallel.planning.usual import pricing_of, usual_plans
 from autoparallel.plans import Plan
+from autoparallel.plans.record import SLOWER
 from autoparallel.plans.roles import roles_of
 from autoparallel.search import solve
 from autoparallel.search.model.problem import Problem, Solution
@@ -100,3 +102,44 @@ def test_a_plan_is_of_the_kind_that_its_text_says(text: str) -> None:
             "zero=1": "ZeRO-1", "dp=4": "DDP"}
     kind = "FSDP with tensor parallel" if text == HANDS[-1] else next(kind for key, kind in said.items() if key in text)
     assert roles_of(plan).family == ByHand.of(text).on(4).family == kind
+
+
+@pytest.mark.parametrize("text", ["dp=4", *(f"dp=4,{more}" for more in (
+    "zero=1,micro_batch=8,recompute=full", "zero=1,micro_batch=8,recompute=selective", "zero=3,micro_batch=8"))])
+def test_an_estimate_of_three_blocks_is_the_plan_s_step_and_bytes(text: str) -> None:
+    """Without a pipeline: also of the gradients in backward, which equal blocks hold one after the other."""
+    split, hand = Splits(graph(LAYERS)), ByHand.of(text).on(4)
+    found, made = estimate_by_hand(split, CLUSTER, Options(), hand, math.inf), priced(split, text).prediction
+    assert found == (pytest.approx(made.step_s, rel=1e-6), pytest.approx(made.peak_bytes, rel=1e-6))
+    assert estimate_by_hand(Splits(graph(3)), CLUSTER, Options(), hand, math.inf) is None    # takes as long as the plan
+
+
+def test_recompute_of_as_few_blocks_as_needed_is_estimated_between_none_and_all() -> None:
+    split, text = Splits(graph(LAYERS)), "dp=4,zero=1,micro_batch=8"
+    none, full = (priced(split, f"{text},recompute={kind}").prediction for kind in ("none", "full"))
+    limit = (none.peak_bytes + full.peak_bytes) / 2
+    hand = ByHand.of(f"{text},recompute=auto").on(4)
+    found = estimate_by_hand(split, CLUSTER, Options(), hand, limit)
+    assert found == (pytest.approx((none.step_s + full.step_s) / 2, rel=1e-6), pytest.approx(limit))
+    for limit, made in ((full.peak_bytes / 2, full), (2 * none.peak_bytes, none)):
+        found = estimate_by_hand(split, CLUSTER, Options(), hand, limit)
+        assert found is not None and found.step_s == pytest.approx(made.step_s, rel=1e-6)
+
+
+def test_usual_plans_near_the_fastest_are_priced_and_one_of_each_kind() -> None:
+    """The others are left out, and say why; the fastest is that of all. Combinations of both are told."""
+    cluster = Cluster.load("h100-sxm", num_devices=16)
+    every = usual_plans(Splits(graph(LAYERS)), cluster, Options())
+    some = usual_plans(Splits(graph(LAYERS)), cluster, Options(), near=1.05)
+    assert every.fastest is not None and some.fastest is not None and some.fastest[0] == every.fastest[0]
+    step_s, left = some.fastest[1].prediction.step_s, {one.by_hand: one for one in some.left_out}
+    slower = [text for text, one in left.items() if one.why == SLOWER]
+    assert len(slower) > 3 and len(some.priced) + len(slower) >= len(every.priced) - 1
+    assert all(every.priced[text].prediction.step_s > step_s for text in slower if text in every.priced)
+    families = [{ByHand.of(text).on(16).family for text in found.priced} for found in (every, some)]
+    assert families[0] == families[1]
+    told = {(one.hybrid.micro_batches, one.mesh_shape, one.hybrid.zero_stage) for one in some.combinations}
+    assert {(hand.micro_batches, plan.mesh_shape, hand.zero_stage) for text in slower
+            if "auto" not in text and (plan := every.priced.get(text)) for hand in [plan.hybrid]} <= told
+    plain = usual_plans(Splits(graph(3)), cluster, Options(), near=1.05)    # no block stands for others
+    assert not [one for one in plain.left_out if one.why == SLOWER] and len(plain.priced) > len(some.priced)

@@ -22,6 +22,7 @@ from autoparallel.errors import InfeasibleError, InputError, PlanError
 from autoparallel.plans import Hybrid
 from autoparallel.pricing import Prices, decision_seconds
 from autoparallel.pricing.pipeline_steps import SentValue
+from autoparallel.pricing.prediction import means
 from autoparallel.schedule.stage import Part, Value
 from autoparallel.strategies.space import Strategy, StrategySpace, TensorUse
 from cost_models import ClusterError, collectives
@@ -143,7 +144,8 @@ def place_cuts(prices: Prices, loss: int | None, hybrid: Hybrid, strategies: Seq
         seconds = np.array([prices.op_of(decision.index).total_s.min() if decision.kind == "op" else 0.0
                             for decision, s in zip(space.decisions, space.strategy_sets, strict=True)])
     else:
-        seconds = _equivalent(space, decision_seconds(prices, hybrid, strategies))
+        alike = numbers_alike(space)    # which of them recompute slows down is decided after the cuts
+        seconds = means(decision_seconds(prices, hybrid, strategies, alike), alike)
     network = prices.cluster.group((hybrid.pipeline_ranks, *space.mesh_shape), 0)
 
     def send_s(num_bytes: np.ndarray) -> np.ndarray:
@@ -176,19 +178,17 @@ def cuts_by_blocks(space: StrategySpace, loss: int | None, stages: int, ends: bo
     return tuple(begins[number] for number in itertools.accumulate(counts[:-1]))
 
 
-def _equivalent(space: StrategySpace, seconds: np.ndarray) -> np.ndarray:
-    """``seconds`` by decision, averaged over equal blocks: which of them recompute slows down is decided after the
-    cuts."""
+def numbers_alike(space: StrategySpace) -> np.ndarray:
+    """Numbers by decision; those at one place of equal blocks have the same."""
     decision_of = {
         (decision.kind, decision.node if decision.ref is None else decision.ref.node): decision.index
         for decision in space.decisions
     }
-    found = seconds.copy()
+    found = np.arange(len(space))
     for blocks, kind in itertools.product(equal_blocks(space.graph), ("op", "shared_read")):
         for nodes in zip(*(block.nodes for block in blocks), strict=True):
             decisions = [decision_of[kind, node] for node in nodes if (kind, node) in decision_of]
-            if decisions:
-                found[decisions] = seconds[decisions].mean()
+            found[decisions] = min(decisions, default=0)
     return found
 
 

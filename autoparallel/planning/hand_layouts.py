@@ -8,17 +8,20 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 from autoparallel.capture import OpGraph
 from autoparallel.partition import MicroBatches, Splits, cuts_by_blocks, place_cuts
 from autoparallel.planning.baselines import by_roles
 from autoparallel.planning.by_hand import ByHand
 from autoparallel.planning.departures import departures, told
+from autoparallel.planning.joint_candidates import Kept, kept_of
 from autoparallel.planning.one_mesh import plan_as
 from autoparallel.planning.options import Options
-from autoparallel.planning.reduced_model import ReducedModel, reduced_model
+from autoparallel.planning.reduced_model import ReducedModel
 from autoparallel.plans import Hybrid, Plan
 from autoparallel.pricing import ExecutionCounts, Prices, SpacePricer
+from autoparallel.pricing.prediction import estimate
 from autoparallel.pricing.problem import Allowed
 from autoparallel.search import solve
 from autoparallel.search.model.problem import Problem, Solution
@@ -29,6 +32,26 @@ from cost_models import Cluster
 APART = 1e-4
 #: Seconds for layouts, whatever the time limit: those of a search that ends early are not a person's.
 LAYOUTS_S = 60.0
+
+
+class HandEstimate(NamedTuple):
+    """Estimated seconds of a step and bytes of a device, from the reduced-depth model with equal stages."""
+
+    step_s: float
+    peak_bytes: float
+
+    def towards(self, other: HandEstimate, limit_bytes: float) -> HandEstimate:
+        """The estimate of the smallest share of ``other``, which takes less memory, that keeps to a limit.
+
+        >>> HandEstimate(1.0, 80.0).towards(HandEstimate(2.0, 40.0), 70.0)
+        HandEstimate(step_s=1.25, peak_bytes=70.0)
+        """
+        if self.peak_bytes <= limit_bytes:
+            return self
+        if other.peak_bytes >= limit_bytes:
+            return other
+        share = (self.peak_bytes - limit_bytes) / (self.peak_bytes - other.peak_bytes)
+        return HandEstimate(self.step_s + share * (other.step_s - self.step_s), limit_bytes)
 
 
 @dataclass(frozen=True)
@@ -48,9 +71,28 @@ class HandLayouts:
         return plan_as(prices, micro, self.options, self._cut(prices, micro, hybrid, strategies), strategies,
                        replace(solution, stop_reason=f"by hand: {self.hand}{solution.stop_reason}"))
 
+    def estimated(self, hybrid: Hybrid) -> HandEstimate | None:
+        """The estimate of a step configuration; None where the model has no block that stands for others, so that its
+        plan takes no longer."""
+        if not self._reduced.twins:
+            return None
+        pricer = self._small(hybrid)
+        strategies, solution, _ = self._solved_once(pricer)
+        return self.split.once(("estimate", id(pricer.prices), self._roles, hybrid), lambda: HandEstimate(
+            estimate(pricer, strategies), solution.peak_bytes))
+
     def prices(self, hybrid: Hybrid) -> Prices:
         """Unit costs of the whole model."""
         return self._prices(self.split(hybrid.micro_batches).body, hybrid)
+
+    @property
+    def _kept(self) -> Kept:
+        """What joint searches of the program share."""
+        return kept_of(self.split, self.cluster, self.options)
+
+    @property
+    def _reduced(self) -> ReducedModel:
+        return self._kept.reduced_model
 
     @property
     def _roles(self) -> tuple[str, ...]:
@@ -67,17 +109,24 @@ class HandLayouts:
         """The strategies with the fewest departures from the roles, of these the fastest; and the solution, whose
         reason names the departures. Those of the reduced-depth model count where the whole has no more redistributions:
         there a block follows on one like itself."""
-        body, space = self.split(hybrid.micro_batches).body, prices.space
-        reduced = self.split.once(("reduced", id(body)), lambda: reduced_model(body))
+        space, reduced = prices.space, self._reduced
         whole = self._pricer(prices, ExecutionCounts(space, hybrid, recomputing=prices.recomputing))
-        strategies, solution, moves_s = self._solved(self._small(reduced, whole, hybrid) if reduced.twins else whole)
-        if reduced.twins:
-            small = self._prices(reduced.graph, hybrid).space
-            strategies = reduced.strategies(space, small, strategies)
+        if not reduced.twins:
+            strategies, solution, _ = self._solved(whole)
+        else:
+            small = self._small(hybrid, whole)
+            strategies, solution, moves_s = self._solved_once(small)
+            strategies = reduced.strategies(space, small.space, strategies)
             if _moves_s(whole.full(), whole.choice_of(strategies)) > (1 + APART) * moves_s:
                 strategies, solution, _ = self._solved(whole)
         away = departures(by_roles("by hand", space, self._roles), whole, strategies)
         return strategies, replace(solution, stop_reason=told(away))
+
+    def _solved_once(self, pricer: SpacePricer) -> tuple[Sequence[Strategy], Solution, float]:
+        """`_solved` of the reduced-depth model, which estimates and plans share."""
+        allowed = tuple((index, left.tobytes()) for index, left in sorted(pricer.allowed.items()))
+        return self.split.once(("solved", id(pricer.prices), self._roles, pricer.counts.hybrid, allowed),
+                               lambda: self._solved(pricer))
 
     def _solved(self, pricer: SpacePricer) -> tuple[Sequence[Strategy], Solution, float]:
         problem, options = pricer.full(), self.options
@@ -88,13 +137,16 @@ class HandLayouts:
         return SpacePricer(prices, allowed=allowed, penalties=by_roles("by hand", prices.space, self._roles),
                            counts=counts)
 
-    def _small(self, reduced: ReducedModel, whole: SpacePricer, hybrid: Hybrid) -> SpacePricer:
+    def _small(self, hybrid: Hybrid, whole: SpacePricer | None = None) -> SpacePricer:
         """Prices of the reduced-depth model. It repeats the ops on all ranks that the ``whole`` model repeats (those
         that are small in relation to it)."""
-        prices = self._prices(reduced.graph, hybrid)
-        space, numbers = prices.space, {whole.space.decisions[index].name: left
-                                        for index, left in whole.allowed.items()}
-        allowed = {space.decision_named[name]: left for name, left in numbers.items() if name in space.decision_named}
+        reduced, body = self._reduced, self._kept.split(hybrid.micro_batches).body
+        prices = self._prices(body, hybrid)
+        space, allowed = prices.space, None
+        if whole is not None:
+            numbers = {whole.space.decisions[index].name: left for index, left in whole.allowed.items()}
+            allowed = {space.decision_named[name]: left for name, left in numbers.items()
+                       if name in space.decision_named}
         counts = ExecutionCounts(space, hybrid, multiplicities=reduced.counts(space), held=reduced.held(space, hybrid),
                                  recomputing=prices.recomputing)
         return self._pricer(prices, counts, allowed)
@@ -114,4 +166,4 @@ def _moves_s(problem: Problem, choice: Sequence[int]) -> float:
     return sum(float(edge.costs[choice[edge.source], choice[edge.target]]) for edge in problem.edges)
 
 
-__all__ = ["HandLayouts"]
+__all__ = ["HandEstimate", "HandLayouts"]

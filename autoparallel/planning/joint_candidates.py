@@ -16,6 +16,7 @@ from autoparallel.partition.microbatch import Splits, batch_size
 from autoparallel.planning.candidate_bounds import CandidateBounds
 from autoparallel.planning.candidates import Candidate, CandidateSpace, Combination, Fixed
 from autoparallel.planning.estimate_order import BY_HAND, EstimateOrder, mesh_of, oddity
+from autoparallel.planning.options import Options
 from autoparallel.planning.reduced_model import ReducedModel, reduced_model
 from autoparallel.planning.step_bounds import StepBounds
 from autoparallel.pricing import ExecutionCounts, Prices, SpacePricer, equal_stages_s
@@ -69,6 +70,14 @@ class Kept:
         self.reduced_model: ReducedModel = reduced_model(graph, offload, tables, cached)
         self.split = Splits(self.reduced_model.graph)
         self.prices, self.of_device = dict[object, Prices](), dict[object, Prices]()
+
+
+def kept_of(split: Splits, cluster: Cluster, options: Options) -> Kept:
+    """What joint searches of a program share, with the same groups of parameters in tiers of their own and the same
+    tables on the host."""
+    away, tables = options.tier if options.tier.groups else ON_DEVICE, frozenset(options.on_host)
+    return split.once(("joint search", id(cluster), options.optimizer, away, tables, options.cached),
+                      lambda: Kept(split.graph, away, tables, options.cached))
 
 
 class JointSearch:

@@ -12,7 +12,7 @@ from autoparallel.capture import OpGraph
 from autoparallel.errors import InfeasibleError, SearchError
 from autoparallel.partition import Splits, stages_of
 from autoparallel.planning.candidates import Candidate, First, Fixed
-from autoparallel.planning.joint_candidates import JointSearch, Kept
+from autoparallel.planning.joint_candidates import JointSearch, kept_of
 from autoparallel.planning.joint_search import search_jointly
 from autoparallel.planning.one_mesh import RECOMPUTE_TRIES, ROUGH_S, plan_on
 from autoparallel.planning.options import Options
@@ -24,7 +24,6 @@ from autoparallel.plans.record import Alternative, Record, Trial
 from autoparallel.plans.reports.asked import alternative_of
 from autoparallel.pricing import Prices
 from autoparallel.schedule.schedules import SCHEDULES
-from autoparallel.schedule.tiers import ON_DEVICE
 from autoparallel.search import INTERRUPTED
 from autoparallel.strategies.space import StrategySpace
 from cost_models import Cluster
@@ -34,11 +33,11 @@ FEWER_S = 5.0
 
 
 def plan_jointly(split: Splits, cluster: Cluster, mesh_shape: Sequence[int] | None, options: Options,
-                 starts: Sequence[Plan] = (), by_hand: Sequence[Plan] = ()) -> Plan:
+                 starts: Sequence[Plan] = (), by_hand: Sequence[Candidate] = ()) -> Plan:
     """The fastest plan found over pipelines, meshes, micro-batches, ZeRO stages and recompute; what ``options`` and
     ``mesh_shape`` fix stays. With time left, the best plan is tried with fewer recomputed blocks, unless recompute is
     fixed. ``split``: the program by number of micro-batches; ``starts``: plans of it to begin with, as the usual ones;
-    ``by_hand``: others, whose steps tell which combinations are promising.
+    ``by_hand``: combinations of others, whose steps tell which are promising.
 
     Raises InfeasibleError if no plan fits into memory."""
     graph = split.graph
@@ -81,7 +80,7 @@ def plan_jointly(split: Splits, cluster: Cluster, mesh_shape: Sequence[int] | No
     found = search_jointly(graph, cluster, fixed, options.optimizer, options.limit_bytes(cluster),
                            options.time_limit_s, in_full, recompute_less if open_ else None,
                            [_again(plan, fixed) for plan in starts], options.progress, options.wider_limits(cluster),
-                           [_again(plan, fixed) for plan in by_hand], kept_of(split, cluster, options))
+                           [_with_pieces(one, fixed) for one in by_hand], kept_of(split, cluster, options))
     best = found.plan
     if open_ and best.hybrid.recompute != "none" and not found.interrupted:
         ends = min(deadline, clock.now() + FEWER_S)
@@ -110,14 +109,6 @@ def times_that_may_fit(graph: OpGraph, cluster: Cluster, options: Options, most:
     return found
 
 
-def kept_of(split: Splits, cluster: Cluster, options: Options) -> Kept:
-    """What joint searches of a program share, with the same groups of parameters in tiers of their own and the same
-    tables on the host."""
-    away, tables = options.tier if options.tier.groups else ON_DEVICE, frozenset(options.on_host)
-    return split.once(("joint search", id(cluster), options.optimizer, away, tables, options.cached),
-                      lambda: Kept(split.graph, away, tables, options.cached))
-
-
 def fixed_by(options: Options, mesh_shape: Sequence[int] | None) -> Fixed:
     """What the options and a mesh leave no choice of."""
     stages = None if options.pipeline_stages is None and options.stage_replicas is None else options.stages
@@ -129,12 +120,15 @@ def fixed_by(options: Options, mesh_shape: Sequence[int] | None) -> Fixed:
 
 def _again(plan: Plan, fixed: Fixed) -> Candidate:
     """The combination of a plan, to begin with its strategies."""
-    hybrid = replace(plan.hybrid, cuts=(), pieces=fixed.pieces)
-    return Candidate(hybrid, plan.mesh_shape, plan.prediction.step_s, plan.strategies_on)
+    return _with_pieces(Candidate(plan.hybrid, plan.mesh_shape, plan.prediction.step_s, plan.strategies_on), fixed)
+
+
+def _with_pieces(candidate: Candidate, fixed: Fixed) -> Candidate:
+    return replace(candidate, hybrid=replace(candidate.hybrid, cuts=(), pieces=fixed.pieces))
 
 
 def _with_others(recorder: Callable[[], Record], trials: tuple[Trial, ...], others: tuple[Alternative, ...]) -> Record:
     return replace(recorder(), trials=trials, alternatives=others)
 
 
-__all__ = ["fixed_by", "kept_of", "plan_jointly", "times_that_may_fit"]
+__all__ = ["fixed_by", "plan_jointly", "times_that_may_fit"]

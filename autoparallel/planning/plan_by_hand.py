@@ -13,12 +13,12 @@ from autoparallel.partition import MicroBatches, Splits, stages_of
 from autoparallel.partition.microbatch import batch_size
 from autoparallel.planning.by_hand import AUTO, ByHand
 from autoparallel.planning.departures import check_sequences
-from autoparallel.planning.hand_layouts import HandLayouts
+from autoparallel.planning.hand_layouts import HandEstimate, HandLayouts
 from autoparallel.planning.one_mesh import study_as
 from autoparallel.planning.options import Options
 from autoparallel.planning.recompute import fewest_recomputed
 from autoparallel.planning.study import Study, StudyByHand
-from autoparallel.plans import Plan
+from autoparallel.plans import Hybrid, Plan
 from cost_models import Cluster
 from cost_models.accuracy import usable_bytes
 
@@ -26,18 +26,16 @@ from cost_models.accuracy import usable_bytes
 def plan_by_hand(split: Splits, cluster: Cluster, options: Options, hand: ByHand, usable: float | None = None) -> Plan:
     """The plan of a person, whose parameters and activations are laid out by the roles of its axes. ``usable``: the
     bytes of a device into which recompute="auto" brings it without a memory limit (default: what tensors may take)."""
-    graph = split.graph
-    check_sequences(graph, hand)
-    batch = batch_size(graph) if hand.needs_batch else 1
-    hybrid = replace(hand.hybrid(batch), **_given(options, hand))
-    if hybrid.micro_batches > 1 and loss_output(graph) is None:
+    hybrid = _hybrid_of(split, options, hand)
+    if hybrid.micro_batches > 1 and loss_output(split.graph) is None:
         raise InputError(f"by_hand: {hybrid.micro_batches} micro-batches need a scalar loss: return the loss from the "
                          "model, alone, first in a tuple, or as `loss` of a structure; or leave out micro_batch")
     try:
         micro = split(hybrid.micro_batches)
     except InfeasibleError as error:
-        raise PlanError(f"by_hand: {hybrid.micro_batches} micro-batches: {error} In by_hand that is micro_batch="
-                        f"{batch // (hand.dp or 1)}") from error
+        each = batch_size(split.graph) // (hand.dp or 1) if hand.needs_batch else 1
+        raise PlanError(f"by_hand: {hybrid.micro_batches} micro-batches: {error} In by_hand that is micro_batch={each}"
+                        ) from error
     limit = options.memory_limit_bytes
     free = usable_bytes(cluster, options.memory_confidence) if usable is None else usable
     layouts = HandLayouts(split, cluster, options, hand)
@@ -60,6 +58,24 @@ def plan_by_hand(split: Splits, cluster: Cluster, options: Options, hand: ByHand
         return plan_by_hand(split, other, elsewhere, hand, usable)
 
     return replace(made, study=StudyByHand(made, cluster, on, searched))
+
+
+def estimate_by_hand(split: Splits, cluster: Cluster, options: Options, hand: ByHand, usable: float
+                     ) -> HandEstimate | None:
+    """What `plan_by_hand` will find, in less time, for bytes ``usable`` of a device: of recompute="auto" the line
+    between none and all. None where no time is gained. Raises what `plan_by_hand` does for what cannot be."""
+    hybrid, layouts = _hybrid_of(split, options, hand), HandLayouts(split, cluster, options, hand)
+    found = layouts.estimated(hybrid)
+    if found is None or hand.recompute != AUTO or found.peak_bytes <= usable:
+        return found
+    whole = layouts.estimated(replace(hybrid, recompute="full"))
+    return whole if whole is None else found.towards(whole, usable)
+
+
+def _hybrid_of(split: Splits, options: Options, hand: ByHand) -> Hybrid:
+    """The step configuration of a plan by hand under the options. Raises PlanError where the model has none."""
+    check_sequences(split.graph, hand)
+    return replace(hand.hybrid(batch_size(split.graph) if hand.needs_batch else 1), **_given(options, hand))
 
 
 def _given(options: Options, hand: ByHand) -> dict[str, Any]:
@@ -91,4 +107,4 @@ def _recomputing_enough(micro: MicroBatches, layouts: HandLayouts, options: Opti
                              clock.now() + options.time_limit_s, none.prediction.peak_bytes)
 
 
-__all__ = ["plan_by_hand"]
+__all__ = ["estimate_by_hand", "plan_by_hand"]

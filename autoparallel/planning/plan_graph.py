@@ -39,6 +39,9 @@ _LOG = logging.getLogger("autoparallel")
 #: The shares of a joint search's time limit in which usual plans by hand are priced, the best of each family is tuned,
 #: and a plain step is planned; the most seconds of the last.
 USUAL_SHARE, TUNING_SHARE, PLAIN_SHARE, MOST_PLAIN_S = 0.3, 0.15, 0.125, 4.0
+#: Usual plans that are estimated to take longer than the fastest by more than this factor are not priced, but for one
+#: of each kind.
+NEAR = 1.1
 #: Most usual plans that the joint search begins with.
 MOST_STARTS = 2
 
@@ -130,7 +133,7 @@ def _plan_jointly(split: Splits, cluster: Cluster, mesh_shape: Sequence[int] | N
     usual, ends = UsualPlans({}, (), options.limit_bytes(cluster)), started + options.time_limit_s
     try:
         if mesh_shape is None and not options.pins and not options.on_host:
-            usual = usual_plans(split, cluster, options, options.time_limit_s * USUAL_SHARE)
+            usual = usual_plans(split, cluster, options, options.time_limit_s * USUAL_SHARE, near=NEAR)
             if options.progress is not None and usual.fastest is not None:
                 options.progress("usual plans", usual.fastest[1].prediction.step_s, -math.inf)
             usual = tuned(usual, split, cluster, options, clock.now() + options.time_limit_s * TUNING_SHARE)
@@ -141,7 +144,7 @@ def _plan_jointly(split: Splits, cluster: Cluster, mesh_shape: Sequence[int] | N
         within = replace(options, time_limit_s=max(0.0, ends - clock.now()), progress=tell)
         seconds = {"usual plans and plain step": clock.now() - started}
         found = plan_jointly(split, cluster, mesh_shape, within, [plan for _, plan in usual.fitting[:MOST_STARTS]],
-                             list(usual.priced.values()))
+                             usual.combinations)
         found = replace(found, evidence=replace(found.evidence, seconds={**found.evidence.seconds, **seconds}))
     except (InfeasibleError, SearchError, KeyboardInterrupt):
         if (best := _fastest(usual, others)) is None:

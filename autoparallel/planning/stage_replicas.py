@@ -22,16 +22,23 @@ MOST_RANKS = 4
 def is_uneven(plan: Plan) -> bool:
     """Whether a pipeline without replicated stages takes longer than `EVEN` times one with equal stages, and is short
     enough to redistribute its ranks."""
-    hybrid, predicted = plan.hybrid, plan.prediction
-    equal_s = equal_stages_s(hybrid, hybrid.pipeline_ranks * (predicted.step_s - predicted.waiting_s))
-    return not hybrid.replicas and 2 < hybrid.pipeline_ranks <= MOST_RANKS and predicted.step_s > EVEN * equal_s
+    hybrid, step_s = plan.hybrid, plan.prediction.step_s
+    short = not hybrid.replicas and 2 < hybrid.pipeline_ranks <= MOST_RANKS
+    return short and step_s > EVEN * equal_stages_s(hybrid, _work_s(plan))
+
+
+def _work_s(plan: Plan) -> float:
+    """Seconds of a plan's step on all pipeline ranks together, without waiting."""
+    return plan.hybrid.pipeline_ranks * (plan.prediction.step_s - plan.prediction.waiting_s)
 
 
 def on_several_ranks(plan: Plan, prices: Prices, loss: int | None) -> Hybrid | None:
     """The fastest configuration with replicated stages for the strategies of ``plan``; None if none is faster than the
-    plan."""
+    plan. Those that would not be if their stages were equal are not cut."""
     strategies, best_s, best = plan.strategies_on(prices.space), plan.prediction.step_s, None
     for other in dealt_out(plan.hybrid):
+        if equal_stages_s(other, _work_s(plan)) >= best_s:
+            continue
         placed = replace(other, cuts=place_cuts(prices, loss, other, strategies))
         stages = stages_of(prices.space, loss, placed)
         pricer = SpacePricer(

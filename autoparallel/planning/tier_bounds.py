@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from autoparallel import clock
 from autoparallel.partition import Splits
-from autoparallel.planning.joint_candidates import JointSearch
-from autoparallel.planning.joint_plan import fixed_by, kept_of
+from autoparallel.planning.joint_candidates import JointSearch, kept_of
+from autoparallel.planning.joint_plan import fixed_by
 from autoparallel.planning.options import Options
 from cost_models import Cluster
 

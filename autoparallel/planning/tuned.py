@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import replace
 
 from autoparallel import clock
@@ -10,8 +11,9 @@ from autoparallel.errors import AutoparallelError
 from autoparallel.partition import Splits
 from autoparallel.partition.microbatch import batch_size
 from autoparallel.planning.by_hand import AUTO, ByHand
+from autoparallel.planning.candidates import Candidate
 from autoparallel.planning.options import Options
-from autoparallel.planning.plan_by_hand import plan_by_hand
+from autoparallel.planning.plan_by_hand import estimate_by_hand, plan_by_hand
 from autoparallel.planning.usual import UsualPlans, allowed, pricing_of
 from autoparallel.plans import Plan
 from cost_models import Cluster
@@ -30,7 +32,9 @@ def tuned(usual: UsualPlans, split: Splits, cluster: Cluster, options: Options, 
     for hand, plan in families.values():
         if hand.needs_batch:
             found.update(_climbed(hand, plan, usual.limit_bytes, split, cluster, options, ends))
-    return replace(usual, priced=found)
+    new = tuple(Candidate(plan.hybrid, plan.mesh_shape, plan.prediction.step_s) for text, plan in found.items()
+                if text not in usual.priced)
+    return replace(usual, priced=found, combinations=usual.combinations + new)
 
 
 def _promise(plan: Plan, limit_bytes: float) -> float:
@@ -41,20 +45,35 @@ def _promise(plan: Plan, limit_bytes: float) -> float:
 
 def _climbed(hand: ByHand, plan: Plan, limit_bytes: float, split: Splits, cluster: Cluster, options: Options,
              ends: float) -> dict[str, Plan]:
-    """The plan after all changes that make it faster and fit, one at a time, by its text; empty if there are none."""
-    start, batch = plan, batch_size(split.graph)
-    todo = list(_neighbours(hand, batch))
+    """The plan after all changes that make it faster and fit, one at a time, by its text; empty if there are none.
+    Changes are judged by estimates; the last of them that makes it faster in full counts."""
+    batch, made = batch_size(split.graph), {str(hand): plan}
+
+    def priced(other: ByHand) -> Plan:
+        if str(other) not in made:
+            pricing = pricing_of(options, other, ends - clock.now())
+            made[str(other)] = plan_by_hand(split, cluster, pricing, other, limit_bytes)
+        return made[str(other)]
+
+    def judged(other: ByHand) -> tuple[float, float]:
+        estimate = estimate_by_hand(split, cluster, pricing_of(options, other), other, limit_bytes)
+        return estimate or (priced(other).prediction.step_s, priced(other).prediction.peak_bytes)
+
+    best_s, todo, path = judged(hand)[0], list(_neighbours(hand, batch)), list[ByHand]()
     while todo and clock.now() < ends:
         other = todo.pop(0)
-        try:
-            if not allowed(other.hybrid(batch), options):
-                continue
-            made = plan_by_hand(split, cluster, pricing_of(options, other, ends - clock.now()), other, limit_bytes)
-        except AutoparallelError:
-            continue
-        if made.prediction.peak_bytes <= limit_bytes and made.prediction.step_s < plan.prediction.step_s:
-            hand, plan, todo = other, made, list(_neighbours(other, batch))
-    return {} if plan is start else {str(hand): plan}
+        with suppress(AutoparallelError):
+            if allowed(other.hybrid(batch), options):
+                step_s, peak_bytes = judged(other)
+                if peak_bytes <= limit_bytes and step_s < best_s:
+                    best_s, todo = step_s, list(_neighbours(other, batch))
+                    path.append(other)
+    for other in reversed(path):
+        with suppress(AutoparallelError):
+            found = priced(other).prediction
+            if found.peak_bytes <= limit_bytes and found.step_s < plan.prediction.step_s:
+                return {str(other): made[str(other)]}
+    return {}
 
 
 def _neighbours(hand: ByHand, batch: int) -> Iterator[ByHand]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 
 from autoparallel import clock
@@ -13,11 +14,13 @@ from autoparallel.garbage import collected_later
 from autoparallel.partition import Splits
 from autoparallel.partition.microbatch import batch_size
 from autoparallel.planning.by_hand import ByHand
+from autoparallel.planning.candidates import Candidate
 from autoparallel.planning.facts import whole_state
+from autoparallel.planning.hand_layouts import HandEstimate
 from autoparallel.planning.options import Options
-from autoparallel.planning.plan_by_hand import plan_by_hand
+from autoparallel.planning.plan_by_hand import estimate_by_hand, plan_by_hand
 from autoparallel.plans import Hybrid, Plan
-from autoparallel.plans.record import EXCLUDED, LATE, Alternative, LeftOut, Record
+from autoparallel.plans.record import EXCLUDED, LARGER, LATE, SLOWER, Alternative, LeftOut, Record
 from autoparallel.plans.reports.asked import alternative_of, with_comparison
 from cost_models import Cluster
 from cost_models.memory import TrainingState
@@ -76,11 +79,12 @@ def _divided(devices: int, host_devices: int, experts: bool) -> Iterator[str]:
 @dataclass(frozen=True)
 class UsualPlans:
     """Usual plans by hand: those ``priced`` by their texts (also if they exceed ``limit_bytes`` on a device), and those
-    ``left_out``."""
+    ``left_out``. ``combinations``: of all whose steps are priced or estimated."""
 
     priced: Mapping[str, Plan]
     left_out: Sequence[LeftOut]
     limit_bytes: float
+    combinations: tuple[Candidate, ...] = ()
 
     @property
     def fitting(self) -> Sequence[tuple[str, Plan]]:
@@ -114,36 +118,107 @@ class UsualPlans:
 
 
 def usual_plans(split: Splits, cluster: Cluster, options: Options, seconds: float = math.inf,
-                texts: Iterable[str] | None = None) -> UsualPlans:
+                texts: Iterable[str] | None = None, near: float = math.inf) -> UsualPlans:
     """Price each of the `recipes` (or ``texts``) that ``options`` and the model allow; the others are left out, with
-    the reason. Once one plan fits in memory, no further recipe is begun after ``seconds``."""
-    limit, graph, ends = options.limit_bytes(cluster), split.graph, clock.now() + seconds
-    found, left_out, hybrids = dict[str, Plan](), list[LeftOut](), set[tuple[Hybrid, object, str]]()
-    experts = any(EXPERTS in node.op_name for node in graph.of_kind("op"))
-    state, fits = whole_state(graph, cluster, options, options.tier), False
+    the reason. Once one plan fits in memory, no further recipe is begun after ``seconds``. ``near``: in the order of
+    their estimates, those that fit first; of each family the first one, and those that are estimated to take at most
+    so many times as long as the fastest plan that fits."""
+    experts = any(EXPERTS in node.op_name for node in split.graph.of_kind("op"))
+    pricing = _Pricing(split, cluster, options, clock.now() + seconds, seconds > 0)
     with collected_later():
-        for text in texts if texts is not None else recipes(cluster.num_devices, cluster.devices_per_host, experts):
-            hand = ByHand.of(text).on(cluster.num_devices)
-            if state_bytes(hand, replace(state, optimizer=0.0)) > limit:
-                least = state_bytes(hand, state)
-                left_out.append(LeftOut(text, "weights, gradients and optimizer states", least, hand.family))
-                continue
+        given = texts if texts is not None else recipes(cluster.num_devices, cluster.devices_per_host, experts)
+        recipes_left = [(text, hand) for text in given if (hand := pricing.possible(text)) is not None]
+        if near < math.inf:
+            pricing.estimate(recipes_left)
+            recipes_left.sort(key=lambda one: pricing.order(one[0]))
+        for text, hand in recipes_left:
+            pricing.price(text, hand, near)
+    return UsualPlans(pricing.priced, pricing.left_out, pricing.limit, tuple(pricing.combinations()))
+
+
+class _Pricing:
+    """Usual plans as they are priced until ``ends`` (by `clock`), and then until one fits, if there is ``any_time``."""
+
+    def __init__(self, split: Splits, cluster: Cluster, options: Options, ends: float, any_time: bool) -> None:
+        self.split, self.cluster, self.options, self.ends, self.any_time = split, cluster, options, ends, any_time
+        self.limit, self.state = options.limit_bytes(cluster), whole_state(split.graph, cluster, options, options.tier)
+        self.priced, self.left_out = dict[str, Plan](), list[LeftOut]()
+        self._seen, self._families = set[tuple[Hybrid, object, str]](), set[str]()
+        self._estimates = dict[str, tuple[Hybrid, tuple[int, ...], HandEstimate]]()
+        self._best_s = math.inf
+
+    def possible(self, text: str) -> ByHand | None:
+        """A plan by hand that the bound of its memory, the batch and the options allow, and no earlier text means."""
+        hand = ByHand.of(text).on(self.cluster.num_devices)
+        if state_bytes(hand, replace(self.state, optimizer=0.0)) > self.limit:
+            least = state_bytes(hand, self.state)
+            self.left_out.append(LeftOut(text, "weights, gradients and optimizer states", least, hand.family))
+            return None
+        try:
+            hybrid = hand.hybrid(batch_size(self.split.graph) if hand.needs_batch else 1)
+        except AutoparallelError as error:
+            self._leave_out(text, hand, _reason(self.split.graph, hand, error))
+            return None
+        if (key := (hybrid, hand.mesh, hand.recompute)) in self._seen:
+            return None
+        self._seen.add(key)
+        if not allowed(hybrid, self.options):
+            self._leave_out(text, hand, EXCLUDED)
+            return None
+        return hand
+
+    def estimate(self, hands: Sequence[tuple[str, ByHand]]) -> None:
+        """Estimate plans until half of the time is up; pricing says why one is not possible."""
+        half = (clock.now() + self.ends) / 2
+        for text, hand in hands:
+            if clock.now() < half:
+                with suppress(AutoparallelError):
+                    options = pricing_of(self.options, hand)
+                    found = estimate_by_hand(self.split, self.cluster, options, hand, self.limit)
+                    if found is not None:
+                        hybrid = hand.hybrid(batch_size(self.split.graph) if hand.needs_batch else 1)
+                        self._estimates[text] = hybrid, hand.mesh[0], found
+
+    def order(self, text: str) -> tuple[bool, bool, float]:
+        """Those that fit by their estimates first, the fastest of them first; of the others the smallest."""
+        if text not in self._estimates:
+            return True, False, 0.0
+        found = self._estimates[text][-1]
+        fits = found.peak_bytes <= self.limit
+        return not fits, True, found.step_s if fits else found.peak_bytes
+
+    def price(self, text: str, hand: ByHand, near: float) -> None:
+        estimate = self._estimates.get(text)
+        slow = estimate is not None and estimate[-1].step_s > near * self._best_s
+        if hand.family in self._families and (slow or (estimate is not None and self.order(text)[0] and self._fits)):
+            self._leave_out(text, hand, SLOWER if slow else LARGER)
+        elif clock.now() >= self.ends and not (self.any_time and not self._fits):
+            self._leave_out(text, hand, LATE)
+        else:
             try:
-                hybrid = hand.hybrid(batch_size(graph) if hand.needs_batch else 1)
-                if (hybrid, hand.mesh, hand.recompute) in hybrids:
-                    continue
-                if not allowed(hybrid, options):
-                    left_out.append(LeftOut(text, EXCLUDED, family=hand.family))
-                elif clock.now() < ends or (seconds > 0 and not fits):
-                    hybrids.add((hybrid, hand.mesh, hand.recompute))
-                    priced = pricing_of(options, hand, max(BEGUN_S, ends - clock.now()))
-                    found[text] = plan_by_hand(split, cluster, priced, hand, limit)
-                    fits = fits or found[text].prediction.peak_bytes <= limit
-                else:
-                    left_out.append(LeftOut(text, LATE, family=hand.family))
+                options = pricing_of(self.options, hand, max(BEGUN_S, self.ends - clock.now()))
+                made = self.priced[text] = plan_by_hand(self.split, self.cluster, options, hand, self.limit)
             except AutoparallelError as error:
-                left_out.append(LeftOut(text, _reason(graph, hand, error), family=hand.family))
-    return UsualPlans(found, left_out, limit)
+                self._leave_out(text, hand, _reason(self.split.graph, hand, error))
+                return
+            self._families.add(hand.family)
+            if made.prediction.peak_bytes <= self.limit:
+                self._best_s = min(self._best_s, made.prediction.step_s)
+
+    @property
+    def _fits(self) -> bool:
+        return self._best_s < math.inf
+
+    def combinations(self) -> Iterator[Candidate]:
+        """The combinations of the plans that were priced, and of those that were only estimated as they are."""
+        for plan in self.priced.values():
+            yield Candidate(plan.hybrid, plan.mesh_shape, plan.prediction.step_s)
+        for text, (hybrid, mesh_shape, estimate) in self._estimates.items():
+            if text not in self.priced and ByHand.of(text).recompute == hybrid.recompute:
+                yield Candidate(hybrid, mesh_shape, estimate.step_s)
+
+    def _leave_out(self, text: str, hand: ByHand, why: str) -> None:
+        self.left_out.append(LeftOut(text, why, family=hand.family))
 
 
 def _reason(graph: OpGraph, hand: ByHand, error: AutoparallelError) -> str:

@@ -150,6 +150,8 @@ class Alternative:
 
 #: Why usual plans by hand are not priced, apart from memory and the batch.
 LATE, EXCLUDED = "not priced for lack of time", "excluded by the options given"
+#: And where another plan of its kind was priced.
+SLOWER, LARGER = "slower by an estimate than another of its kind", "too large by an estimate, unlike others of its kind"
 
 
 @dataclass(frozen=True)

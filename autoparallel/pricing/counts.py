@@ -62,8 +62,10 @@ class ExecutionCounts:
 
     ``stages_of``: by decision, the stages that run it, in order (several for tied parameters and side computations; the
     default is one stage; none for what no stage needs, whose values count on the first and whose work does not,
-    ``unused``). In a reduced-depth model (`planning.reduced_model`) a decision counts for ``multiplicities``
-    decisions, and one rank holds ``held`` times the values that a decision of the first stage has in a step.
+    ``unused``). ``alike``: numbers by decision; equal decisions with equal numbers take equally long on their stages
+    (default: those on the same stages). In a reduced-depth model (`planning.reduced_model`) a decision counts for
+    ``multiplicities`` decisions, and one rank holds ``held`` times the values that a decision of the first stage has in
+    a step.
     ``recomputing``: how the software recomputes. ``blocks``: the recomputed blocks. ``saved``: the values kept for
     backward. ``of_parameter``, ``views``: by decision, whether its value is a parameter (also read by several), or a
     view of parameters. ``lookups``: tables on the host, and the ops that read them. ``sparse``: tables with
@@ -73,8 +75,8 @@ class ExecutionCounts:
     def __init__(self, space: StrategySpace, hybrid: Hybrid | None = None,
                  stages_of: Sequence[tuple[int, ...]] | None = None, training: bool = True,
                  multiplicities: Sequence[int] | None = None, held: Sequence[float] | None = None,
-                 recomputing: Recomputing | None = None) -> None:
-        self.space, self.hybrid = space, hybrid or Hybrid()
+                 recomputing: Recomputing | None = None, alike: np.ndarray | None = None) -> None:
+        self.space, self.hybrid, self.alike = space, hybrid or Hybrid(), alike
         self.multiplicities, self.held = multiplicities or [1] * len(space), held or [1] * len(space)
         self.one_for_all = held is not None
         self.stages_of = [stages or (0,) for stages in stages_of] if stages_of is not None else [(0,)] * len(space)

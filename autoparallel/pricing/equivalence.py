@@ -42,7 +42,8 @@ class Equivalence:
         if counts.sparse.density:
             facts.append([counts.sparse.density.get(index, -1.0) for index in range(count)])
         if not counts.in_one:
-            facts += [_numbered(counts.stages_of), [index in counts.unused for index in range(count)]]
+            facts += [_numbered(counts.stages_of) if counts.alike is None else counts.alike,
+                      [index in counts.unused for index in range(count)]]
         if counts.hybrid.recompute != "none":
             facts += [[index in counts.blocks.runs_again for index in range(count)],
                       _numbered(map(counts.offloads, range(count)))]

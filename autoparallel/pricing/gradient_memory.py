@@ -57,7 +57,7 @@ class GradientMemory:
                 num_bytes = self.prices.local_bytes(use.meta, s.inputs[use.position])[columns][None, :]
             else:
                 num_bytes = self.prices.local_bytes(s.output_metas[use.output], s.outputs[use.output])[rows][:, None]
-            copies = self.counts.held[end] * self.live.share(*self.counts.stages_of[end])
+            copies = self.live.share(*self.counts.stages_of[end])    # of blocks, in backward, one at a time
             usages = np.broadcast_to(copies * np.maximum(num_bytes - room, 0.0), shape)
             room = max(0.0, room - float(num_bytes.max()))
             yield Edge(use.source, use.target, np.zeros(shape), usages, interval)
@@ -83,7 +83,7 @@ class GradientMemory:
         made = [sum(m.num_bytes for m in s.output_metas if m.requires_grad)
                 if decision.kind == "op" and not passes_on(self.space, decision.index) else 0
                 for decision, s in zip(self.space.decisions, sets, strict=True)]
-        least = SHARE * sum(made)
+        least = SHARE * sum(count * size for count, size in zip(self.counts.multiplicities, made, strict=True))
         for index in range(len(made)):
             turned = int(self.live.starts[index]) + turning - index
             if (use := self._makes_inside(index, least)) is not None:

@@ -324,17 +324,17 @@ def _leaving(pricer: SpacePricer, strategies: Sequence[Strategy]) -> Iterator[tu
 
 def add_uses(pricer: SpacePricer, strategies: Sequence[Strategy], stages: Sequence[Parts], found: Found) -> None:
     """Add the costs of uses, once per equivalence class."""
-    moves = pricer.costs.moves(strategies)
+    moves, numbers = pricer.costs.moves(strategies), pricer.costs.kinds.numbers(strategies)
     counts, equivalent = Counter(move.kind for move in moves), {move.kind: move for move in reversed(moves)}
     for kind, move in equivalent.items():
         for place in pricer.counts.stages_of[move.use.target]:
-            _add_use(pricer, strategies, move, counts[kind], place, stages[place], found)
+            _add_use(pricer, numbers, move, counts[kind], place, stages[place], found)
 
 
-def _add_use(pricer: SpacePricer, strategies: Sequence[Strategy], move: Move, count: int, place: int, stage: Parts,
-              found: Found) -> None:
+def _add_use(pricer: SpacePricer, numbers: np.ndarray, move: Move, count: int, place: int, stage: Parts, found: Found
+             ) -> None:
     space, counts, use = pricer.space, pricer.counts, move.use
-    ends = tuple(pricer.costs.kinds.numbers(strategies)[[use.source, use.target]].tolist())
+    ends = tuple(numbers[[use.source, use.target]].tolist())
     if counts.sums(use):
         summed_s = count * float(pricer.costs.sums_s(use)[ends])
         stage.backward += summed_s

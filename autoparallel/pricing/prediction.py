@@ -171,16 +171,27 @@ def evened(prices: Prices, hybrid: Hybrid) -> float:
     return hybrid.pipeline_ranks / sum(size * pace for size, pace in zip(hybrid.groups, paces, strict=True))
 
 
-def decision_seconds(prices: Prices, hybrid: Hybrid, strategies: Sequence[Strategy]) -> np.ndarray:
+def decision_seconds(prices: Prices, hybrid: Hybrid, strategies: Sequence[Strategy], alike: np.ndarray) -> np.ndarray:
     """Seconds that each decision of a plan, with the uses of its inputs, adds to one micro-batch, on the slowest
-    devices; shape (decisions,)."""
-    counts = ExecutionCounts(prices.space, hybrid, [(index,) for index in range(len(prices.space))])
+    devices; shape (decisions,). ``alike``: numbers by decision; equal decisions with equal numbers are priced once, as
+    their mean."""
+    counts = ExecutionCounts(prices.space, hybrid, [(index,) for index in range(len(prices.space))], alike=alike)
     pricer, decisions = SpacePricer(prices.alike(), counts=counts), [Parts() for _ in prices.space.decisions]
     add_decisions(pricer, strategies, decisions, {})
     add_uses(pricer, strategies, decisions, {})
-    return np.array(
-        [(decision.total - decision.once) / hybrid.micro_batches_on(index) for index, decision in enumerate(decisions)]
-    )
+    each = [(decision.total - decision.once) / hybrid.micro_batches_on(index)
+            for index, decision in enumerate(decisions)]
+    which = np.unique(pricer.costs.kinds.decision_codes(strategies), return_inverse=True)[1].reshape(-1)
+    return means(np.array(each), which)
+
+
+def means(values: np.ndarray, which: np.ndarray) -> np.ndarray:
+    """Each value's mean with those that have its number in ``which``.
+
+    >>> means(np.array([1.0, 3.0, 5.0]), np.array([0, 0, 1])).tolist()
+    [2.0, 2.0, 5.0]
+    """
+    return np.asarray((np.bincount(which, values) / np.maximum(np.bincount(which), 1))[which])
 
 
 def equal_stages_s(hybrid: Hybrid, micro_batches_s: float) -> float:
