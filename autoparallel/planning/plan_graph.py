@@ -41,7 +41,7 @@ _LOG = logging.getLogger("autoparallel")
 USUAL_SHARE, TUNING_SHARE, PLAIN_SHARE, MOST_PLAIN_S = 0.3, 0.15, 0.125, 4.0
 #: Usual plans that are estimated to take longer than the fastest by more than this factor are not priced, but for one
 #: of each kind.
-NEAR = 1.1
+NEAR = 1.05
 #: Most usual plans that the joint search begins with.
 MOST_STARTS = 2
 

@@ -83,12 +83,13 @@ class StepBounds:
         """Bound the combination's decision graph, or one that is no more, unless that is done; returns whether it is
         new. Takes about 0.1 s. Not ``fully``: none that bounds this combination alone.
 
-        Its own graph comes last, and before it those that bound other ZeRO stages, too, of numbers of micro-batches
-        that divide its own: no step takes longer, but for what stays in the cache (the first such step is bounded
-        without that too, and any above ``best_s``). After the graphs memory has a price.
+        Its own graph comes last, and before it those that bound other ZeRO stages, too: of the fewest micro-batches
+        that divide its own, and of its own. No step of a divisor takes longer, but for what stays in the cache (the
+        first such step is bounded without that too, and any above ``best_s``). After the graphs memory has a price.
         """
         kind = Kind.of(candidate)
-        for one in [*map(kind.least, self._fewer(kind)), *([kind] if fully else [])]:
+        least = dict.fromkeys(kind.least(count) for count in (self._fewer(kind)[0], kind.micro_batches))
+        for one in (*least, *([kind] if fully else [])):
             if one not in self._work:
                 self._bound(one, best_s)
                 return True

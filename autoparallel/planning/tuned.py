@@ -18,20 +18,25 @@ from autoparallel.planning.usual import UsualPlans, allowed, pricing_of
 from autoparallel.plans import Plan
 from cost_models import Cluster
 
+#: Multiples of the fastest plan's step: families beyond the first are not tuned; nor is one priced that is estimated to
+#: be beyond the second after it.
+FAR, FAR_ESTIMATE = 1.5, 1.05
 #: The steps from each kind of recompute to less of it; "auto" finds the fewest blocks by itself.
 _LESS = {"full": ("selective", AUTO), "selective": ("none", AUTO)}
 
 
 def tuned(usual: UsualPlans, split: Splits, cluster: Cluster, options: Options, ends: float) -> UsualPlans:
     """The usual plans, and a tuned one of each family whose most promising plan can be made faster within memory and
-    ``options``; the most promising family comes first. Nothing is priced after ``ends``, by the search's clock."""
+    ``options``; the most promising family comes first. Families that take more than `FAR` times as long as the fastest
+    plan are left as they are. Nothing is priced after ``ends``, by the search's clock."""
     found, families = dict(usual.priced), dict[tuple[object, ...], tuple[ByHand, Plan]]()
     for text, plan in sorted(usual.fitting, key=lambda item: _promise(item[1], usual.limit_bytes)):
         hand = ByHand.of(text).on(cluster.num_devices)
         families.setdefault((hand.tp > 1, hand.pp > 1, hand.ep > 1, hand.zero), (hand, plan))
     for hand, plan in families.values():
-        if hand.needs_batch:
-            found.update(_climbed(hand, plan, usual.limit_bytes, split, cluster, options, ends))
+        best_s = replace(usual, priced=found).fitting[0][1].prediction.step_s
+        if hand.needs_batch and plan.prediction.step_s <= FAR * best_s:
+            found.update(_climbed(hand, plan, FAR_ESTIMATE * best_s, usual.limit_bytes, split, cluster, options, ends))
     new = tuple(Candidate(plan.hybrid, plan.mesh_shape, plan.prediction.step_s) for text, plan in found.items()
                 if text not in usual.priced)
     return replace(usual, priced=found, combinations=usual.combinations + new)
@@ -43,10 +48,11 @@ def _promise(plan: Plan, limit_bytes: float) -> float:
     return made.step_s - made.recompute_s * min(1.0, limit_bytes / made.peak_bytes - 1.0)
 
 
-def _climbed(hand: ByHand, plan: Plan, limit_bytes: float, split: Splits, cluster: Cluster, options: Options,
-             ends: float) -> dict[str, Plan]:
-    """The plan after all changes that make it faster and fit, one at a time, by its text; empty if there are none.
-    Changes are judged by estimates; the last of them that makes it faster in full counts."""
+def _climbed(hand: ByHand, plan: Plan, near_s: float, limit_bytes: float, split: Splits, cluster: Cluster,
+             options: Options, ends: float) -> dict[str, Plan]:
+    """The plan after all changes that make it faster and fit, one at a time, by its text; empty if there are none, or
+    if it is not estimated to be within ``near_s``. Changes are judged by estimates; the last of them that makes it
+    faster in full counts."""
     batch, made = batch_size(split.graph), {str(hand): plan}
 
     def priced(other: ByHand) -> Plan:
@@ -68,7 +74,7 @@ def _climbed(hand: ByHand, plan: Plan, limit_bytes: float, split: Splits, cluste
                 if peak_bytes <= limit_bytes and step_s < best_s:
                     best_s, todo = step_s, list(_neighbours(other, batch))
                     path.append(other)
-    for other in reversed(path):
+    for other in reversed(path) if best_s <= near_s else ():
         with suppress(AutoparallelError):
             found = priced(other).prediction
             if found.peak_bytes <= limit_bytes and found.step_s < plan.prediction.step_s:

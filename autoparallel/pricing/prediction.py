@@ -14,6 +14,7 @@ from autoparallel.layout import COLLECTIVES
 from autoparallel.plans import CollectiveUse, Hybrid, Prediction
 from autoparallel.plans.record import StageSeconds
 from autoparallel.pricing.counts import ExecutionCounts
+from autoparallel.pricing.equal_blocks import with_equals
 from autoparallel.pricing.hidden import hidden as simulated_hidden
 from autoparallel.pricing.overlap_simulation import Hidden
 from autoparallel.pricing.parts import (
@@ -131,11 +132,15 @@ def fixed_s(cluster: Cluster, hybrid: Hybrid, training: bool = True) -> float:
 
 
 def _hidden(pricer: SpacePricer, strategies: Sequence[Strategy] | None, stages: Sequence[int] = (0,)) -> Hidden:
-    """Seconds of parameters' communication that overlaps with compute: as this project's programs do it, less where
-    the software does it less. (Of no strategies: none.)"""
+    """Seconds of parameters' communication that overlaps with compute. (Of no strategies: none.)"""
     if strategies is None:
         return Hidden()
-    profile, found = pricer.prices.cluster.profile, simulated_hidden(pricer, strategies, stages)
+    return _as_software(pricer, simulated_hidden(pricer, strategies, stages))
+
+
+def _as_software(pricer: SpacePricer, found: Hidden) -> Hidden:
+    """What this project's programs hide, less where the software hides less."""
+    profile = pricer.prices.cluster.profile
     share = 1.0 if profile is None else profile.hide_data
     return Hidden(share * found.each, share * found.once, found.activations)
 
@@ -156,7 +161,7 @@ def estimate(pricer: SpacePricer, strategies: Sequence[Strategy]) -> float:
     hybrid, stage = pricer.counts.hybrid, Parts()
     add_decisions(pricer, strategies, [stage], {})
     add_uses(pricer, strategies, [stage], {})
-    hidden = _hidden(pricer, strategies)
+    hidden = _as_software(pricer, with_equals(pricer, strategies, simulated_hidden(pricer, strategies)))
     once = (stage.once - hidden.once) * max(hybrid.groups) / hybrid.pipeline_ranks
     fixed = fixed_s(pricer.prices.cluster, hybrid, pricer.prices.training)
     profile = pricer.prices.cluster.profile

@@ -291,7 +291,6 @@ class _Builder:
     def _edge(self, use: TensorUse, copies: float | None = None) -> Edge:
         """An edge; different classes may share costs or usages. ``copies``: of what it holds (None: without memory)."""
         rows, columns = self.chosen[use.source], self.chosen[use.target]
-        clock.did("cells priced", len(rows) * len(columns))
         seconds = self.costs.use_s(use, rows, columns)
         if copies is None:
             return Edge(use.source, use.target, seconds)

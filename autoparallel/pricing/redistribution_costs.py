@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections import defaultdict
 from collections.abc import Sequence
 from functools import cached_property
@@ -9,6 +10,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from autoparallel import clock
 from autoparallel.capture import TensorMeta
 from autoparallel.capture.blocks import block_path
 from autoparallel.layout import COLLECTIVES, SUMS, Layout, Placement, RedistributionTable, Step
@@ -22,6 +24,9 @@ from cost_models import Cluster, Group, collectives
 #: search; as many of this table's size as have so many cells, of 12 bytes each.
 _TABLES: dict[tuple[Any, ...], RedistributionTable] = {}
 MOST_CELLS = 1.2e7
+#: Prices whose seconds of uses are kept, for step configurations and bounds of the same micro-batches and mesh.
+_RECENT: list[weakref.ref[RedistributionPrices]] = []
+MOST_RECENT = 6
 
 
 class PricedStep(NamedTuple):
@@ -47,6 +52,8 @@ class RedistributionPrices:
         self._tables: dict[tuple[Any, ...], RedistributionTable] = {}
         self._weighted: dict[tuple[Any, ...], np.ndarray] = {}
         self._steps: dict[tuple[Any, ...], list[PricedStep]] = {}
+        #: Of recently asked prices only.
+        self._uses: dict[tuple[Any, ...], np.ndarray] = {}
 
     def table(self, meta: TensorMeta) -> RedistributionTable:
         """For a tensor, the redistribution path between each two layouts that is cheapest in seconds, forward and
@@ -181,14 +188,27 @@ class RedistributionPrices:
     def use_s(self, use: TensorUse, times: tuple[float, float] = (1, 1), summing: Summing = ALONE) -> np.ndarray:
         """Seconds of a use's redistribution, run ``times`` (forward, backward); by (source strategy, target
         strategy)."""
-        rows = self.space.strategy_sets[use.source].outputs[use.output]
-        columns = self.space.strategy_sets[use.target].inputs[use.position]
-        seconds = self._seconds(use.meta, times)
+        source, target = self.space.strategy_sets[use.source], self.space.strategy_sets[use.target]
+        key = id(source), use.output, id(target), use.position, use.meta.requires_grad, times, summing
+        if key not in self._uses:
+            _keep_recent(self)
+            self._uses[key] = self._use_s(use.meta, source.outputs[use.output], target.inputs[use.position], times,
+                                          summing)
+        return self._uses[key]
+
+    def _use_s(self, meta: TensorMeta, rows: np.ndarray, columns: np.ndarray, times: tuple[float, float],
+               summing: Summing) -> np.ndarray:
+        clock.did("cells priced", len(rows) * len(columns))
+        seconds = self._seconds(meta, times)
         if summing != ALONE:
-            seconds = seconds + times[1] * self._more_by(use.meta, summing)
+            seconds = seconds + times[1] * self._more_by(meta, summing)
             if self.block_bytes and summing.in_block:
-                seconds = seconds + times[0] * self._more_forward(use.meta, summing)
+                seconds = seconds + times[0] * self._more_forward(meta, summing)
         return seconds[rows[:, None], columns]
+
+    def forget(self) -> None:
+        """Let go of what is priced again if it is asked for."""
+        self._uses.clear()
 
     def _more_by(self, meta: TensorMeta, summing: Summing) -> np.ndarray:
         """Extra seconds (or savings) of backward under ``summing``; by (layout, layout)."""
@@ -271,6 +291,16 @@ class RedistributionPrices:
         rows = self.space.strategy_sets[use.source].outputs[use.output]
         columns = self.space.strategy_sets[use.target].inputs[use.position]
         return np.maximum(self._weighted[key][rows[:, None], columns] - self.use_copies(use), 0.0)
+
+
+def _keep_recent(prices: RedistributionPrices) -> None:
+    """Prices of which seconds of uses are kept: the last `MOST_RECENT` that computed some."""
+    if _RECENT and _RECENT[-1]() is prices:
+        return
+    _RECENT[:] = [one for one in _RECENT if one() is not None and one() is not prices]
+    _RECENT.append(weakref.ref(prices))
+    if len(_RECENT) > MOST_RECENT and (oldest := _RECENT.pop(0)()) is not None:
+        oldest.forget()
 
 
 def _repeated(count: float, seconds: np.ndarray) -> np.ndarray:

@@ -237,7 +237,9 @@ class StepCosts:
                 found = found + (there + back)[:, None]
             if self.lookups.is_table(use.source) or use.source in self.counts.sparse.density:
                 found = np.where(as_stored(self.space, use), found, np.inf)
-            return found[rows[:, None], columns]
+            every = [np.array_equal(some, np.arange(size))
+                     for some, size in zip((rows, columns), found.shape, strict=True)]
+            return found if all(every) else found[rows[:, None], columns]
 
         key = "use", self.use_key(use, rows, columns), counted, sums, summing, moves, skips is not None, \
             id(self.counts.away[use.source]), self.lookups.place(use.source), \
