@@ -13,37 +13,35 @@ from dataclasses import dataclass, field
 from autoparallel.layout import COLLECTIVES
 from autoparallel.pricing.overlap_simulation import Hidden
 from autoparallel.pricing.problem import SpacePricer
+from autoparallel.schedule.async_windows import kind_of
 from autoparallel.strategies.space import Strategy
 
 
 @dataclass
 class _Phase:
     """Seconds of a block in forward, or in backward, of all that it stands for: of its work, and of communication of
-    parameters by stream."""
+    parameters by stream. ``awaited``: streams of communication that work waits for, behind what was launched before."""
 
     work_s: float = 0.0
     sent_s: dict[str, float] = field(default_factory=lambda: defaultdict(float))
+    awaited: set[str] = field(default_factory=set)
 
-    def hidden_s(self, share: float, alone: float) -> float:
-        """Seconds that blocks hide among their own kind, beside what the simulated step hides. ``share``: of the work
-        that communication may overlap with; ``alone``: how much of that is of the block that the step has."""
-        work_s, longest_s = share * self.work_s, max(self.sent_s.values(), default=0.0)
-        return min(max(0.0, longest_s - alone * work_s), (1 - alone) * work_s)
+    def hidden_s(self, alone: float) -> float:
+        """Seconds that blocks hide among their own kind, beside what the simulated step hides; ``alone``: how much of
+        the work is of the block that the step has."""
+        longest_s = max((sent_s for stream, sent_s in self.sent_s.items() if stream not in self.awaited), default=0.0)
+        return min(max(0.0, longest_s - alone * self.work_s), (1 - alone) * self.work_s)
 
 
 def with_equals(pricer: SpacePricer, strategies: Sequence[Strategy], found: Hidden) -> Hidden:
     """The seconds saved by overlap (``found``: in the simulated step of a reduced-depth model) with those of equal
-    blocks among one another, where every micro-batch overlaps: in a steady state, in which the longest of work and
-    streams counts. No more is hidden than is sent, less the slowdown."""
+    blocks among one another, where each prefetches what it gathers (ZeRO-3): in a steady state, in which the longest of
+    work and streams counts. No more is hidden than is sent, less the slowdown."""
     hybrid, pace = pricer.counts.hybrid, min(1.0, max(0.0, 2 - pricer.prices.device.overlap_slowdown))
-    if not pricer.prices.training or not hybrid.overlaps_each or max(pricer.counts.multiplicities, default=1) == 1:
+    if not (pricer.prices.training and hybrid.prefetches and max(pricer.counts.multiplicities) > 1):
         return found
     blocks, sent_s = _phases(pricer, strategies)
-    total_s, rounds = 0.0, 1 if hybrid.is_plain else hybrid.micro_batches // hybrid.copies
-    for several, forward, backward in blocks:
-        alone = min(1.0, hybrid.stages / several)
-        total_s += forward.hidden_s(1 / rounds if hybrid.zero_stage < 3 else 1.0, alone)    # gathered once for all
-        total_s += backward.hidden_s(1.0, alone)
+    total_s = sum(phase.hidden_s(min(1.0, hybrid.stages / several)) for several, *phases in blocks for phase in phases)
     saved_s = max(0.0, min(pace * total_s, pace * sent_s - found.total))
     if hybrid.copies == 1:
         return found._replace(each=found.each + saved_s)
@@ -64,15 +62,21 @@ def _phases(pricer: SpacePricer, strategies: Sequence[Strategy]) -> tuple[list[t
     for use, path, _ in pricer.costs.moves(strategies):
         _, forward, backward = found.get(space.blocks[use.target], (0, _Phase(), _Phase()))
         times = counts.use_times(use, choice=int(numbers[use.target]))
+        begins = True    # with reductions, of which no others are async
         for step, seconds, _ in path:
             there_s, back_s = times.forward * seconds[0], times.again * seconds[0] + times.backward * seconds[1]
             crossed = pricer.prices.groups[step.axis].crossed
+            kind = kind_of(step.forward, step.backward, use.meta.requires_grad)
+            begins &= kind == "reduction"
+            is_async = counts.of_parameter[use.source] and (begins or kind == "gather")
             for phase, action, sent_s in ((forward, step.forward, there_s), (backward, step.backward, back_s)):
-                if action in COLLECTIVES and counts.of_parameter[use.source] and crossed:
-                    phase.sent_s[crossed[-1][1].name] += sent_s
+                stream = crossed[-1][1].name if crossed and action in COLLECTIVES and sent_s else None
+                if is_async and stream is not None:
+                    phase.sent_s[stream] += sent_s
                     whole_s += sent_s
-                else:
-                    phase.work_s += sent_s
+                    continue
+                phase.work_s += sent_s
+                phase.awaited |= {stream} - {None}
     return list(found.values()), whole_s
 
 
