@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from typing import Any
 
@@ -9,13 +10,13 @@ import pytest
 
 from autoparallel import clock
 from autoparallel.partition import Splits
-from autoparallel.planning import hand_layouts
+from autoparallel.planning import hand_layouts, usual
 from autoparallel.planning.by_hand import ByHand
 from autoparallel.planning.options import Options
 from autoparallel.planning.plan_by_hand import estimate_by_hand, plan_by_hand
 from autoparallel.planning.usual import pricing_of, usual_plans
 from autoparallel.plans import Plan
-from autoparallel.plans.record import SLOWER
+from autoparallel.plans.record import FAR_SLOWER, SLOWER
 from autoparallel.plans.roles import roles_of
 from autoparallel.search import solve
 from autoparallel.search.model.problem import Problem, Solution
@@ -114,6 +115,20 @@ def test_an_estimate_of_three_blocks_is_the_plan_s_step_and_bytes(text: str) -> 
     assert estimate_by_hand(Splits(graph(3)), CLUSTER, Options(), hand, math.inf) is None    # takes as long as the plan
 
 
+@pytest.mark.parametrize(("text", "slower"), [("dp=4,zero=3", 40), ("dp=4,zero=3,micro_batch=2", 40),
+                                              ("dp=4,zero=3,micro_batch=8,recompute=full", 60)])
+def test_equal_blocks_hide_what_they_gather_among_one_another(text: str, slower: float) -> None:
+    """On links on which gathers take about as long as compute: the simulated step of three blocks hides the least part
+    of those of the blocks between, which the plan's step hides."""
+    links = tuple(dataclasses.replace(link, bandwidth_bytes_per_s=link.bandwidth_bytes_per_s / slower)
+                  for link in CLUSTER.links)
+    cluster, split, hand = dataclasses.replace(CLUSTER, links=links), Splits(graph(16)), ByHand.of(text).on(4)
+    made = plan_by_hand(split, cluster, Options(by_hand=hand), hand).prediction
+    found = estimate_by_hand(split, cluster, Options(by_hand=hand), hand, math.inf)
+    assert found is not None and found.step_s == pytest.approx(made.step_s, rel=0.05)
+    assert made.hidden_s - made.ahead_s > 0.1 * made.step_s    # without it the estimate would be further off
+
+
 def test_recompute_of_as_few_blocks_as_needed_is_estimated_between_none_and_all() -> None:
     split, text = Splits(graph(LAYERS)), "dp=4,zero=1,micro_batch=8"
     none, full = (priced(split, f"{text},recompute={kind}").prediction for kind in ("none", "full"))
@@ -126,8 +141,10 @@ def test_recompute_of_as_few_blocks_as_needed_is_estimated_between_none_and_all(
         assert found is not None and found.step_s == pytest.approx(made.step_s, rel=1e-6)
 
 
-def test_usual_plans_near_the_fastest_are_priced_and_one_of_each_kind() -> None:
-    """The others are left out, and say why; the fastest is that of all. Combinations of both are told."""
+def test_usual_plans_near_the_fastest_are_priced_and_one_of_each_kind(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The others are left out, and say why; the fastest is that of all. Combinations of both are told. Of a kind that
+    is estimated to be much slower none is priced."""
+    monkeypatch.setattr(usual, "FAR", math.inf)
     cluster = Cluster.load("h100-sxm", num_devices=16)
     every = usual_plans(Splits(graph(LAYERS)), cluster, Options())
     some = usual_plans(Splits(graph(LAYERS)), cluster, Options(), near=1.05)
@@ -141,5 +158,10 @@ def test_usual_plans_near_the_fastest_are_priced_and_one_of_each_kind() -> None:
     told = {(one.hybrid.micro_batches, one.mesh_shape, one.hybrid.zero_stage) for one in some.combinations}
     assert {(hand.micro_batches, plan.mesh_shape, hand.zero_stage) for text in slower
             if "auto" not in text and (plan := every.priced.get(text)) for hand in [plan.hybrid]} <= told
+    monkeypatch.setattr(usual, "FAR", 1.05)
+    fewer = usual_plans(Splits(graph(LAYERS)), cluster, Options(), near=1.05)
+    far = {ByHand.of(one.by_hand).on(16).family for one in fewer.left_out if one.why == FAR_SLOWER}
+    assert far and far.isdisjoint(ByHand.of(text).on(16).family for text in fewer.priced)
+    assert fewer.fastest is not None and fewer.fastest[0] == every.fastest[0]
     plain = usual_plans(Splits(graph(3)), cluster, Options(), near=1.05)    # no block stands for others
     assert not [one for one in plain.left_out if one.why == SLOWER] and len(plain.priced) > len(some.priced)

@@ -14,13 +14,12 @@ from autoparallel.planning.by_hand import AUTO, ByHand
 from autoparallel.planning.candidates import Candidate
 from autoparallel.planning.options import Options
 from autoparallel.planning.plan_by_hand import estimate_by_hand, plan_by_hand
-from autoparallel.planning.usual import UsualPlans, allowed, pricing_of
+from autoparallel.planning.usual import FAR, UsualPlans, allowed, pricing_of
 from autoparallel.plans import Plan
 from cost_models import Cluster
 
-#: Multiples of the fastest plan's step: families beyond the first are not tuned; nor is one priced that is estimated to
-#: be beyond the second after it.
-FAR, FAR_ESTIMATE = 1.5, 1.05
+#: A tuned plan that is estimated to take longer than the fastest plan by more than this factor is not priced.
+MOST = 1.05
 #: The steps from each kind of recompute to less of it; "auto" finds the fewest blocks by itself.
 _LESS = {"full": ("selective", AUTO), "selective": ("none", AUTO)}
 
@@ -36,7 +35,7 @@ def tuned(usual: UsualPlans, split: Splits, cluster: Cluster, options: Options, 
     for hand, plan in families.values():
         best_s = replace(usual, priced=found).fitting[0][1].prediction.step_s
         if hand.needs_batch and plan.prediction.step_s <= FAR * best_s:
-            found.update(_climbed(hand, plan, FAR_ESTIMATE * best_s, usual.limit_bytes, split, cluster, options, ends))
+            found.update(_climbed(hand, plan, MOST * best_s, usual.limit_bytes, split, cluster, options, ends))
     new = tuple(Candidate(plan.hybrid, plan.mesh_shape, plan.prediction.step_s) for text, plan in found.items()
                 if text not in usual.priced)
     return replace(usual, priced=found, combinations=usual.combinations + new)

@@ -20,7 +20,7 @@ from autoparallel.planning.hand_layouts import HandEstimate
 from autoparallel.planning.options import Options
 from autoparallel.planning.plan_by_hand import estimate_by_hand, plan_by_hand
 from autoparallel.plans import Hybrid, Plan
-from autoparallel.plans.record import EXCLUDED, LARGER, LATE, SLOWER, Alternative, LeftOut, Record
+from autoparallel.plans.record import EXCLUDED, FAR_SLOWER, LARGER, LATE, SLOWER, Alternative, LeftOut, Record
 from autoparallel.plans.reports.asked import alternative_of, with_comparison
 from cost_models import Cluster
 from cost_models.memory import TrainingState
@@ -30,6 +30,8 @@ EXPERTS = "routed_experts"
 MOST_LETTERS = 150
 #: Seconds in which a recipe that is begun finds the fewest recomputed blocks, at least.
 BEGUN_S = 4.0
+#: Estimated steps, in relation to the fastest plan's, beyond which no plan of a family is priced.
+FAR = 1.5
 #: Relative difference up to which two step times count as equal.
 EQUAL_STEPS = 1e-3
 
@@ -121,8 +123,8 @@ def usual_plans(split: Splits, cluster: Cluster, options: Options, seconds: floa
                 texts: Iterable[str] | None = None, near: float = math.inf) -> UsualPlans:
     """Price each of the `recipes` (or ``texts``) that ``options`` and the model allow; the others are left out, with
     the reason. Once one plan fits in memory, no further recipe is begun after ``seconds``. ``near``: in the order of
-    their estimates, those that fit first; of each family the first one, and those that are estimated to take at most
-    so many times as long as the fastest plan that fits."""
+    their estimates, those that fit first, and only those that are estimated to take at most so many times as long as
+    the fastest plan that fits, or `FAR` times if they are the first of their family."""
     experts = any(EXPERTS in node.op_name for node in split.graph.of_kind("op"))
     pricing = _Pricing(split, cluster, options, clock.now() + seconds, seconds > 0)
     with collected_later():
@@ -188,10 +190,12 @@ class _Pricing:
         return not fits, True, found.step_s if fits else found.peak_bytes
 
     def price(self, text: str, hand: ByHand, near: float) -> None:
-        estimate = self._estimates.get(text)
-        slow = estimate is not None and estimate[-1].step_s > near * self._best_s
-        if hand.family in self._families and (slow or (estimate is not None and self.order(text)[0] and self._fits)):
-            self._leave_out(text, hand, SLOWER if slow else LARGER)
+        """Price a plan, unless it is estimated to be of no use beside those that are priced."""
+        estimate, known = self._estimates.get(text), hand.family in self._families
+        if estimate is not None and estimate[-1].step_s > (near if known else max(near, FAR)) * self._best_s:
+            self._leave_out(text, hand, SLOWER if known else FAR_SLOWER)
+        elif estimate is not None and known and self._fits and self.order(text)[0]:
+            self._leave_out(text, hand, LARGER)
         elif clock.now() >= self.ends and not (self.any_time and not self._fits):
             self._leave_out(text, hand, LATE)
         else:

@@ -150,8 +150,9 @@ class Alternative:
 
 #: Why usual plans by hand are not priced, apart from memory and the batch.
 LATE, EXCLUDED = "not priced for lack of time", "excluded by the options given"
-#: And where another plan of its kind was priced.
+#: And by an estimate: where another plan of its kind was priced; where none was.
 SLOWER, LARGER = "slower by an estimate than another of its kind", "too large by an estimate, unlike others of its kind"
+FAR_SLOWER = "much slower by an estimate"
 
 
 @dataclass(frozen=True)

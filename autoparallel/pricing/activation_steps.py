@@ -68,8 +68,8 @@ class ActivationSteps:
         self._travels = self._with_layers()
         if runs_in_pieces(self.counts.hybrid):
             self._take_pieces()
-        products = [decision.index for decision, s in zip(self.space.decisions, self.space.strategy_sets, strict=True)
-                    if reads.here[decision.index] and s.rule is not None and s.rule.op_class in PRODUCTS]
+        products = [index for index in reads.members if (rule := self.space.strategy_sets[index].rule) is not None
+                    and rule.op_class in PRODUCTS]
         self.windows = activation_windows(self._travels, products, self.space.blocks.__getitem__, self.counts.hybrid)
         self.put_off = {layer: self._travels[window.number].reader
                         for window in self.windows for layer in window.put_off}
@@ -121,8 +121,8 @@ class ActivationSteps:
         number = {(path.use.target, path.use.position): n for n, path in enumerate(self._travelling)}
         readers = [self.reads.first_reader(path.use.target) for path in self._travelling]
         in_pieces = {layer for one in self.pieced.values() for layer in one.layers}
-        for index, uses in sorted(self.space.uses_by.items()):
-            if not self.reads.here[index] or index in in_pieces or not self._is_layer(index, uses):
+        for index in self.reads.members:
+            if not (uses := self.space.uses_by.get(index)) or index in in_pieces or not self._is_layer(index, uses):
                 continue
             own = number.get((index, uses[0].position))
             if own is None or self._last_back(self._travelling[own]) == NOWHERE:

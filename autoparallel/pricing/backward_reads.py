@@ -56,10 +56,10 @@ class BackwardReads:
     def _saved(self) -> Iterator[tuple[int, View[None]]]:
         """Pairs (decision whose backward reads it, gathered value) of what ops and recomputed blocks save."""
         blocks, inputs = self.counts.blocks, dict[tuple[Block, int, int], tuple[int, View[None]]]()
-        for index, uses in sorted(self.space.uses_by.items()):
-            block, needed = blocks.of[index], self.counts.saved.inputs_needed(index)
-            if not self.reads.here[index]:
+        for index in self.reads.members:
+            if not (uses := self.space.uses_by.get(index)):
                 continue
+            block, needed = blocks.of[index], self.counts.saved.inputs_needed(index)
             for use in reversed(uses) if block is None else uses:  # what an op reads last, its backward needs first
                 view = self._of(use) if block is None else self._into(block, use)
                 if self.counts.views[index]:

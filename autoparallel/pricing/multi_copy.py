@@ -110,10 +110,12 @@ def block_ranges(reads: RankReads) -> list[tuple[int, int]]:
     """The ranges (start, stop) of decisions that each micro-batch of a round runs before any of them runs the next
     (`runs_by_block`); without that one range, of all decisions."""
     space, hybrid = reads.space, reads.counts.hybrid
+    if not runs_by_block(hybrid):
+        return [(0, len(space))]
     ops = [decision.index for decision in space.decisions if decision.kind in ("op", "shared_read")]
     sends = [hybrid.alternates and any(begun for _, begun in rounds_of(reads.paths.get(index, ()), _communicates))
              for index in ops]
-    ends = block_ends([space.blocks[index] for index in ops], sends) if runs_by_block(hybrid) else ()
+    ends = block_ends([space.blocks[index] for index in ops], sends)
     return list(itertools.pairwise([0, *(ops[number] for number in sorted(ends)), len(space)]))
 
 

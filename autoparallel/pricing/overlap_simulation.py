@@ -323,8 +323,8 @@ class RankStep:
     def _recomputed(self) -> Mapping[int, Sequence[int]]:
         """The decisions of each block that is run again, by the one whose backward starts it."""
         blocks, found = self.counts.blocks, defaultdict[int, list[int]](list)
-        for index, block in enumerate(blocks.of):
-            if block is not None and self.reads.here[index]:
+        for index in self.reads.members:
+            if (block := blocks.of[index]) is not None:
                 found[blocks.starts.get(block, blocks.last[block])].append(index)
         return found
 

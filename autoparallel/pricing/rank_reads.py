@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import math
 from collections import defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from autoparallel.capture import TensorMeta
@@ -58,25 +58,27 @@ class RankReads:
     """The redistributions of a plan on a rank of one stage.
 
     ``equivalent``: all micro-batches do the same: each gathers (with ZeRO-2 only the first, for all) and reduces.
-    ``here``: by decision, whether the stage has it. ``sent``: redistribution steps of activations, by decision;
-    ``paths``: the same by operand, without ``shared_views``: those of views of parameters, by decision, if multi-copy
-    micro-batches share them. ``parameter_steps``: the steps of parameters, in the order of ``windows.events``, or if
-    they are ``synchronous`` (ZeRO-3 with zero bubble) among those of ``sent``; ``last_step``: by use (target, position)
-    of a parameter, the number of the last step on the path to it. ``once``: by move, the number of its first steps,
-    without communication, that run once for all micro-batches, though gradients go through them after each;
-    ``once_steps``: these steps by use.
+    ``members``: the decisions that the stage has, in order; ``here``: by decision, whether it does. ``sent``:
+    redistribution steps of activations, by decision; ``paths``: the same by operand, without ``shared_views``: those of
+    views of parameters, by decision, if multi-copy micro-batches share them. ``parameter_steps``: the steps of
+    parameters, in the order of ``windows.events``, or if they are ``synchronous`` (ZeRO-3 with zero bubble) among those
+    of ``sent``; ``last_step``: by use (target, position) of a parameter, the number of the last step on the path to it.
+    ``once``: by move, the number of its first steps, without communication, that run once for all micro-batches, though
+    gradients go through them after each; ``once_steps``: these steps by use.
     """
 
     def __init__(self, pricer: SpacePricer, strategies: Sequence[Strategy], stage: int = 0) -> None:
         self.pricer, self.space, self.counts = pricer, pricer.space, pricer.counts
         hybrid = self.counts.hybrid
         self.stage, self.equivalent = stage, hybrid.is_plain or hybrid.reads_each
-        self.here = [stage in holders and index not in self.counts.unused
-                     for index, holders in enumerate(self.counts.stages_of)]
+        self.members, self.here = self.counts.members[stage], [False] * len(self.space)
+        for index in self.members:
+            self.here[index] = True
         self.numbers = pricer.costs.kinds.numbers(strategies)
         self.parameter_steps: list[TimedStep] = []
         self._times: dict[int, list[tuple[Any, ...]]] = {}
-        self.moves = [move for move in pricer.costs.moves(strategies) if self.here[move.use.target]]
+        self.moves = pricer.costs.memo.once(("moves by stage", tuple(strategies)),
+                                            lambda: _by_stage(pricer, strategies)).get(stage, [])
         self.once = self._once()
         self.reads, self.last_step = self._reads(self.once)
         self.synchronous = hybrid.reads_alone
@@ -161,11 +163,7 @@ class RankReads:
         if not (self.equivalent and any(gathered)):
             return lambda index: index
         runs = {move.use.target for move, before in zip(self.moves, first, strict=True) if len(move.path) > before}
-        runs |= {
-            decision.index
-            for decision in self.space.decisions
-            if decision.kind == "op" and self.here[decision.index]
-        }
+        runs |= {index for index in self.members if self.space.decisions[index].kind == "op"}
         return places((index, gathered[index]) for index in sorted(runs)).__getitem__
 
     def timed_steps(self, move: Move) -> list[TimedStep]:
@@ -236,6 +234,15 @@ class RankReads:
             return target
         readers = self.space.readers_of.get(target, ())
         return min((reader for reader in readers if self.here[reader]), default=target)
+
+
+def _by_stage(pricer: SpacePricer, strategies: Sequence[Strategy]) -> Mapping[int, Sequence[Move]]:
+    """A plan's redistributions by the stage on whose ranks they run."""
+    counts, found = pricer.counts, defaultdict[int, list[Move]](list)
+    for move in pricer.costs.moves(strategies):
+        for stage in counts.stages_of[move.use.target] if move.use.target not in counts.unused else ():
+            found[stage].append(move)
+    return found
 
 
 def _communicates(use: TensorUse, step: Step) -> bool:

@@ -72,12 +72,14 @@ class RankSeconds:
     @cached_property
     def _by_class(self) -> tuple[list[tuple[float, float, float, float]], np.ndarray]:
         """Seconds (forward, recompute, backward, optimizer) of each equivalence class; the class of each decision."""
-        costs = self.pricer.costs
-        return costs.memo.each(("seconds", self.stage), costs.kinds.decision_codes(self.strategies), self._priced)
+        costs, members = self.pricer.costs, self.reads.members
+        here = costs.kinds.decision_codes(self.strategies)[members]
+        found, of_here = costs.memo.each(("seconds", self.stage), here, lambda at: self._priced(members[at]))
+        which = np.full(len(self.reads.here), len(found))
+        which[members] = of_here
+        return [*found, (0.0, 0.0, 0.0, 0.0)], which
 
     def _priced(self, index: int) -> tuple[float, float, float, float]:
-        if not self.reads.here[index]:
-            return 0.0, 0.0, 0.0, 0.0
         cost = self.pricer.costs.of(index, self.stage)
         forward, again, backward, *_, update = (float(s[self.numbers[index]]) for s in cost)
         return forward, again, backward, update

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
-from autoparallel.plans.record import EXCLUDED, LATE, Alternative, LeftOut
+from autoparallel.plans.record import EXCLUDED, FAR_SLOWER, LATE, Alternative, LeftOut
 from autoparallel.plans.reports.comparison import name_of, slower_str
 from autoparallel.plans.reports.report import Answer, Memory, Report, Speed
 from autoparallel.plans.reports.units import bytes_str, percent_str, seconds_str
@@ -103,13 +103,13 @@ def _impossible(report: Report, known: Collection[str]) -> Iterator[str]:
     alike: dict[str, list[str]] = {}
     for family, some in families.items():
         whys = [one.why for one in some]
-        if family in known or LATE in whys or EXCLUDED in whys:
+        if family in known or not {LATE, EXCLUDED, FAR_SLOWER}.isdisjoint(whys):
             continue
         one = min(some, key=lambda one: one.least_bytes)
         least = f": at least {bytes_str(one.least_bytes)} a device" if one.least_bytes else ""
         alike.setdefault(_left_out_why(report, one), []).append(f"{family} by hand ({one.by_hand}{least})")
     yield from (f"not possible, {why}: {', '.join(names)}" for why, names in alike.items())
-    for why in (LATE, EXCLUDED):
+    for why in (LATE, EXCLUDED, FAR_SLOWER):
         if names := list(_not_priced(families, known, why)):
             yield f"{why}: {', '.join(names)}"
 
