@@ -205,15 +205,6 @@ class ExecutionCounts:
         return max(0, self.count(use.target) - 1) * self.multiplicities[use.target] if trainable else 0
 
     @cached_property
-    def members(self) -> list[list[int]]:
-        """By stage, the decisions that it runs, in order."""
-        found: list[list[int]] = [[] for _ in range(self.hybrid.stages)]
-        for index, stages in enumerate(self.stages_of):
-            for stage in stages if index not in self.unused else ():
-                found[stage].append(index)
-        return found
-
-    @cached_property
     def in_flight(self) -> list[int]:
         """By stage, the largest number of micro-batches whose activations it holds at once."""
         return [in_flight(self.hybrid, stage) for stage in range(self.hybrid.stages)]

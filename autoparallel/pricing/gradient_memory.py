@@ -43,8 +43,11 @@ class GradientMemory:
     def __init__(self, prices: Prices, counts: ExecutionCounts, live: Liveness, leaves: Callable[[int], bool]) -> None:
         self.leaves = leaves
         self.prices, self.counts, self.live, self.space = prices, counts, live, prices.space
-        found = self._found() if prices.training else ()
-        self.held: Sequence[Gradient] = sorted(found, key=lambda one: one.interval[0])    # from the loss on
+
+    @cached_property
+    def held(self) -> Sequence[Gradient]:
+        found = self._found() if self.prices.training else ()
+        return sorted(found, key=lambda one: one.interval[0])    # from the loss on
 
     def edges(self, chosen: Sequence[np.ndarray]) -> Iterator[Edge]:
         """Zero-cost edges with these bytes, for the strategy numbers ``chosen`` by decision."""

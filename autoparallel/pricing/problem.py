@@ -66,25 +66,12 @@ class SpacePricer:
         self.penalties, self.prices, self.space, self.limit_bytes = penalties, prices, prices.space, limit_bytes
         self.counts = counts or ExecutionCounts(prices.space, training=prices.training)
         self.costs = StepCosts(prices, self.counts, exposed)
+        self.live = Liveness(self.counts, () if self.counts.one_for_all else prices.memory_shares(self.counts.hybrid))
+        self.windows = WindowMemory(self.counts, self.live)
+        self.gradients = GradientMemory(prices, self.counts, self.live, self.costs.gradients.leave)
         self.allowed = {**_side_computations(self.space), **(allowed or {})}
         self.axis_names = self.space.axis_names
         self.tier_limits: Mapping[str, float] = {}
-
-    @cached_property
-    def live(self) -> Liveness:
-        """When each value lives."""
-        shares = () if self.counts.one_for_all else self.prices.memory_shares(self.counts.hybrid)
-        return Liveness(self.counts, shares)
-
-    @cached_property
-    def windows(self) -> WindowMemory:
-        """The memory of async windows of activations."""
-        return WindowMemory(self.counts, self.live)
-
-    @cached_property
-    def gradients(self) -> GradientMemory:
-        """The largest gradients of activations."""
-        return GradientMemory(self.prices, self.counts, self.live, self.costs.gradients.leave)
 
     def within(self, tier_limits: Mapping[str, float]) -> SpacePricer:
         """A copy whose problems also keep the training state on the host and on disk to limits, in bytes for each
@@ -199,7 +186,7 @@ class _Builder:
 
     def __init__(self, pricer: SpacePricer, chosen: Sequence[np.ndarray]) -> None:
         self.pricer, self.chosen, self.space, self.costs = pricer, chosen, pricer.space, pricer.costs
-        self.counts, self.penalties = pricer.counts, pricer.penalties
+        self.counts, self.live, self.penalties = pricer.counts, pricer.live, pricer.penalties
         self.kinds, self.memo = pricer.costs.kinds, pricer.costs.memo
         self.picks = self._picks()
 
@@ -222,7 +209,7 @@ class _Builder:
 
     def nodes(self) -> Repeats[Node]:
         """A node per decision, memoised by equivalence class and choices."""
-        intervals, copies = self.pricer.live.decision_intervals
+        intervals, copies = self.live.decision_intervals
         kinds, picks = self.kinds.decisions, self.picks
         inside = np.zeros(len(kinds), np.int64)
         inside[sorted(self.counts.saved.inside_only)] = 1
@@ -252,8 +239,7 @@ class _Builder:
     def edges(self) -> Repeats[Edge]:
         """An edge per use, memoised by equivalence class and choices of its ends."""
         clock.did("decisions read", len(self.space.uses))
-        (sources, targets), uses = self.kinds.use_ends, self.space.uses
-        intervals, copies = self.pricer.live.copy_intervals
+        (sources, targets), (intervals, copies), uses = self.kinds.use_ends, self.live.copy_intervals, self.space.uses
         kinds = self._use_kinds()
         first, which = firsts(paired(kinds, np.unique(copies, return_inverse=True)[1]))
 
@@ -309,22 +295,22 @@ class _Builder:
         use = buffer.use
         s, shape = self.space.strategy_sets[use.source], (len(self.chosen[use.source]), len(self.chosen[use.target]))
         num_bytes = self.pricer.prices.local_bytes(use.meta, s.outputs[use.output])[self.chosen[use.source]]
-        copies = buffer.copies * self.pricer.live.share(buffer.stage)
+        copies = buffer.copies * self.live.share(buffer.stage)
         usages = np.broadcast_to(copies * num_bytes[:, None], shape)
-        return Edge(use.source, use.target, np.zeros(shape), usages, self.pricer.live.buffer_interval(buffer.stage))
+        return Edge(use.source, use.target, np.zeros(shape), usages, self.live.buffer_interval(buffer.stage))
 
     def _gathered(self, use: TensorUse) -> Iterator[Edge]:
         """A zero-cost edge with the bytes of intermediate results of a parameter's gathers."""
         usages = self.costs.gathered_bytes(use, self.chosen[use.source], self.chosen[use.target])
         if usages.any():
-            yield Edge(use.source, use.target, np.zeros(usages.shape), usages, self.pricer.live.gathered_interval(use))
+            yield Edge(use.source, use.target, np.zeros(usages.shape), usages, self.live.gathered_interval(use))
 
     def _gradients(self) -> list[Edge]:
         """Zero-cost edges with the bytes of gradients on their way to the host, or until they are let go."""
         found, first = [], {use.source: use for use in reversed(self.space.uses)}
         for index, last in self.costs.gradients.last_in_flight().items():
-            use, interval = first[index], self.pricer.live.leaving_interval(index, last)
-            share = self.pricer.live.share(*self.counts.stages_of[index])
+            use, interval = first[index], self.live.leaving_interval(index, last)
+            share = self.live.share(*self.counts.stages_of[index])
             num_bytes = share * self.costs.gradients.bytes_of(index)[self.chosen[index]]
             shape = len(self.chosen[index]), len(self.chosen[use.target])
             found.append(Edge(index, use.target, np.zeros(shape), np.broadcast_to(num_bytes[:, None], shape), interval))

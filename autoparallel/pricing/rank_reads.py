@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 from autoparallel.capture import TensorMeta
 from autoparallel.layout import COLLECTIVES, SUMS, Layout, Step
 from autoparallel.layout.shapes import largest_local_shape
-from autoparallel.pricing.counts import parts_reading
+from autoparallel.pricing.counts import ExecutionCounts, parts_reading
 from autoparallel.pricing.problem import SpacePricer
 from autoparallel.pricing.redistribution_costs import PricedStep
 from autoparallel.pricing.step_cost import Move
@@ -71,7 +71,8 @@ class RankReads:
         self.pricer, self.space, self.counts = pricer, pricer.space, pricer.counts
         hybrid = self.counts.hybrid
         self.stage, self.equivalent = stage, hybrid.is_plain or hybrid.reads_each
-        self.members, self.here = self.counts.members[stage], [False] * len(self.space)
+        self.members = pricer.costs.memo.once("members", lambda: _members(self.counts)).get(stage, [])
+        self.here = [False] * len(self.space)
         for index in self.members:
             self.here[index] = True
         self.numbers = pricer.costs.kinds.numbers(strategies)
@@ -234,6 +235,15 @@ class RankReads:
             return target
         readers = self.space.readers_of.get(target, ())
         return min((reader for reader in readers if self.here[reader]), default=target)
+
+
+def _members(counts: ExecutionCounts) -> Mapping[int, list[int]]:
+    """By stage, the decisions that it runs, in order."""
+    found = defaultdict[int, list[int]](list)
+    for index, stages in enumerate(counts.stages_of):
+        for stage in stages if index not in counts.unused else ():
+            found[stage].append(index)
+    return found
 
 
 def _by_stage(pricer: SpacePricer, strategies: Sequence[Strategy]) -> Mapping[int, Sequence[Move]]:

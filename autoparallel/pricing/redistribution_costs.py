@@ -192,23 +192,15 @@ class RedistributionPrices:
         key = id(source), use.output, id(target), use.position, use.meta.requires_grad, times, summing
         if key not in self._uses:
             _keep_recent(self)
-            self._uses[key] = self._use_s(use.meta, source.outputs[use.output], target.inputs[use.position], times,
-                                          summing)
+            rows, columns = source.outputs[use.output], target.inputs[use.position]
+            clock.did("cells priced", len(rows) * len(columns))
+            seconds = self._seconds(use.meta, times)
+            if summing != ALONE:
+                seconds = seconds + times[1] * self._more_by(use.meta, summing)
+                if self.block_bytes and summing.in_block:
+                    seconds = seconds + times[0] * self._more_forward(use.meta, summing)
+            self._uses[key] = seconds[rows[:, None], columns]
         return self._uses[key]
-
-    def _use_s(self, meta: TensorMeta, rows: np.ndarray, columns: np.ndarray, times: tuple[float, float],
-               summing: Summing) -> np.ndarray:
-        clock.did("cells priced", len(rows) * len(columns))
-        seconds = self._seconds(meta, times)
-        if summing != ALONE:
-            seconds = seconds + times[1] * self._more_by(meta, summing)
-            if self.block_bytes and summing.in_block:
-                seconds = seconds + times[0] * self._more_forward(meta, summing)
-        return seconds[rows[:, None], columns]
-
-    def forget(self) -> None:
-        """Let go of what is priced again if it is asked for."""
-        self._uses.clear()
 
     def _more_by(self, meta: TensorMeta, summing: Summing) -> np.ndarray:
         """Extra seconds (or savings) of backward under ``summing``; by (layout, layout)."""
@@ -300,7 +292,7 @@ def _keep_recent(prices: RedistributionPrices) -> None:
     _RECENT[:] = [one for one in _RECENT if one() is not None and one() is not prices]
     _RECENT.append(weakref.ref(prices))
     if len(_RECENT) > MOST_RECENT and (oldest := _RECENT.pop(0)()) is not None:
-        oldest.forget()
+        oldest._uses.clear()
 
 
 def _repeated(count: float, seconds: np.ndarray) -> np.ndarray:

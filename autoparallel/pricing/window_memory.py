@@ -4,6 +4,7 @@ reader, and gradients of layers' outputs that are kept until the gradient of the
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
+from functools import cached_property
 from typing import NamedTuple
 
 import numpy as np
@@ -31,8 +32,10 @@ class WindowMemory:
 
     def __init__(self, counts: ExecutionCounts, live: Liveness) -> None:
         self.counts, self.live, self.space = counts, live, counts.space
-        applies = overlaps_activations(counts.hybrid)
-        self.held: Sequence[Held] = [*self._ahead(), *self._gradients()] if applies else ()
+
+    @cached_property
+    def held(self) -> Sequence[Held]:
+        return [*self._ahead(), *self._gradients()] if overlaps_activations(self.counts.hybrid) else ()
 
     def edges(self, costs: StepCosts, chosen: Sequence[np.ndarray]) -> Iterator[Edge]:
         """Zero-cost edges with these bytes, for the strategy numbers ``chosen`` by decision."""
