@@ -76,7 +76,8 @@ def _phases(pricer: SpacePricer, strategies: Sequence[Strategy]) -> tuple[list[t
                     whole_s += sent_s
                     continue
                 phase.work_s += sent_s
-                phase.awaited |= {stream} - {None}
+                if stream is not None:
+                    phase.awaited.add(stream)
     return list(found.values()), whole_s
 
 
