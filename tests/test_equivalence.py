@@ -8,12 +8,12 @@ from dataclasses import asdict, replace
 import numpy as np
 import pytest
 
-from autoparallel import Cluster
+from autoparallel import Cluster, clock
 from autoparallel.errors import SearchError
 from autoparallel.partition import Splits, place_cuts, split_batch, stages_of
 from autoparallel.partition.stages import numbers_alike
 from autoparallel.plans import Hybrid
-from autoparallel.pricing import ExecutionCounts, Prices, SpacePricer, decision_seconds, predict
+from autoparallel.pricing import ExecutionCounts, Prices, SpacePricer, decision_seconds, predict, redistribution_costs
 from autoparallel.pricing.hidden import hidden
 from autoparallel.pricing.prediction import means
 from autoparallel.pricing.step_cost import Exposed
@@ -118,6 +118,30 @@ def test_equal_blocks_are_priced_once_for_their_cuts(hybrid: Hybrid) -> None:
         alone = means(decision_seconds(prices, hybrid, strategies, one_by_one), alike)
         assert means(decision_seconds(prices, hybrid, strategies, alike), alike) == pytest.approx(alone, rel=1e-9)
         assert alone.max() > 0 and len(set(alike.tolist())) < 0.5 * len(space)
+
+
+def test_step_configurations_share_what_redistributions_take(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Their problems are those of prices of their own; what is kept is let go once other prices are asked."""
+    space, cluster = StrategySpace(graph_of("llama"), (2, 2)), Cluster.load("h100-sxm", num_devices=4)
+    prices, cells = Prices(space, cluster), dict[Hybrid, float]()
+    did = clock.did
+
+    def counting(unit: str, amount: float = 1.0) -> None:
+        cells[hybrid] = cells.get(hybrid, 0.0) + amount * (unit == "cells priced")
+        did(unit, amount)
+
+    monkeypatch.setattr(clock, "did", counting)
+    for hybrid in (Hybrid(), Hybrid(zero_stage=1), Hybrid(zero_stage=3)):
+        shared, alone = (SpacePricer(one, counts=ExecutionCounts(space, hybrid)).full()
+                         for one in (prices, Prices(space, cluster)))
+        assert all(np.array_equal(a.costs, b.costs) for a, b in zip(shared.edges, alone.edges, strict=True))
+    first, again, other = cells.values()    # of shared prices and others each
+    assert first > 0 and again < 0.9 * first and other < 0.9 * first
+    redistribution = prices.redistribution
+    assert redistribution._uses
+    for _ in range(redistribution_costs.MOST_RECENT):
+        SpacePricer(Prices(space, cluster)).full()
+    assert not redistribution._uses
 
 
 def test_repeated_nodes_and_edges_are_as_if_each_were_made() -> None:
