@@ -139,8 +139,9 @@ def test_step_configurations_share_what_redistributions_take(monkeypatch: pytest
     assert first > 0 and again < 0.9 * first and other < 0.9 * first
     redistribution = prices.redistribution
     assert redistribution._uses
-    for _ in range(redistribution_costs.MOST_RECENT):
-        SpacePricer(Prices(space, cluster)).full()
+    others = [Prices(space, cluster) for _ in range(redistribution_costs.MOST_RECENT)]
+    for one in others:
+        SpacePricer(one).full()
     assert not redistribution._uses
 
 
