@@ -185,6 +185,21 @@ class LeavesBehind(Block):
         return self.seen.tanh()
 
 
+class LeavesMoreBehind(Block):
+    """What only the last leaves is read: no op outside reads what the first two leave."""
+
+    def forward(self, x: torch.Tensor) -> Any:
+        self.last = self.inner(x)
+        return self.last.tanh()
+
+
+class Notes(Block):
+    def forward(self, x: torch.Tensor, notes: dict[str, Any]) -> Any:
+        notes["times"] += 1
+        notes["all"].append(2.0)
+        return self.inner(x).tanh() * notes["times"]
+
+
 class ReadsElsewhere(Block):
     def forward(self, x: torch.Tensor) -> Any:
         return self.inner(x) + ELSEWHERE[self]
@@ -236,15 +251,18 @@ class Model(nn.Module):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         x = x + self.extra[0]
         seen: torch.Tensor | float = 0.0
+        notes: dict[str, Any] = {"times": 0, "all": []}
         for number, block in enumerate(self.blocks):
-            made = block(x)
+            made = block(x, notes) if isinstance(block, Notes) else block(x)
             if isinstance(made, tuple):
                 made = made[0].transpose(0, 1) + made[1]
             x = made["y"] if isinstance(made, dict) else made
             x = x.sin() if number == 3 else x  # what is between blocks may differ
             if block.seen is not None:
                 seen = seen + block.seen.square().sum()
-        return x.square().sum() + seen
+        if hasattr(self.blocks[-1], "last"):
+            seen = seen + self.blocks[-1].last.sum()  # type: ignore[operator,union-attr]
+        return x.square().sum() + seen + sum(notes["all"])
 
 
 def hooked(model: nn.Module) -> None:
@@ -272,7 +290,9 @@ Change = Callable[[nn.Module], None] | None
 TRAPS: list[tuple[type[Block], Change, str | None]] = [
     (Counts, None, "blocks.0: number is looked at"),
     (CountsInSecret, None, "number is looked at"),
-    (LeavesBehind, None, "of blocks.0"),
+    (LeavesBehind, None, "blocks.0 changes its attributes"),
+    (LeavesMoreBehind, None, "blocks.0 changes its attributes"),
+    (Notes, None, "blocks.0 changes its arguments"),
     (ReadsElsewhere, None, "blocks.0 reads"),
     (Buffers, None, "writes in place"),
     (WritesToWhatItIsGiven, None, "writes in place"),

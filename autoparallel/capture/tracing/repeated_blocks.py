@@ -189,8 +189,9 @@ class Calls:
         call = self.named[name]
         path = call.block.path
         tensors = [x for x in given[0] if isinstance(x, torch.Tensor)]
-        (args, kwargs), state = _with_tensors(given, block_begins(name, tensors))
-        with self._watched(call.block):
+        (args, kwargs), state = arguments = _with_tensors(given, block_begins(name, tensors))
+        with self._watched(call.block), _unchanged(f"{path} changes its arguments", lambda: _objects(arguments)), \
+                _unchanged(f"{path} changes its attributes", lambda: _attributes(call.block.module)):
             if own is None:
                 call.result = pytree.tree_flatten((forward(*args, **kwargs), None))
             else:
@@ -220,6 +221,29 @@ class Calls:
         finally:
             for attributes, name, value in held:
                 attributes[name] = value
+
+
+@contextmanager
+def _unchanged(otherwise: str, objects: Callable[[], list[Any]]) -> Iterator[None]:
+    """While a block runs, these objects may be written to in ops alone: a copy of its ops would not change them."""
+    before = objects()
+    yield
+    after = objects()
+    if len(before) != len(after) or any(one is not other for one, other in zip(before, after, strict=True)):
+        raise UnlikeError(otherwise)
+
+
+def _attributes(block: nn.Module) -> list[Any]:
+    return [part for module in block.modules() for name, value in vars(module).items() for part in (
+        name, *_objects(value))]
+
+
+def _objects(tree: Any) -> list[Any]:
+    """A value, or what hangs together in containers: the keys of dicts, the leaves and the containers."""
+    if not issubclass(type(tree), CONTAINERS):    # isinstance would look at what is watched
+        return [tree]
+    inside = [part for pair in tree.items() for part in pair] if issubclass(type(tree), dict) else tree
+    return [tree, *(part for value in inside for part in _objects(value))]
 
 
 def _looks(watched: Any, *_: Any) -> Any:
