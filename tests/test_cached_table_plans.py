@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -192,6 +193,20 @@ def test_a_cache_holds_the_rows_that_were_used_last() -> None:
     cache.put_back(torch.tensor([0, 4, 6, 7, 8]), [cache.table, state], many)
     cache.flush(for_reading=True)
     assert state.host[:, 0].tolist() == [9, 1, 2, 2, 9, 1, 9, 9, 9, 0] and torch.equal(cache.table.host, table)
+
+
+def test_rows_whose_loading_failed_are_not_there(monkeypatch: pytest.MonkeyPatch) -> None:
+    table = torch.arange(20.0).view(10, 2)
+    cache = RowCache(table.clone(), 3, torch.device("cpu"))
+    cache.held(torch.tensor([0, 1, 2]), [cache.table], writes=True).values[0].add_(1)
+    with monkeypatch.context() as patch:
+        patch.setattr(table_cache, "_from_host", Mock(side_effect=MemoryError("no pinned memory")))
+        with pytest.raises(MemoryError):
+            cache.held(torch.tensor([2, 3]), [cache.table])
+    table[:3] += 1
+    for rows in ([3, 4], [0, 1, 2]):
+        held = cache.held(torch.tensor(rows), [cache.table])
+        assert torch.equal(held.values[0][held.at], table[rows])
 
 
 def look_up(weight: Tensor, ids: Tensor, how: str, shard: bool) -> Tensor:

@@ -380,6 +380,10 @@ def refused_in_steps() -> list[str]:
     found += [message_of(made.step) for made in (torch.optim.SGD(tables, lr=1.0, momentum=0.5),
                                                  torch.optim.AdamW(tables, lr=1.0))]
     found.append(message_of(lambda: torch.optim.Adagrad(tables).step(lambda: 0.0)))
+    later = torch.optim.SGD(tables, lr=0.0)
+    later.step()
+    later.param_groups[0]["momentum"] = 0.25
+    found.append(message_of(later.step))
     ids = batches[0][0].clone()
     ids[0] = ROWS
     found.append(message_of(lambda: parallel(ids, *batches[0][1:])))
@@ -388,12 +392,52 @@ def refused_in_steps() -> list[str]:
 
 @pytest.mark.ranks
 def test_refused_in_steps(ranks: Any) -> None:
-    dense, momentum, adam, closure, beyond = ranks(1).run(refused_in_steps, timeout_s=120)[0]
+    dense, momentum, adam, closure, later, beyond = ranks(1).run(refused_in_steps, timeout_s=120)[0]
     assert "SparseAdam takes sparse gradients only" in dense
     assert "SGD(momentum=0.5) cannot step a table [23, 8] with a cache" in momentum
     assert "SparseAdam, Adagrad, or SGD without momentum" in momentum
+    assert "SGD(momentum=0.25) cannot step a table [23, 8] with a cache" in later
     assert "AdamW cannot step a table" in adam and "call the closure first" in closure
     assert "IndexError: index out of range" in beyond
+
+
+def after_a_failed_step(model: nn.Module, batches: list[tuple[Tensor, ...]], resets: bool) -> dict[str, Any]:
+    """Steps of which one fails before it changes anything; its gradients are reset, or those of the next added."""
+    tables = [p for name, p in model.named_parameters() if name.split(".")[0] in NAMES]
+    made, losses = torch.optim.SparseAdam(tables, lr=0.05), []
+    for number, batch in enumerate(batches):
+        loss = model(*batch)
+        loss.backward()
+        losses.append(float(loss))
+        betas = made.param_groups[0]["betas"]
+        if number == 2:
+            made.param_groups[0]["betas"] = None
+        try:
+            made.step()
+        except TypeError:
+            assert number == 2
+            assert not resets or [len(p) for p in made.state_dict()["state"].values()] == [3] * 4
+        made.param_groups[0]["betas"] = betas
+        if number != 2 or resets:
+            made.zero_grad()
+    return {"losses": losses, **{name: whole(p).detach() for name, p in model.named_parameters()}}
+
+
+def after_failed_steps() -> list[dict[str, Any]]:
+    found = []
+    for resets in (True, False):
+        model, batches = example()
+        parallel = autoparallel.compile(model, mesh_of(1), example_inputs=batches[0], pins=pins(3))
+        found.append(after_a_failed_step(parallel, batches, resets))
+    return found
+
+
+@pytest.mark.ranks
+def test_steps_after_one_that_failed(ranks: Any) -> None:
+    for resets, found in zip((True, False), ranks(1).run(after_failed_steps, timeout_s=120)[0], strict=True):
+        wanted = after_a_failed_step(*example(), resets)
+        for name, value in wanted.items():
+            torch.testing.assert_close(found[name], value, rtol=1e-9, atol=1e-11)
 
 
 def _trained(model: nn.Module) -> list[nn.Parameter]:

@@ -76,7 +76,7 @@ class RowCache:
     def attach(self, host: torch.Tensor) -> Column:
         """A further column, as long as it lives."""
         made = Column(host, self.slots, self.device)
-        self._read(self._filled(), [made])
+        self._read(*self._filled(), [made])
         self.columns.add(made)
         return made
 
@@ -105,9 +105,11 @@ class RowCache:
         """Write rows that were ``held`` for writing to where they live, if they lie elsewhere."""
         if held.slots is None:
             return
-        here, lacking = (found.nonzero().squeeze(1) for found in (held.slots >= 0, held.slots < 0))
+        slots = self._slot_of.index_select(0, rows).long()    # as they are now: of a step that failed, others
+        here, lacking = (found.nonzero().squeeze(1) for found in (slots >= 0, slots < 0))
         for column, value in zip(columns, held.values, strict=True):
-            column.there.index_copy_(0, held.slots[here], value[here])
+            column.there.index_copy_(0, slots[here], value[here])
+        self._changed[slots[here]] = self._is_changed = True
         _to_host(columns, rows[lacking].cpu(), [value[lacking] for value in held.values])
         self._written += len(lacking)
 
@@ -132,7 +134,7 @@ class RowCache:
     def _slots_of(self, rows: torch.Tensor, times: torch.Tensor | None) -> tuple[torch.Tensor, int]:
         """The slot of each row, -1 of those that are not there, and the number of these."""
         if self._stale:
-            self._read(self._filled(), self.columns)
+            self._read(*self._filled(), self.columns)
             self._stale = False
         self._calls += 1
         slots = self._slot_of.index_select(0, rows).long()
@@ -152,21 +154,23 @@ class RowCache:
             if self._is_changed:
                 self._write(taken[self._changed[taken]])
             gone, new = self._row_in[taken], rows[missing]
-            self._slot_of[gone[gone >= 0]] = -1
+            self._slot_of[gone[gone >= 0]], self._row_in[taken] = -1, -1    # of none, should reading fail
+            self._read(taken, new, self.columns)
             self._row_in[taken], self._slot_of[new], self._used[taken] = new, taken.int(), self._calls
-            self._read(taken, self.columns)
             self._loaded += len(missing)
             slots[missing] = taken
         return len(missing)
 
-    def _filled(self) -> torch.Tensor:
-        return (self._row_in >= 0).nonzero().squeeze(1)
+    def _filled(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """The slots with a row, and the rows."""
+        slots = (self._row_in >= 0).nonzero().squeeze(1)
+        return slots, self._row_in[slots]
 
     @torch.no_grad()
-    def _read(self, slots: torch.Tensor, columns: Any) -> None:
-        """Copy the rows of some slots from the host."""
+    def _read(self, slots: torch.Tensor, rows: torch.Tensor, columns: Any) -> None:
+        """Copy rows from the host to some slots."""
         columns = tuple(columns)
-        for column, value in zip(columns, _from_host(columns, self._row_in[slots].cpu(), self.device), strict=True):
+        for column, value in zip(columns, _from_host(columns, rows.cpu(), self.device), strict=True):
             column.there.index_copy_(0, slots, value)
 
     def _write(self, slots: torch.Tensor) -> None:

@@ -147,12 +147,14 @@ def check_steps_rows(optimizer: torch.optim.Optimizer, is_elementwise: bool) -> 
         is_elementwise and isinstance(optimizer, (torch.optim.Adagrad, torch.optim.SGD)))
     for group in optimizer.param_groups:
         table = next((p for p in group["params"] if isinstance(p, CachedTable)), None)
-        if table is not None and not (takes and not group.get("momentum")):
-            given = f"(momentum={group['momentum']})" if group.get("momentum") else ""
-            raise InputError(f"{type(optimizer).__name__}{given} cannot step a table {list(table.shape)} with a cache "
-                             "on the device, of which it changes rows that have no gradient, or which it does not know"
-                             "\n  Give its tables to SparseAdam, Adagrad, or SGD without momentum; or pin them as "
-                             "'host', without a cache.")
+        if table is not None and not takes:
+            raise _cannot_step(optimizer, table)
+
+
+def _cannot_step(optimizer: torch.optim.Optimizer, table: CachedTable, given: str = "") -> InputError:
+    return InputError(f"{type(optimizer).__name__}{given} cannot step a table {list(table.shape)} with a cache on the "
+                      "device, of which it changes rows that have no gradient, or which it does not know\n  Give its "
+                      "tables to SparseAdam, Adagrad, or SGD without momentum; or pin them as 'host', without a cache.")
 
 
 @contextmanager
@@ -173,6 +175,8 @@ def on_rows(optimizer: torch.optim.Optimizer) -> Iterator[None]:
 def _take_rows(optimizer: torch.optim.Optimizer, group: dict[str, Any], number: int, table: CachedTable
                ) -> Callable[[], None]:
     """Put the rows with a gradient in the place of a table, with theirs of the states; returns the way back."""
+    if momentum := group.get("momentum"):    # perhaps set since the last step
+        raise _cannot_step(optimizer, table, f"(momentum={momentum})")
     rows, values = _entries(table)
     states = optimizer.state.pop(table, {})
     kept = {name: _column(table, value) if isinstance(value, DTensor) else value for name, value in states.items()}

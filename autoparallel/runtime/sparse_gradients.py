@@ -7,11 +7,11 @@ torch's optimizers ask for.
 
 from __future__ import annotations
 
+import weakref
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, MutableMapping
 from contextlib import ExitStack, contextmanager
 from typing import Any, cast
-from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor
@@ -115,14 +115,14 @@ def own_rows_of(gradient: Tensor) -> Tensor:
 
 
 #: By optimizer, the number of the hook that gives it shards, or rows of cached tables.
-_takes_shards: MutableMapping[torch.optim.Optimizer, int] = WeakKeyDictionary()
+_takes_shards: MutableMapping[torch.optim.Optimizer, int] = weakref.WeakKeyDictionary()
 
 
 def step_sparse_shards(optimizer: torch.optim.Optimizer) -> None:
     """Make an optimizer for which `swaps` is true compute on local shards, or on rows of cached tables, from the step
     on before which this is called: for the time of a step its groups have them in place of parameters. Its state stays
     of DTensors for everybody else."""
-    taken = ExitStack()
+    taken, alive = ExitStack(), weakref.ref(optimizer)
 
     def before(_: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         if any(callable(value) for value in (*args[1:], *kwargs.values())):
@@ -134,6 +134,15 @@ def step_sparse_shards(optimizer: torch.optim.Optimizer) -> None:
     def after(*_: Any) -> None:
         taken.close()
 
+    def zero_grad(set_to_none: bool = True) -> None:
+        itself = alive()
+        assert itself is not None
+        after()
+        type(itself).zero_grad(itself, set_to_none)
+
+    optimizer.zero_grad = zero_grad  # type: ignore[method-assign]  # of parameters, also after a step that failed
+    optimizer.register_state_dict_pre_hook(after)
+    optimizer.register_load_state_dict_pre_hook(after)
     _takes_shards[optimizer] = optimizer.register_step_pre_hook(before).id
     first = optimizer.register_step_post_hook(after).id
     cast(OrderedDict[int, Any], optimizer._optimizer_step_post_hooks).move_to_end(first, last=False)
