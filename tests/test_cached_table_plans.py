@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 from unittest.mock import Mock
@@ -288,3 +290,37 @@ def test_blocks_with_equal_caches_stand_for_one_another() -> None:
         return [int(node.path.split(".")[1]) for node in found if "embed" in node.path]
 
     assert kept([8] * 8) == [0, 1, 7] and kept([8] * 4 + [16] * 4) == [0, 1, 4, 7]
+
+
+FAILS = """
+import torch
+from torch import nn
+import autoparallel
+
+class Model(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.table, self.head = nn.Embedding(20, 4, sparse=True), nn.Linear(4, 1)
+
+    def forward(self, ids):
+        return self.head(self.table(ids)).sum()
+
+w = autoparallel.init()
+ids = torch.arange(6)
+m = autoparallel.compile(Model(), w.mesh, example_inputs=(ids,), pins={"table": autoparallel.Cached(5)})
+o = torch.optim.SGD([m.table.weight], weight_decay=0.1)
+l = m(ids)
+l.backward()
+try:
+    o.step()
+except RuntimeError as error:
+    print(error)
+"""
+
+
+@pytest.mark.ranks
+def test_processes_end_after_a_step_that_failed(tmp_path: Path) -> None:
+    """As their modules are taken apart, torch takes no tensor that changes hands meanwhile."""
+    (tmp_path / "fails.py").write_text(FAILS)
+    done = subprocess.run([sys.executable, str(tmp_path / "fails.py")], capture_output=True, text=True, timeout=100)
+    assert "add(sparse, dense) is not supported" in done.stdout and done.returncode == 0, done.stderr

@@ -8,8 +8,8 @@ taken.)
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
+from contextlib import ExitStack
 from copy import deepcopy
 from dataclasses import dataclass
 from typing import Any, cast
@@ -157,19 +157,15 @@ def _cannot_step(optimizer: torch.optim.Optimizer, table: CachedTable, given: st
                       "tables to SparseAdam, Adagrad, or SGD without momentum; or pin them as 'host', without a cache.")
 
 
-@contextmanager
-def on_rows(optimizer: torch.optim.Optimizer) -> Iterator[None]:
-    """Within, the groups of an optimizer have rows on the device in place of cached tables: those with a gradient."""
-    put_back = list[Callable[[], None]]()
-    try:
+def on_rows(optimizer: torch.optim.Optimizer) -> ExitStack:
+    """Until it is closed, the groups of an optimizer have rows on the device in place of cached tables: those with a
+    gradient. (A step that failed leaves it open, perhaps for good; no generator, which would run on at its end.)"""
+    with ExitStack() as taken:
         for group in optimizer.param_groups:
             for number, parameter in enumerate(group["params"]):
                 if isinstance(parameter, CachedTable) and parameter.grad is not None:
-                    put_back.append(_take_rows(optimizer, group, number, parameter))
-        yield
-    finally:
-        while put_back:
-            put_back.pop()()
+                    taken.callback(_take_rows(optimizer, group, number, parameter))
+        return taken.pop_all()
 
 
 def _take_rows(optimizer: torch.optim.Optimizer, group: dict[str, Any], number: int, table: CachedTable

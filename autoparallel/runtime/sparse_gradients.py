@@ -9,8 +9,8 @@ from __future__ import annotations
 
 import weakref
 from collections import OrderedDict
-from collections.abc import Callable, Iterator, MutableMapping
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, MutableMapping
+from contextlib import ExitStack
 from typing import Any, cast
 
 import torch
@@ -153,21 +153,17 @@ def swaps(optimizer: torch.optim.Optimizer) -> bool:
     return isinstance(optimizer, torch.optim.SparseAdam) or has_cached(optimizer)
 
 
-@contextmanager
-def on_shards(optimizer: torch.optim.Optimizer) -> Iterator[None]:
-    """Within, the groups of a `torch.optim.SparseAdam` have local shards in place of parameters; those of any optimizer
-    have the device's rows in place of cached tables."""
+def on_shards(optimizer: torch.optim.Optimizer) -> ExitStack:
+    """Until it is closed, the groups of a `torch.optim.SparseAdam` have local shards in place of parameters; those of
+    any optimizer have the device's rows in place of cached tables."""
     is_sparse = isinstance(optimizer, torch.optim.SparseAdam)
     for group in optimizer.param_groups if is_sparse else ():
         _check(group["params"])
     start_states(optimizer, cached=True)
-    with on_rows(optimizer):
-        put_back = [_take_shards(optimizer, group) for group in optimizer.param_groups if is_sparse]
-        try:
-            yield
-        finally:
-            while put_back:
-                put_back.pop()()
+    with on_rows(optimizer) as taken:
+        for group in optimizer.param_groups if is_sparse else ():
+            taken.callback(_take_shards(optimizer, group))
+        return taken.pop_all()
 
 
 def keep_hooks_outside(optimizer: torch.optim.Optimizer) -> None:
