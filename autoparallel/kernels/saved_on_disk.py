@@ -9,7 +9,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from contextvars import ContextVar
 from functools import cache
 from typing import Any, Protocol, TypeVar
@@ -63,8 +63,9 @@ class OnDisk:
     def __init__(self, sources: Sequence[torch.Tensor]) -> None:
         file = _file.get()
         assert file is not None, "a plan with saved_on='disk' has a file"
-        while _dropped:
-            wait([_dropped.pop()])    # its room is free then, so that the file grows no further than it must
+        with suppress(IndexError):    # of the last one
+            while True:
+                wait([_dropped.pop()])    # its room is free then, so that the file grows no further than it must
         self._device = sources[0].device
         self._rooms = file.rooms([source.nbytes for source in sources])
         self._copies = None if self._device.type == "cpu" else host_copies.begin(sources, HOST, held=True)
