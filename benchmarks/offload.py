@@ -51,7 +51,7 @@ class Bound:
     """Reads and writes all bytes of the states, both at once."""
 
     def __init__(self, elements: int, tile_bytes: int, folder: Path) -> None:
-        self.tiles = tiles_of(regions_of([(0, elements)], [4]), tile_bytes)
+        self.tiles = tiles_of(regions_of([(0, elements)], [4], [0]), tile_bytes)
         self.stores = [Disk(("exp_avg", "exp_avg_sq"), self.tiles[-1].end, tile_bytes, folder) for _ in range(2)]
         self._each(self.stores[0].write)
 

@@ -3,6 +3,10 @@
 from __future__ import annotations
 
 import json
+import re
+import subprocess
+import sys
+from pathlib import Path
 
 import pytest
 
@@ -97,3 +101,11 @@ def test_a_program_alone_is_the_same_optimum() -> None:
     for answers in (row.free, row.limited):
         assert answers["program"].cost == pytest.approx(answers["auto"].cost, rel=search_quality.GAP)
         assert answers["program"].stop == "optimal"
+
+
+@pytest.mark.slow
+def test_steps_with_states_on_disk_beside_their_bound(tmp_path: Path) -> None:
+    done = subprocess.run([sys.executable, "-m", "benchmarks.offload", str(tmp_path), "--parameters", "3.4e7"],
+                          capture_output=True, text=True, timeout=150, check=True)
+    ratio = re.search(r"disk over bound: median ([0-9.]+)", done.stdout)
+    assert ratio is not None and float(ratio[1]) > 0.3 and not any(tmp_path.iterdir())

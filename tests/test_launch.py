@@ -189,8 +189,8 @@ def test_the_script_runs_under_launchers_that_are_emulated(kind: str, script: st
     port, processes = str(free_port()), []
     for rank in range(2):
         mine = {
-            "slurm": {"SLURM_PROCID": f"{rank}", "SLURM_NTASKS": "2", "SLURM_LOCALID": f"{rank}", "SLURM_JOB_ID": "5",
-                      "SLURM_JOB_NODELIST": "localhost", "MASTER_PORT": port},
+            "slurm": {"SLURM_PROCID": f"{rank}", "SLURM_NTASKS": "2", "SLURM_LOCALID": f"{rank}", "SLURM_STEP_ID": "0",
+                      "SLURM_JOB_ID": "5", "SLURM_JOB_NODELIST": "localhost", "MASTER_PORT": port},
             "mvapich": {"MV2_COMM_WORLD_RANK": f"{rank}", "MV2_COMM_WORLD_SIZE": "2", "MASTER_PORT": port,
                         "MV2_COMM_WORLD_LOCAL_RANK": f"{rank}", "MV2_COMM_WORLD_LOCAL_SIZE": "2"},
             "msrun": {"RANK_ID": f"{rank}", "RANK_SIZE": "2", "MS_ROLE": "MS_WORKER", "MS_SCHED_HOST": "127.0.0.1",

@@ -32,7 +32,8 @@ FAKE_SRUN = """#!/bin/bash
 # srun on one host: a process for each task of the batch script, with the variables that Slurm sets
 tasks=$(sed -n 's/^#SBATCH --ntasks-per-node=//p' "$BATCH_SCRIPT")
 for task in $(seq 0 $((tasks - 1))); do
-    SLURM_PROCID=$task SLURM_LOCALID=$task SLURM_NTASKS=$tasks SLURM_JOB_ID=$$ SLURM_JOB_NODELIST=localhost "$@" &
+    SLURM_PROCID=$task SLURM_LOCALID=$task SLURM_NTASKS=$tasks SLURM_JOB_ID=$$ SLURM_STEP_ID=0 \\
+        SLURM_JOB_NODELIST=localhost "$@" &
 done
 wait
 """
