@@ -208,10 +208,10 @@ def _words(place: str | Mapping[str, str]) -> str:
 
 
 def _told(one: Fit) -> str:
-    """What leaves the device, with what is saved of blocks."""
+    """The tensors that leave the device, those saved for backward included."""
     words, saved = _words(one.offload), "device" if one.plan is None else one.plan.hybrid.saved_on
-    beside = "but for" if words.startswith("all") else "and"
-    return words if saved == "device" else f"{words}, {beside} saved tensors of blocks on the {saved}"
+    joined = "but for" if words.startswith("all") else "and"
+    return words if saved == "device" else f"{words}, {joined} saved tensors of blocks on the {saved}"
 
 
 def print_fitting(found: Fitting, console: ReportConsole) -> None:

@@ -281,10 +281,11 @@ def in_hosts_of(cluster: Cluster, devices: int) -> Cluster:
     each = cluster.devices_per_host
     if not 0 < devices < each:
         raise ClusterError(f"cluster {cluster.name}: hosts of {devices} devices: from 1 to {each - 1} are required")
-    links = {link.num_devices if link.num_devices > each else min(link.num_devices, devices):
-             replace(link, num_devices=link.num_devices if link.num_devices > each else min(link.num_devices, devices),
-                     nics_per_host=link.nics_per_host and max(1, link.nics_per_host * devices // each))
-             for link in reversed(cluster.links)}    # of links that join as many now, the innermost
+    links = dict[int, Link]()    # by the devices that they join
+    for link in reversed(cluster.links):    # of links that join as many now, the innermost stays
+        joined = link.num_devices if link.num_devices > each else min(link.num_devices, devices)
+        nics = link.nics_per_host and max(1, link.nics_per_host * devices // each)
+        links[joined] = replace(link, num_devices=joined, nics_per_host=nics)
     host = replace(cluster.host, memory_bytes=cluster.host.memory_bytes * devices / each,
                    devices=float(devices) if cluster.host.devices else 0.0,
                    devices_per_switch=min(cluster.host.devices_per_switch, devices))

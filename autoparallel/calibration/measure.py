@@ -7,7 +7,6 @@ that a shared network card counts.
 from __future__ import annotations
 
 import math
-import os
 import statistics
 import time
 from collections.abc import Callable, Sequence
@@ -22,6 +21,7 @@ import torch.distributed as dist
 
 from autoparallel.kernels import collectives, groups
 from autoparallel.kernels.groups import Axis
+from autoparallel.kernels.host_copies import machine_bytes
 from cost_models import Cluster, Link
 from cost_models.calibrate import (
     Measured,
@@ -166,7 +166,7 @@ def memory_bytes(kind: str) -> float:
     """Memory of one device in bytes: the GPU's, or this process's share of the host's."""
     if kind == "cuda":
         return float(torch.cuda.get_device_properties(torch.cuda.current_device()).total_memory)
-    return float(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")) / dist.get_world_size()
+    return machine_bytes() / dist.get_world_size()
 
 
 def time_ops(device: torch.device, repeats: int = 5) -> list[MeasuredOp]:

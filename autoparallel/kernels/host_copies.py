@@ -8,6 +8,7 @@ asynchronous from and to pinned memory only. On a CPU, where host and device are
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from functools import cache
@@ -172,5 +173,10 @@ def _stream(far: torch.device, to_device: bool | None) -> Any:
     return torch.Stream(far)
 
 
-__all__ = ["HOST", "Copies", "Values", "after", "begin", "current", "host_memory", "now", "settle", "table_memory",
-           "under"]
+def machine_bytes() -> float:
+    """The memory of this machine, in bytes."""
+    return float(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"))
+
+
+__all__ = ["HOST", "Copies", "Values", "after", "begin", "current", "host_memory", "machine_bytes", "now", "settle",
+           "table_memory", "under"]

@@ -41,7 +41,7 @@ class File(Protocol):
         """A room for so many bytes for each size. Raises InputError where the disk has none."""
 
 
-#: Writes, perhaps still under way, of copies that nobody reads any more: backward had their sources.
+#: Pending writes of copies that nobody will read: backward used their sources.
 _dropped: list[Future[None]] = []
 _file: ContextVar[File | None] = ContextVar("file_of_saved_tensors", default=None)
 

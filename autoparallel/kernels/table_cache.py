@@ -132,7 +132,7 @@ class RowCache:
         self._seen.zero_()
 
     def _slots_of(self, rows: torch.Tensor, times: torch.Tensor | None) -> tuple[torch.Tensor, int]:
-        """The slot of each row, -1 of those that are not there, and the number of these."""
+        """The slot of each row (-1: not in the cache), and the number of rows that are not."""
         if self._stale:
             self._read(*self._filled(), self.columns)
             self._stale = False
@@ -236,8 +236,8 @@ def _look_up(table: torch.Tensor, ids: torch.Tensor, padding_idx: int, apart: bo
 
 def _look_up_own(table: torch.Tensor, ids: torch.Tensor, start: int, length: int, padding_idx: int, apart: bool = False
                  ) -> tuple[torch.Tensor, torch.Tensor, int]:
-    """As `_look_up` in a shard, which begins at row ``start`` of the table's ``length``: ids of other shards are the
-    first beyond the rows, and those that the table has not the second, so that their lookup fails."""
+    """As `_look_up` in a shard, which begins at row ``start`` of the table's ``length``: ids of other shards get
+    the first index beyond the rows; ids outside the table get the second, so that their lookup fails."""
     own = own_ids(ids, start, len(table))
     weight, found, padding = _look_up(table, ids[own] - start, max(padding_idx - start, -1), apart)
     index = len(weight) + ~own_ids(ids, 0, length)

@@ -14,6 +14,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from autoparallel.errors import MeshError, shown
 from autoparallel.kernels import groups
+from autoparallel.kernels.host_copies import machine_bytes
 from autoparallel.plans import Plan
 from autoparallel.runtime.agree import decide_once
 from autoparallel.runtime.failing import check_groups
@@ -61,8 +62,8 @@ _MOST_ON_HOST = 16
 
 
 def cluster_of(mesh: DeviceMesh, cluster: Cluster | str | Path | None, backend: str = "eager") -> Cluster:
-    """The cluster that prices the search, the same on all ranks: the one given, or what rank 0's device suggests, with
-    the software profile of the backend and hosts as large as the job's."""
+    """The cluster that prices the search, the same on all ranks: a `Cluster` as it is given; else the description of
+    that name or file, or of rank 0's device, with the software profile of the backend and hosts of the job's size."""
     if isinstance(cluster, Cluster):
         if cluster.num_devices != mesh.size():
             raise MeshError(f"the cluster has {cluster.num_devices} devices and the mesh {mesh.size()}")
@@ -91,7 +92,7 @@ def suggested(mesh: DeviceMesh, cluster: str | Path | None, backend: str, on_hos
 def _with_memory(cluster: Cluster, on_host: int) -> Cluster:
     """The cluster of CPU processes with the memory of this machine, of which those on it may take two thirds, in equal
     parts."""
-    memory_bytes = float(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"))
+    memory_bytes = machine_bytes()
     return replace(cluster, device=replace(cluster.device, memory_bytes=memory_bytes * 2 / 3 / on_host),
                    host=replace(cluster.host, memory_bytes=memory_bytes))
 

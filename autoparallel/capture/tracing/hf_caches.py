@@ -93,7 +93,7 @@ def _cache(tensors: Any, layers: Layers) -> Any:
 
 
 def filled(layer: Any, tensors: Mapping[Place, torch.Tensor], rest: Mapping[str, Any]) -> Any:
-    """The ``layer`` with these tensors and other attributes, as `places` gives them, in place of its own."""
+    """The ``layer``, whose attributes are replaced by these tensors and other attributes, as `places` gives them."""
     vars(layer).clear()
     vars(layer).update((name, dict(value) if isinstance(value, dict) else value) for name, value in rest.items())
     for (name, key), tensor in tensors.items():
@@ -105,7 +105,7 @@ def filled(layer: Any, tensors: Mapping[Place, torch.Tensor], rest: Mapping[str,
 
 
 def is_cache(value: Any) -> bool:
-    """Whether a value is a cache with one layer per block, and nothing else of its own that blocks change."""
+    """Whether a value is a cache of which a block changes its own layer only (a dynamic or static one)."""
     if "transformers.cache_utils" not in sys.modules:
         return False
     from transformers.cache_utils import DynamicCache, StaticCache

@@ -1,5 +1,5 @@
-"""The layer of a key-value cache that belongs to one block: what the block reads of it and leaves in it, as tensors and
-plain values, so that calls of equivalent blocks which are given one cache can be compared."""
+"""The layer of a key-value cache that belongs to one block, before and after its call, as tensors and plain values:
+calls of equivalent blocks that are given one cache can be compared."""
 
 from __future__ import annotations
 

@@ -5,7 +5,7 @@ become ops: the first two lie between marks, each further one is the op ``autopa
 `unfold_blocks.py` then puts a copy of the first call's ops, with the block's own parameters, in place of each. The
 second call is the proof: it has to be such a copy too. An integer that counts the blocks (``layer_idx``) may differ
 between them as long as nobody looks at it, but to find the block's layer of a key-value cache (`own_layers.py`).
-Whatever else is not alike raises UnlikeError, and the model is traced whole.
+Any other difference raises UnlikeError, and the model is traced whole.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from autoparallel.capture.tracing.own_layers import OwnLayer, caches_in, own_lay
 FEWEST = 4
 PLAIN = (int, float, complex, str, bool, type(None), torch.dtype, torch.device, torch.memory_format)
 CONTAINERS = (tuple, list, dict)
-#: Leaves, and how they hang together.
+#: Leaves, and their structure.
 Tree = tuple[list[Any], pytree.TreeSpec]
 
 
@@ -239,7 +239,7 @@ def _attributes(block: nn.Module) -> list[Any]:
 
 
 def _objects(tree: Any) -> list[Any]:
-    """A value, or what hangs together in containers: the keys of dicts, the leaves and the containers."""
+    """A value; of nested containers the containers themselves, their leaves and the keys of dicts."""
     if not issubclass(type(tree), CONTAINERS):    # isinstance would look at what is watched
         return [tree]
     inside = [part for pair in tree.items() for part in pair] if issubclass(type(tree), dict) else tree
