@@ -35,15 +35,20 @@ def weighing(servers: Servers) -> dict[str, Any]:
     return {"first": first, "counts": servers.whole("counts")[[5, 6], 0].tolist()}
 
 
-def counting(servers: Servers, count: int = COUNT, pause_s: float = 0.03, leave_at: int = -1) -> dict[str, Any]:
-    """Add 1 to rows 5 and 6 in each step; say when step AT has begun, and how many pushes were acknowledged."""
+def counting(servers: Servers, count: int = COUNT, pause_s: float = 0.03, leave_at: int = -1,
+             awaited: str = "") -> dict[str, Any]:
+    """Add 1 to rows 5 and 6 in each step; say when step AT has begun, and how many pushes were acknowledged. Step
+    AT + 4 begins when the file ``awaited`` is there."""
     table = servers.embedding("counts", 9, 1, optimizer=torch.optim.SGD, std=0.0, lr=1.0)
+    Path(f"joined-{servers.worker}").touch()
     first, acknowledged = servers.step_number, 0
     for step in range(first, count):
         if step == leave_at:
             break
         if step == AT:
             Path(f"at-{servers.worker}").touch()
+        while awaited and step == AT + 4 and not Path(awaited).exists():
+            time.sleep(0.02)
         (-table(torch.tensor([5, 6])).sum()).backward()
         servers.step()
         acknowledged += 1
@@ -119,7 +124,7 @@ def test_others_go_on_without_a_killed_worker(staleness: int) -> None:
 @pytest.mark.parametrize("staleness", [0, slow(2)])
 def test_workers_come_and_leave(staleness: int) -> None:
     with ServedJob(2, 2, staleness=staleness) as job:
-        job.start("worker", 0, counting)
+        job.start("worker", 0, counting, COUNT, 0.03, -1, "joined-2")  # it must not end before worker 2 has started
         job.start("worker", 1, counting, COUNT, 0.03, AT + 3)
         job.wait_for("at-0")
         job.start("worker", 2, counting)
@@ -146,17 +151,17 @@ def test_lost_pushes_are_an_error(durability: str, directory: bool, said: str, t
 
 
 def test_waits_have_limits_and_name_who_is_missing() -> None:
-    with ServedJob(2, 2, timeout_s=4.0) as job:
+    with ServedJob(2, 2, timeout_s=8.0) as job:
         for worker in range(2):
-            job.start("worker", worker, counting, COUNT, 0.03 if worker == 0 else 6.0)
+            job.start("worker", worker, counting, COUNT, 0.03 if worker == 0 else 12.0)
         error = job.error("worker", 0)
-        assert "has waited 4 s on server" in error and "worker 1 has pushed 1 steps" in error
-    with ServedJob(2, 1, timeout_s=4.0) as job:
+        assert "has waited 8 s on server" in error and "worker 1 has pushed 1 steps" in error
+    with ServedJob(2, 1, timeout_s=8.0) as job:
         job.start("worker", 0, counting)
         job.wait_for("at-0")
         job.kill("server", 1)
-        assert "has waited 4 s on server 1: it cannot be reached" in job.error("worker", 0)
-    with ServedJob(1, 2, timeout_s=4.0) as job:
+        assert "has waited 8 s on server 1: it cannot be reached" in job.error("worker", 0)
+    with ServedJob(1, 2, timeout_s=8.0) as job:
         job.start("worker", 0, counting)
         assert "1 of 2 workers have joined: [0]" in job.error("worker", 0)
 
