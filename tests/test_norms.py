@@ -14,7 +14,7 @@ from torch.distributed.tensor import Replicate
 import autoparallel
 from autoparallel.capture import capture
 from autoparallel.errors import CaptureError
-from autoparallel.kernels.norm import whole_batch_norm
+from autoparallel.kernels.norm import norm_of_shards, whole_batch_norm
 from autoparallel.pricing import Prices
 from cost_models import Cluster
 from tests.support.ranks import mesh_of
@@ -137,3 +137,10 @@ def test_synced_batch_norm_of_some_ranks_is_refused() -> None:
     with pytest.MonkeyPatch.context() as patched, pytest.raises(CaptureError, match="2 of 4 ranks"):
         patched.setattr(torch.distributed, "get_world_size", lambda: 4)
         capture(model, (torch.ones(8, 4),))
+
+
+def test_an_eps_that_is_not_given_is_that_of_the_type_in_which_torch_computes() -> None:
+    """Of bfloat16 float32's, which small values show."""
+    x = 1e-3 * torch.randn(3, 8, dtype=torch.bfloat16)
+    made = norm_of_shards(x, [8], op=aten.rms_norm.default, axes=(), dims=(), sizes=())
+    torch.testing.assert_close(made, torch.nn.functional.rms_norm(x, (8,)))

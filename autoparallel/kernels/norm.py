@@ -1,8 +1,9 @@
-"""Norms along a cut dim: each row's statistics are all-reduced, forward and backward."""
+"""Norms: along a cut dim, where each row's statistics are all-reduced, forward and backward; whole, in one op."""
 
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -71,7 +72,7 @@ def norm_of_shards(*args: Any, op: Any, axes: tuple[str, ...], dims: tuple[int, 
         rows, normed = x.shape[0] * number, math.prod(whole[1:]) // number
         parameters = torch.Size((x.shape[1], *(1 for _ in x.shape[2:])))
     wide = x.to(torch.promote_types(x.dtype, torch.float32))
-    eps = given["eps"] if given["eps"] is not None else torch.finfo(x.dtype).eps
+    eps = _epsilon(given["eps"], wide)
     along = tuple(groups.current(name) for name in axes)  # resolved here: backward may run outside groups.use
     made = _Normed.apply(wide.reshape(rows, -1), along, normed, eps, op is not aten.rms_norm.default).view_as(wide)
     if given["weight"] is not None:
@@ -79,6 +80,50 @@ def norm_of_shards(*args: Any, op: Any, axes: tuple[str, ...], dims: tuple[int, 
     if given.get("bias") is not None:
         made = made + given["bias"].reshape(parameters)
     return made.to(x.dtype)
+
+
+class _RmsNorm(torch.autograd.Function):
+    """RMS norm along the last dims, which keeps its input and a number a row, as torch's kernel of GPUs does. (On a CPU
+    torch writes it out in ops that keep the normalised tensor too, and compute over all of memory more often.)"""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor | None, dims: int, eps: float | None) -> Tensor:
+        wide = x.to(torch.promote_types(x.dtype, torch.float32))
+        ctx.dims, ctx.eps = dims, _epsilon(eps, wide)
+        scale = torch.rsqrt(_mean_square(wide, dims).add_(ctx.eps))
+        ctx.save_for_backward(x, weight, scale)
+        made = wide * scale
+        return (made if weight is None else made.mul_(weight)).to(x.dtype)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
+        x, weight, scale = ctx.saved_tensors
+        dims = tuple(range(-ctx.dims, 0))
+        wide = x.to(scale.dtype)
+        if torch.is_grad_enabled():    # differentiated again
+            scale = torch.rsqrt(_mean_square(wide, ctx.dims) + ctx.eps)
+        normed, gradient = wide * scale, gradient.to(scale.dtype)
+        of_weight = None
+        if ctx.needs_input_grad[1]:
+            of_weight = (gradient * normed).sum_to_size(weight.shape).to(weight.dtype)
+        gradient = gradient if weight is None else gradient * weight
+        along = (gradient * normed).mean(dims, keepdim=True)
+        return torch.addcmul(gradient, normed, along, value=-1).mul(scale).to(x.dtype), of_weight, None, None
+
+
+def _mean_square(x: Tensor, dims: int) -> Tensor:
+    return x.square().mean(tuple(range(-dims, 0)), keepdim=True)
+
+
+def rms_norm(x: Tensor, shape: Sequence[int], weight: Tensor | None = None, eps: float | None = None) -> Tensor:
+    """`torch.nn.functional.rms_norm`, and with as little memory on a CPU."""
+    made: Tensor = _RmsNorm.apply(x, weight, len(shape), eps)
+    return made
+
+
+def _epsilon(given: float | None, wide: Tensor) -> float:
+    """None: that of the type in which torch computes."""
+    return torch.finfo(wide.dtype).eps if given is None else given
 
 
 def whole_batch_norm(x: Tensor, weight: Tensor | None, bias: Tensor | None, running_mean: Tensor | None,

@@ -1,8 +1,9 @@
-"""Batch norm as one op where nothing cuts what it sums.
+"""Norms as one op where nothing cuts what they sum.
 
 Capture writes batch norm out as sums and element-wise ops (`capture/passes/batch_norm.py`), so that a batch cut over
 ranks gets synchronised statistics by itself. Where a rank has the whole batch, no communication stands between these
-ops, and they become torch's own batch norm again, which is several times as fast.
+ops, and they become torch's own batch norm again, which is several times as fast. An RMS norm on a CPU, of which torch
+has no kernel, becomes ours.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from torch.fx import GraphModule
 from torch.fx import Node as FxNode
 
 from autoparallel.kernels.collectives import item
-from autoparallel.kernels.norm import whole_batch_norm
+from autoparallel.kernels.norm import rms_norm, whole_batch_norm
 
 aten = torch.ops.aten
 
@@ -36,8 +37,11 @@ class _Norm:
 
 
 def whole_norms(module: GraphModule) -> GraphModule:
-    """The same program with each batch norm whose ops follow each other as one op. Changes and returns ``module``."""
+    """The same program with each batch norm whose ops follow each other as one op, and RMS norms on a CPU as
+    `kernels.norm.rms_norm`. Changes and returns ``module``."""
     for node in list(module.graph.nodes):
+        if node.target is aten.rms_norm.default and node.meta["val"].device.type == "cpu":
+            node.target = rms_norm
         if node.target is aten.rsqrt.default and (norm := _norm_of(node)) is not None:
             _replace(module, norm)
     module.recompile()

@@ -25,6 +25,7 @@ from autoparallel.capture.passes.editing import Node, argument, emit, replace, s
 from autoparallel.capture.passes.functionalise import functionalise
 from autoparallel.capture.passes.fuse_embedding_bags import gather_bags
 from autoparallel.capture.passes.fuse_experts import gather_experts
+from autoparallel.capture.passes.fuse_functions import gather_functions
 from autoparallel.capture.passes.fuse_linear_sections import gather_sections
 from autoparallel.capture.passes.mean_losses import AVERAGED_LOSSES
 from autoparallel.capture.passes.vmap_and_grad import batch_regions, expand_gradients
@@ -483,6 +484,7 @@ PASSES: list[Callable[[Graph, dict[str, Node]], None]] = [
     _each({aten.reshape.default: lambda graph, node: _unflattened_linear(graph, node)}),
     _each({aten.reshape.default: lambda graph, node: _collapse_reshape(graph, node)}),
     drop_dead,  # what passes left behind reads what nobody uses
+    gather_functions,
     gather_sections,
     _each({aten.reshape.default: lambda graph, node: _collapse_reshape(graph, node)}),
 ]

@@ -1,0 +1,255 @@
+"""Functions that torch has as one op and models write out: GELU, SiLU and RMS norm.
+
+    0.5 x (1 + tanh(sqrt(2/pi) (x + 0.044715 x^3)))  -> aten.gelu(x, "tanh")        "gelu_new", "gelu_fast"
+    0.5 x (1 + erf(x / sqrt(2)))                     -> aten.gelu(x)
+    x sigmoid(x)                                     -> aten.silu(x)
+    x rsqrt(mean(x^2) + eps) [* weight]              -> aten.rms_norm(x, shape, weight, eps)
+
+One op reads and writes memory once and keeps its input for backward, where its parts keep up to six tensors. In 16 bits
+GELU and SiLU are rounded once, not after each part. An RMS norm is rounded where the model rounds it: one that the
+model computes in 16 bits stays as it is, and a weight behind a cast to 16 bits stays apart.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch.fx import Graph
+from torch.fx import Node as FxNode
+
+from autoparallel.capture.passes.editing import Node, emit
+from autoparallel.capture.passes.editing import replace as replace_node
+
+aten = torch.ops.aten
+
+#: Coefficients by power of x.
+Polynomial = Mapping[int, float]
+_HALF_AND_ROOT = math.sqrt(2.0 / math.pi)
+#: What stands within tanh, erf or sigmoid.
+_WITHIN: Mapping[Any, Polynomial] = {
+    aten.tanh.default: {1: _HALF_AND_ROOT, 3: 0.044715 * _HALF_AND_ROOT}, aten.erf.default: {1: math.sqrt(0.5)},
+    aten.sigmoid.default: {1: 1.0}}
+_MOST_OPS = 12
+
+
+@dataclass(frozen=True)
+class _Found:
+    """A function that is written out. ``last``: the node of its result, ``inside``: its other nodes; ``op``,
+    ``source``, ``args``, ``options``: the op, its first argument, the rest, and its keyword arguments."""
+
+    last: Node
+    inside: frozenset[Node]
+    op: Any
+    source: Node
+    args: tuple[Any, ...] = ()
+    options: Mapping[str, Any] | None = None
+
+    def is_alone(self, kept: Iterable[Node]) -> bool:
+        """Whether nothing else reads its parts, and gradients flow through all of them or none."""
+        nodes = {*self.inside, self.last}
+        return (nodes.isdisjoint(kept) and all(user in nodes for node in self.inside for user in node.users)
+                and len({bool(node.meta.get("no_grad")) for node in nodes}) == 1)
+
+    def put(self, graph: Graph, mutations: dict[str, Node]) -> None:
+        source, dtype = self.source, self.last.meta["val"].dtype
+        with graph.inserting_before(self.last):
+            if source.meta["val"].dtype != dtype:
+                source = emit(graph, self.last, aten.to.dtype, source, dtype)
+            made = emit(graph, self.last, self.op, source, *self.args, **(self.options or {}))
+        replace_node(self.last, made, mutations)
+        for node in sorted(self.inside, reverse=True):
+            if not node.users:
+                graph.erase_node(node)
+
+
+def gather_functions(graph: Graph, mutations: dict[str, Node]) -> None:
+    """Put each such function into its op."""
+    for node in list(graph.nodes):
+        found = _FINDERS[node.target](node) if node.target in _FINDERS else None
+        if found is not None and found.is_alone(mutations.values()):
+            found.put(graph, mutations)
+
+
+# --- activations -------------------------------------------------------------------------------------------------
+
+def _activation(root: Node) -> _Found | None:
+    """The activation of which this is the tanh, erf or sigmoid."""
+    silu = root.target is aten.sigmoid.default
+    wanted = {(1, 1): 1.0} if silu else {(1, 0): 0.5, (1, 1): 0.5}      # by powers of x and of this
+    top, above, candidates = root, list[Node](), list[Node]()
+    while len(top.users) == 1 and len(above) < 4:
+        (top,) = top.users
+        above.append(top)
+        candidates += _factors(top, {root, *above})
+        for x in candidates:
+            seen = set[Node]()
+            if _is_near(_expanded(top, x, root, seen), wanted, top) \
+                    and _is_near(_expanded(root.args[0], x, None, seen),
+                                 {(power, 0): c for power, c in _WITHIN[root.target].items()}, top) \
+                    and x.meta["val"].shape == top.meta["val"].shape:
+                inside = frozenset({root, *above, *seen} - {top, x})
+                if silu:
+                    return _Found(top, inside, aten.silu.default, x)
+                approximate = "tanh" if root.target is aten.tanh.default else "none"
+                return _Found(top, inside, aten.gelu.default, x, options={"approximate": approximate})
+    return None
+
+
+def _factors(product: Node, below: set[Node]) -> list[Node]:
+    """What may be x in a product: a factor, or that of which it is a multiple."""
+    found = list[Node]()
+    if product.target is aten.mul.Tensor:
+        for factor in product.args:
+            if isinstance(factor, FxNode) and factor not in below:
+                found.append(factor)
+                if factor.target in (aten.mul.Tensor, aten.to.dtype) and isinstance(factor.args[0], FxNode):
+                    found.append(factor.args[0])
+    return found
+
+
+_Powers = dict[tuple[int, int], float]
+
+
+def _expanded(value: Any, x: Node, function: Node | None, seen: set[Node]) -> _Powers | None:
+    """An expression as a polynomial of x and of ``function``, by their powers; None if it is none. ``seen``: takes its
+    nodes. A cast of x to a type that holds its numbers is x."""
+    if isinstance(value, int | float):
+        return {(0, 0): float(value)}
+    if value is x:
+        return {(1, 0): 1.0}
+    if value is function:
+        return {(0, 1): 1.0}
+    if not isinstance(value, FxNode) or len(seen) > _MOST_OPS:
+        return None
+    combined, args = _COMBINED.get(value.target), value.args
+    if combined is None or value.kwargs:
+        return None
+    seen.add(value)
+    if value.target is aten.to.dtype:
+        wide, narrow = args[1], args[0].meta["val"].dtype
+        return _expanded(args[0], x, function, seen) if torch.promote_types(wide, narrow) == wide else None
+    made = [_expanded(one, x, function, seen) for one in args]
+    return None if any(one is None for one in made) else combined(*made)
+
+
+def _product(a: _Powers, b: _Powers) -> _Powers:
+    made = _Powers()
+    for (i, j), c in a.items():
+        for (k, m), d in b.items():
+            made[i + k, j + m] = made.get((i + k, j + m), 0.0) + c * d
+    return made
+
+
+def _sum(a: _Powers, b: _Powers) -> _Powers:
+    return {power: a.get(power, 0.0) + b.get(power, 0.0) for power in {**a, **b}}
+
+
+def _power(a: _Powers, b: _Powers) -> _Powers | None:
+    exponent = b.get((0, 0), 0.0)
+    if exponent not in (1.0, 2.0, 3.0):
+        return None
+    made = a
+    for _ in range(int(exponent) - 1):
+        made = _product(made, a)
+    return made
+
+
+def _quotient(a: _Powers, b: _Powers) -> _Powers | None:
+    divisor = b.get((0, 0), 0.0)
+    return {power: c / divisor for power, c in a.items()} if set(b) == {(0, 0)} and divisor else None
+
+
+_COMBINED: Mapping[Any, Callable[..., _Powers | None]] = {
+    aten.mul.Tensor: _product, aten.add.Tensor: _sum, aten.pow.Tensor_Scalar: _power, aten.div.Tensor: _quotient,
+    aten.square.default: lambda a: _product(a, a), aten.to.dtype: lambda a, _: a}
+
+
+def _is_near(found: _Powers | None, wanted: _Powers, result: Node) -> bool:
+    """Whether coefficients are equal but for rounding in the type of ``result``."""
+    if found is None or set(found) != set(wanted):
+        return False
+    tolerance = 1e-15 if result.meta["val"].dtype is torch.float64 else 1e-8
+    return all(math.isclose(found[power], c, rel_tol=tolerance) for power, c in wanted.items())
+
+
+# --- RMS norm ----------------------------------------------------------------------------------------------------
+
+def _rms_norm(root: Node) -> _Found | None:
+    """The RMS norm of which this is the rsqrt, or the sqrt that divides."""
+    mean, eps = _arguments(root.args[0], aten.add.Tensor)
+    total, share = _arguments(mean, aten.mul.Tensor)
+    squares, dims, kept = _arguments(total, aten.sum.dim_IntList, 3)
+    x = _squared(squares)
+    if x is None or not kept or not isinstance(eps, float) or len(root.users) != 1:
+        return None
+    value, (last,) = x.meta["val"], root.users
+    shape = list(value.shape[value.dim() - len(dims):])
+    trailing = sorted(d % value.dim() for d in dims) == list(range(value.dim() - len(dims), value.dim()))
+    if not trailing or share != 1.0 / math.prod(shape) or value.dtype not in (torch.float32, torch.float64):
+        return None
+    factor = _normed(last, root)
+    if factor is not x and not (x.target is aten.to.dtype and factor is x.args[0]) or last.meta["val"].dtype != value.dtype:
+        return None
+    inside = {root, root.args[0], mean, total, squares}
+    return _rounded(_scaled(_Found(last, frozenset(inside), aten.rms_norm.default, x, (shape, None, eps))))
+
+
+def _arguments(node: Any, target: Any, count: int = 2) -> tuple[Any, ...]:
+    """The arguments of an op; None for each if it is another one."""
+    fits = isinstance(node, FxNode) and node.target is target and len(node.args) == count and not node.kwargs
+    return node.args if fits else (None,) * count
+
+
+def _squared(squares: Any) -> Node | None:
+    x, exponent = _arguments(squares, aten.pow.Tensor_Scalar)
+    if x is not None and exponent == 2:
+        return x
+    (x,) = _arguments(squares, aten.square.default, 1)
+    if x is not None:
+        return x
+    x, same = _arguments(squares, aten.mul.Tensor)
+    return x if x is same else None
+
+
+def _normed(last: Node, root: Node) -> Node | None:
+    """What is multiplied by the rsqrt, or divided by the sqrt."""
+    x, scale = _arguments(last, aten.mul.Tensor if root.target is aten.rsqrt.default else aten.div.Tensor)
+    if x is root and root.target is aten.rsqrt.default:
+        x, scale = scale, x
+    return x if scale is root and isinstance(x, FxNode) else None
+
+
+def _scaled(norm: _Found) -> _Found:
+    """With the weight that alone follows, in the same type."""
+    shape, _, eps = norm.args
+    last = norm.last
+    user = next(iter(last.users)) if len(last.users) == 1 else None
+    weight = next((one for one in _arguments(user, aten.mul.Tensor) if one is not last), None)
+    if not isinstance(weight, FxNode) or list(weight.meta["val"].shape) != shape \
+            or weight.meta["val"].dtype != last.meta["val"].dtype:
+        return norm
+    return replace(norm, last=user, inside=norm.inside | {last}, args=(shape, weight, eps))
+
+
+def _rounded(norm: _Found) -> _Found:
+    """Of a tensor of fewer bits that is cast before and after, without the casts: torch computes in 32 bits."""
+    cast, last = norm.source, norm.last
+    user = next(iter(last.users)) if len(last.users) == 1 else None
+    if cast.target is not aten.to.dtype or norm.args[1] is not None or user is None or user.target is not aten.to.dtype:
+        return norm
+    narrow = cast.args[0].meta["val"].dtype
+    if user.args[1] != narrow or norm.source.meta["val"].dtype is not torch.float32 \
+            or narrow not in (torch.float16, torch.bfloat16):
+        return norm
+    others = {one for one in cast.users if one not in norm.inside and one is not last}
+    return replace(norm, last=user, source=cast.args[0], inside=norm.inside | {last} | (set() if others else {cast}))
+
+
+_FINDERS: Mapping[Any, Callable[[Node], _Found | None]] = {
+    **dict.fromkeys(_WITHIN, _activation), aten.rsqrt.default: _rms_norm, aten.sqrt.default: _rms_norm}
+
+__all__ = ["gather_functions"]
