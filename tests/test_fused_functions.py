@@ -43,8 +43,9 @@ def cast_norm(x: Tensor, w: Tensor) -> Tensor:
 
 
 FUNCTIONS: dict[str, tuple[Callable[..., Tensor], Any]] = {
-    "gelu_new": (lambda x, w: 0.5 * x * (1.0 + torch.tanh(math.sqrt(2.0 / math.pi) * (x + 0.044715 * torch.pow(x, 3.0)))),
-                 aten.gelu.default),
+    "gelu_new":
+        (lambda x, w: 0.5 * x * (1.0 + torch.tanh(math.sqrt(2.0 / math.pi) * (x + 0.044715 * torch.pow(x, 3.0)))),
+         aten.gelu.default),
     "gelu_fast": (lambda x, w: 0.5 * x * (1.0 + torch.tanh(x * 0.7978845608 * (1.0 + 0.044715 * x * x))),
                   aten.gelu.default),
     "cdf": (lambda x, w: x * (0.5 * (1 + torch.erf(x / math.sqrt(2.0)))), aten.gelu.default),
@@ -120,12 +121,14 @@ def test_values_and_gradients_are_the_models(name: str, mesh_of_one: DeviceMesh)
     parallel = autoparallel.compile(model, mesh_of_one, example_inputs=(x,))
     made = parallel(x)
     made.square().sum().backward()
-    torch.testing.assert_close(made.full_tensor() if isinstance(made, DTensor) else made, expected, atol=1e-6, rtol=1e-6)
+    whole = made.full_tensor() if isinstance(made, DTensor) else made
+    torch.testing.assert_close(whole, expected, atol=1e-6, rtol=1e-6)
     gradients = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
     assert "layer.weight" in gradients
     for name, p in parallel.named_parameters():
         if name in gradients:
-            torch.testing.assert_close(p.grad.full_tensor(), gradients[name], atol=1e-5, rtol=1e-5)
+            gradient: Any = p.grad
+            torch.testing.assert_close(gradient.full_tensor(), gradients[name], atol=1e-5, rtol=1e-5)
 
 
 def test_the_kernel_of_rms_norms_is_torchs_and_keeps_less() -> None:
@@ -142,8 +145,12 @@ def test_the_kernel_of_rms_norms_is_torchs_and_keeps_less() -> None:
 
     def kept(norm: Callable[..., Tensor]) -> int:
         saved = dict[int, int]()
-        with torch.autograd.graph.saved_tensors_hooks(
-                lambda t: saved.update({t.untyped_storage().data_ptr(): t.untyped_storage().nbytes()}) or t, lambda t: t):
+
+        def note(t: Tensor) -> Tensor:
+            saved[t.untyped_storage().data_ptr()] = t.untyped_storage().nbytes()
+            return t
+
+        with torch.autograd.graph.saved_tensors_hooks(note, lambda t: t):
             norm(x, (4,), w, 1e-5).sum()
         return sum(saved.values())
 

@@ -66,6 +66,10 @@ class _Found:
                 graph.erase_node(node)
 
 
+def _is_node(value: Any) -> bool:
+    return isinstance(value, FxNode)
+
+
 def gather_functions(graph: Graph, mutations: dict[str, Node]) -> None:
     """Put each such function into its op."""
     for node in list(graph.nodes):
@@ -104,9 +108,9 @@ def _factors(product: Node, below: set[Node]) -> list[Node]:
     found = list[Node]()
     if product.target is aten.mul.Tensor:
         for factor in product.args:
-            if isinstance(factor, FxNode) and factor not in below:
+            if _is_node(factor) and factor not in below:
                 found.append(factor)
-                if factor.target in (aten.mul.Tensor, aten.to.dtype) and isinstance(factor.args[0], FxNode):
+                if factor.target in (aten.mul.Tensor, aten.to.dtype) and _is_node(factor.args[0]):
                     found.append(factor.args[0])
     return found
 
@@ -123,7 +127,7 @@ def _expanded(value: Any, x: Node, function: Node | None, seen: set[Node]) -> _P
         return {(1, 0): 1.0}
     if value is function:
         return {(0, 1): 1.0}
-    if not isinstance(value, FxNode) or len(seen) > _MOST_OPS:
+    if not _is_node(value) or len(seen) > _MOST_OPS:
         return None
     combined, args = _COMBINED.get(value.target), value.args
     if combined is None or value.kwargs:
@@ -191,8 +195,8 @@ def _rms_norm(root: Node) -> _Found | None:
     trailing = sorted(d % value.dim() for d in dims) == list(range(value.dim() - len(dims), value.dim()))
     if not trailing or share != 1.0 / math.prod(shape) or value.dtype not in (torch.float32, torch.float64):
         return None
-    factor = _normed(last, root)
-    if factor is not x and not (x.target is aten.to.dtype and factor is x.args[0]) or last.meta["val"].dtype != value.dtype:
+    sources = (x, x.args[0]) if x.target is aten.to.dtype else (x,)
+    if _normed(last, root) not in sources or last.meta["val"].dtype != value.dtype:
         return None
     inside = {root, root.args[0], mean, total, squares}
     return _rounded(_scaled(_Found(last, frozenset(inside), aten.rms_norm.default, x, (shape, None, eps))))
@@ -200,7 +204,7 @@ def _rms_norm(root: Node) -> _Found | None:
 
 def _arguments(node: Any, target: Any, count: int = 2) -> tuple[Any, ...]:
     """The arguments of an op; None for each if it is another one."""
-    fits = isinstance(node, FxNode) and node.target is target and len(node.args) == count and not node.kwargs
+    fits = _is_node(node) and node.target is target and len(node.args) == count and not node.kwargs
     return node.args if fits else (None,) * count
 
 
@@ -220,7 +224,7 @@ def _normed(last: Node, root: Node) -> Node | None:
     x, scale = _arguments(last, aten.mul.Tensor if root.target is aten.rsqrt.default else aten.div.Tensor)
     if x is root and root.target is aten.rsqrt.default:
         x, scale = scale, x
-    return x if scale is root and isinstance(x, FxNode) else None
+    return x if scale is root and _is_node(x) else None
 
 
 def _scaled(norm: _Found) -> _Found:
@@ -228,8 +232,8 @@ def _scaled(norm: _Found) -> _Found:
     shape, _, eps = norm.args
     last = norm.last
     user = next(iter(last.users)) if len(last.users) == 1 else None
-    weight = next((one for one in _arguments(user, aten.mul.Tensor) if one is not last), None)
-    if not isinstance(weight, FxNode) or list(weight.meta["val"].shape) != shape \
+    weight: Any = next((one for one in _arguments(user, aten.mul.Tensor) if one is not last), None)
+    if not _is_node(weight) or list(weight.meta["val"].shape) != shape \
             or weight.meta["val"].dtype != last.meta["val"].dtype:
         return norm
     return replace(norm, last=user, inside=norm.inside | {last}, args=(shape, weight, eps))
