@@ -76,8 +76,8 @@ def test_tensor_parallelism_cuts_columns_then_rows() -> None:
 
 def test_sequence_parallelism_cuts_norms_along_the_sequence() -> None:
     plain, cut = (block_of(priced(f"tp=2,dp=2{more}")) for more in ("", ",sequence_parallel"))
-    assert plain["post_attention_layernorm pow"][1] == "S(0)·I"
-    assert cut["post_attention_layernorm pow"][1] == "S(0)·S(1)"
+    assert plain["post_attention_layernorm rms_norm"][1] == "S(0)·I"
+    assert cut["post_attention_layernorm rms_norm"][1] == "S(0)·S(1)"
 
 
 def test_context_parallelism_sends_keys_around() -> None:
