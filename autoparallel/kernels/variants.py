@@ -80,7 +80,8 @@ def class_cross_entropy(
     own, counts = own_ids(target, start, logits.shape[1]), target != ignore_index
     exponentials = torch.exp(x - top.unsqueeze(1)).sum(dim=1)
     column = local_ids(target, own, start, length).masked_fill(~counts, 0)
-    picked = x.gather(1, column.unsqueeze(1)).squeeze(1).masked_fill(~own, 0)
+    rows = torch.arange(len(column), device=column.device)
+    picked = x[rows, column].masked_fill(~own, 0)  # a gather would keep x for backward
     for name in axes:
         exponentials = redistribute(exponentials, name, "P", "I")
         picked = redistribute(picked, name, "P", "I")

@@ -37,10 +37,10 @@ class _Norm:
 
 
 def whole_norms(module: GraphModule) -> GraphModule:
-    """The same program with each batch norm whose ops follow each other as one op, and RMS norms on a CPU as
+    """The same program with each batch norm whose ops follow each other as one op, and RMS norms by
     `kernels.norm.rms_norm`. Changes and returns ``module``."""
     for node in list(module.graph.nodes):
-        if node.target is aten.rms_norm.default and node.meta["val"].device.type == "cpu":
+        if node.target is aten.rms_norm.default:
             node.target = rms_norm
         if node.target is aten.rsqrt.default and (norm := _norm_of(node)) is not None:
             _replace(module, norm)
