@@ -16,6 +16,7 @@ from typing import Any
 from rich.table import Table
 from torch import nn
 
+from autoparallel import clock
 from autoparallel.capture import OpGraph, capture, find_blocks
 from autoparallel.errors import AutoparallelError, InfeasibleError, PlanError, shown
 from autoparallel.export import FORMATS, Exported, export_plan
@@ -27,6 +28,8 @@ from autoparallel.planning.options import Options, check_call, check_cluster, op
 from autoparallel.planning.plan_by_hand import plan_by_hand
 from autoparallel.planning.plan_graph import plan_graph
 from autoparallel.planning.server_traffic import ServerAdvice, server_advice
+from autoparallel.planning.tuned import tuned
+from autoparallel.planning.usual import UsualPlans
 from autoparallel.plans import Plan
 from autoparallel.plans.reports.text import ReportConsole, as_text
 from autoparallel.plans.reports.units import bytes_str, seconds_str
@@ -34,6 +37,8 @@ from autoparallel.plans.roles import roles_of
 from autoparallel.search import Progress
 from cost_models import Cluster
 
+#: Counted seconds in which plans that fit are tuned.
+TUNING_S = 10.0
 Uses = Callable[[ByHand], bool]
 #: Techniques, and whether a plan by hand uses them.
 TECHNIQUES: Mapping[str, Uses] = {
@@ -151,6 +156,7 @@ def advise(model: nn.Module, cluster: Cluster | str | Path, *, example_inputs: S
     limit = options.limit_bytes(cluster)
     priced = _Priced(Splits(graph), cluster, Options(optimizer=optimizer), limit, says)
     found = tuple(priced.all())
+    found = (*found, *priced.tuned(found))
     found = (*found, *priced.with_recompute(found))
     searched = None
     if search_s:
@@ -198,11 +204,24 @@ class _Priced:
             if not again.fits and hand.micro_batch is None and batch_size(self.split.graph) > (hand.dp or 1):
                 yield self.of(replace(hand, micro_batch=1, recompute="full"))
 
+    def tuned(self, found: Sequence[Alternative]) -> Iterator[Alternative]:
+        """Those that fit and are near the fastest, with larger micro-batches or less recompute where faster."""
+        plans = {str(one.by_hand): one.plan for one in found if one.fits and one.plan is not None}
+        with clock.counted(TUNING_S):
+            better = tuned(UsualPlans(plans, (), self.limit_bytes), self.split, self.cluster, self.options,
+                           clock.now() + TUNING_S)
+        for text, made in better.priced.items():
+            if text not in plans:
+                self.says(f"{text}: {seconds_str(made.prediction.step_s)}")
+                yield Alternative(ByHand.of(text), made, True)
+
     def with_recompute(self, found: Sequence[Alternative]) -> Iterator[Alternative]:
-        """The best with recompute, unless it has it."""
+        """The best with recompute, unless it has it; also without its micro-batches, which recompute may replace."""
         best = fastest(found)
         if best is not None and best.by_hand.recompute == "none":
             yield self.of(replace(best.by_hand, recompute="full"))
+            if best.by_hand.pp == 1 and best.by_hand.micro_batch is not None:
+                yield self.of(replace(best.by_hand, recompute="full", micro_batch=None))
 
     def of(self, hand: ByHand) -> Alternative:
         try:

@@ -72,7 +72,22 @@ def test_micro_batches_and_recompute_go_together() -> None:
     assert peaks[3] < min(peaks[:3])
     found = autoparallel.advise(Decoder(), one, example_inputs=(IDS,), search_s=0,
                                 memory_limit_bytes=(peaks[3] + min(peaks[:3])) / 2)
-    assert found.best is not None and str(found.best.by_hand) == "dp=1,micro_batch=1,recompute=full"
+    assert found.best is not None and found.best.by_hand.micro_batch == 1
+    assert found.best.by_hand.recompute in ("full", "selective", "auto")
+
+
+@pytest.mark.parametrize("largest", ["micro_batch=2", "recompute=full"])
+def test_micro_batches_are_as_large_as_fit_unless_recompute_is_faster(largest: str) -> None:
+    one, prices = replace(CLUSTER, num_devices=1), dict[str, tuple[float, float]]()
+    for more in ("micro_batch=1", "micro_batch=2", "micro_batch=4", "micro_batch=2,recompute=full", "recompute=full"):
+        made = autoparallel.plan(Decoder(), one, example_inputs=(IDS,), by_hand=f"dp=1,{more}").prediction
+        prices[more] = made.step_s, made.peak_bytes
+    limit = 1.01 * prices[largest][1]
+    fastest = min((step_s, more) for more, (step_s, peak_bytes) in prices.items() if peak_bytes <= limit)[1]
+    assert fastest == largest and prices["micro_batch=1"][1] <= limit
+    found = autoparallel.advise(Decoder(), one, example_inputs=(IDS,), search_s=0, memory_limit_bytes=limit)
+    assert found.best is not None and str(found.best.by_hand) == f"dp=1,{largest}"
+    assert len({str(alternative.by_hand) for alternative in found.alternatives}) == len(found.alternatives)
 
 
 @pytest.mark.slow
