@@ -293,6 +293,16 @@ def test_limits_of_a_plan() -> None:
         Offload("tape")
 
 
+def test_a_joint_search_takes_as_many_micro_batches_as_the_host_has_memory_for() -> None:
+    two = replace(PLAIN, num_devices=2)
+    free, limit = (planned(two, mesh_shape=None, joint=True, recompute="offload", time_limit_s=2.0,
+                           host_memory_limit_bytes=most) for most in (None, 80_000))
+    assert free.hybrid.micro_batches == 1 and free.prediction.host_bytes > 2 * 80_000
+    assert limit.hybrid.micro_batches >= 4 and limit.prediction.host_bytes <= 80_000
+    with pytest.raises(InfeasibleError, match="host_memory_limit_bytes is 1e\\+03: take more micro-batches"):
+        planned(two, mesh_shape=None, joint=True, recompute="offload", time_limit_s=2.0, host_memory_limit_bytes=1000)
+
+
 def test_an_older_plan_file_has_its_states_on_the_device() -> None:
     data = json.loads(planned().to_json())
     assert data["hybrid"].pop("offload") == {"states": "device", "fraction": 1.0, "tile_bytes": TILE_BYTES,

@@ -34,18 +34,21 @@ class HostUpdate(NamedTuple):
 
 class CandidateBounds:
     """Lower bounds for the candidates of one program of ``batch`` samples; ``limit_bytes``: memory of one device,
-    ``most_bytes``: of the largest, which counts for stages of a pipeline (default: as much)."""
+    ``most_bytes``: of the largest, which counts for stages of a pipeline (default: as much); ``tier_limits``: bytes for
+    each device of the host's memory, and of disk."""
 
     def __init__(self, reduced_model: ReducedModel, cluster: Cluster, optimizer: str, limit_bytes: float, batch: int,
-                 most_bytes: float | None = None) -> None:
+                 most_bytes: float | None = None, tier_limits: tuple[float, float] = (math.inf, math.inf)) -> None:
         self.reduced_model, self.cluster, self.optimizer = reduced_model, cluster, optimizer
         self.limit, self.batch = limit_bytes, batch
+        self.tier_limits: Mapping[str, float] = dict(zip(("host", "disk"), tier_limits, strict=True))
         self._most = limit_bytes if most_bytes is None else most_bytes
         #: By recompute mode, of which there are four, tier of states, and tables on the host.
         self._live: dict[tuple[object, ...], Mapping[tuple[str, bool], float]] = {}
         #: By number of shards, of which candidates have a few dozen; the next also by recompute mode.
         self._least: dict[int, tuple[float, float]] = {}
         self._again: dict[tuple[str, int], float] = {}
+        self._saved: dict[tuple[object, ...], float] = {}
         #: By tier of states, and tables on the host; the next also by recompute mode.
         self._updates: dict[tuple[object, ...], HostUpdate] = {}
         self._fetches: dict[tuple[object, ...], float] = {}
@@ -71,13 +74,28 @@ class CandidateBounds:
             return float(ends / h.pipeline_ranks / devices)
         return float((1 + ends / blocks.max()) / (1 / blocks).sum() / devices)
 
+    def saved_fullness(self, candidate: Candidate) -> float:
+        """A lower bound of what blocks save in another tier for a device, divided as in `least_bytes`, as a share of
+        that tier's limit."""
+        h = candidate.hybrid
+        if (limit := self.tier_limits.get(h.saved_on, math.inf)) == math.inf:
+            return 0.0
+        key = h.recompute, h.saved_on, h.offload, h.on_host, h.cached
+        if key not in self._saved:
+            pricer = self._whole_pricer(h, h.recompute, h.saved_on)
+            self._saved[key] = sum(
+                pricer.counts.multiplicities[decision.index] * float(pricer.costs.decision_bytes(decision.index).min())
+                for decision in pricer.space.decisions if pricer.counts.offloads(decision.index).there)
+        saved = self._saved[key] / h.micro_batches / math.prod(candidate.mesh_shape)
+        return float(saved / (1 / self.least_in_flight(h)).sum()) / max(limit, 1.0)
+
     def limit_of(self, candidate: Candidate) -> float:
         """Bytes that no device of the candidate may exceed."""
         return self._most if candidate.hybrid.pipeline_ranks > 1 else self.limit
 
     def fullness(self, candidate: Candidate) -> float:
-        """The bound of its memory as a share of what no device may exceed."""
-        return self.least_bytes(candidate) / self.limit_of(candidate)
+        """The bound of its memory as a share of what no device may exceed, or of what blocks save in another tier."""
+        return max(self.least_bytes(candidate) / self.limit_of(candidate), self.saved_fullness(candidate))
 
     def may_fit(self, candidate: Candidate, times: float = 1.0) -> bool:
         """Whether the bound of its memory does not rule the candidate out, were activations ``times`` as large."""

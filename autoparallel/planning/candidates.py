@@ -24,7 +24,7 @@ MOST_OF_ANY = 16
 
 @dataclass(frozen=True)
 class Fixed:
-    """The user's choices; None is searched."""
+    """The user's choices; None is searched. ``tier_limits``: bytes for each device of host memory and of disk."""
 
     micro_batches: int | None = None
     pipeline_stages: int | None = None
@@ -41,11 +41,12 @@ class Fixed:
     cached: tuple[TableCache, ...] = ()
     pieces: int = 1
     saved_on: str = "device"
+    tier_limits: tuple[float, float] = (math.inf, math.inf)
 
     def __str__(self) -> str:
         """The choices that leave combinations out, as options."""
         given = {f.name: getattr(self, f.name) for f in fields(self) if getattr(self, f.name) != f.default}
-        for name in ("reduce_dtype", "bucket_bytes", "on_host", "cached",
+        for name in ("reduce_dtype", "bucket_bytes", "on_host", "cached", "tier_limits",
                      *(["pipeline_stages"] if self.replicas else [])):
             given.pop(name, None)
         if "offload" in given:

@@ -21,7 +21,7 @@ from autoparallel.planning.reduced_model import ReducedModel, reduced_model
 from autoparallel.planning.step_bounds import StepBounds
 from autoparallel.pricing import ExecutionCounts, Prices, SpacePricer, equal_stages_s
 from autoparallel.pricing.hidden import least_exposed
-from autoparallel.pricing.prediction import estimate, evened
+from autoparallel.pricing.prediction import estimate, estimated_saved, evened
 from autoparallel.schedule.table_caches import TableCache
 from autoparallel.schedule.tiers import ON_DEVICE, Offload
 from autoparallel.search import plan_within
@@ -105,7 +105,8 @@ class JointSearch:
         batch = batch_size(graph)
         self.space = CandidateSpace(cluster, fixed, self.reduced_model.num_blocks, batch)
         self.mean_limit, most = wider_limits or (limit_bytes, limit_bytes)
-        self.bounds = CandidateBounds(self.reduced_model, cluster, optimizer, limit_bytes, batch, most)
+        self.bounds = CandidateBounds(self.reduced_model, cluster, optimizer, limit_bytes, batch, most,
+                                      fixed.tier_limits)
         self.step_bounds = StepBounds(self.reduced_model, cluster, self.bounds, self._prices_of_device,
                                       self.space.micro_batches)
 
@@ -131,6 +132,8 @@ class JointSearch:
             self.split(h.micro_batches)
         except InfeasibleError:
             return replace(candidate, estimate_s=math.inf)
+        if self.bounds.saved_fullness(candidate) > 1.0:
+            return replace(candidate, estimate_s=math.inf)
         limit = candidate.room * (self.mean_limit if h.pipeline_ranks > 1 else self.limit)
         prices = self._prices_of(h.micro_batches, h.pipeline_ranks, candidate.mesh_shape)
         counts, held = self.reduced_model.counts(prices.space), self.reduced_model.held(prices.space, h)
@@ -154,9 +157,13 @@ class JointSearch:
         return min(made, key=lambda c: c.estimate_s)
 
     def _judged(self, candidate: Candidate, pricer: SpacePricer, found: Outcome) -> Candidate:
-        """The candidate with a plan of the reduced-depth model, and the step seconds of that."""
+        """The candidate with a plan of the reduced-depth model, and the step seconds of that; infinite where what
+        blocks save in another tier exceeds its limit, which the search for the plan leaves out."""
         assert found.choice is not None
         strategies = pricer.strategies_of(found.choice)
+        saved, limits = estimated_saved(pricer, strategies), self.bounds.tier_limits
+        if any(saved[tier] > limit for tier, limit in limits.items()):
+            return replace(candidate, estimate_s=math.inf)
         first = partial(self.reduced_model.strategies, small=pricer.space, strategies=strategies)
         # Many blocks with different strategies can come near the bound; the few of the reduced-depth model cannot.
         share = found.lower_bound / found.objective if self.reduced_model.twins else 1.0

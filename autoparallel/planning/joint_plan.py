@@ -14,6 +14,7 @@ from autoparallel.partition import Splits, stages_of
 from autoparallel.planning.candidates import Candidate, First, Fixed
 from autoparallel.planning.joint_candidates import JointSearch, kept_of
 from autoparallel.planning.joint_search import search_jointly
+from autoparallel.planning.offloading import tier_limits
 from autoparallel.planning.one_mesh import RECOMPUTE_TRIES, ROUGH_S, plan_on
 from autoparallel.planning.options import Options
 from autoparallel.planning.recompute import less_recomputed
@@ -43,7 +44,7 @@ def plan_jointly(split: Splits, cluster: Cluster, mesh_shape: Sequence[int] | No
     graph = split.graph
     started, open_ = clock.now(), options.recompute in (None, "auto")
     deadline = started + options.time_limit_s
-    fixed = fixed_by(options, mesh_shape)
+    fixed = fixed_by(options, mesh_shape, cluster)
     options, stages = replace(options, recompute=fixed.recompute), fixed.pipeline_stages
 
     def in_full(candidate: Candidate, seconds: float, search: str = options.search) -> Plan:
@@ -101,21 +102,21 @@ def plan_jointly(split: Splits, cluster: Cluster, mesh_shape: Sequence[int] | No
 def times_that_may_fit(graph: OpGraph, cluster: Cluster, options: Options, most: float) -> int:
     """How many times the program's batch a step may have by the bounds of all combinations' memory, if activations
     grow with it: a power of two, at most ``most``; 0: not even the batch fits."""
-    search = JointSearch(graph, cluster, fixed_by(options, None), options.optimizer, options.limit_bytes(cluster),
-                         wider_limits=options.wider_limits(cluster))
+    search = JointSearch(graph, cluster, fixed_by(options, None, cluster), options.optimizer,
+                         options.limit_bytes(cluster), wider_limits=options.wider_limits(cluster))
     found, left = 0, search.space.first_round()
     while 2 * max(found, 0.5) <= most and (left := [c for c in left if search.bounds.may_fit(c, max(1, 2 * found))]):
         found = max(1, 2 * found)
     return found
 
 
-def fixed_by(options: Options, mesh_shape: Sequence[int] | None) -> Fixed:
+def fixed_by(options: Options, mesh_shape: Sequence[int] | None, cluster: Cluster) -> Fixed:
     """What the options and a mesh leave no choice of."""
     stages = None if options.pipeline_stages is None and options.stage_replicas is None else options.stages
     return Fixed(options.micro_batches, stages, options.schedule,
                  None if options.recompute == "auto" else options.recompute, options.zero_stage,
                  tuple(mesh_shape) if mesh_shape is not None else None, options.replicas, copies=options.copies,
-                 pieces=options.pieces or 1, **options.given)
+                 pieces=options.pieces or 1, tier_limits=tier_limits(cluster, options)[:2], **options.given)
 
 
 def _again(plan: Plan, fixed: Fixed) -> Candidate:

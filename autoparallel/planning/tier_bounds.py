@@ -38,7 +38,8 @@ class TierBounds:
         return any(candidate.estimate_s < seconds for candidate in found.candidates)
 
     def _search(self, options: Options, known_s: float) -> JointSearch:
-        return JointSearch(self.split.graph, self.cluster, fixed_by(options, self.mesh_shape), options.optimizer,
+        fixed = fixed_by(options, self.mesh_shape, self.cluster)
+        return JointSearch(self.split.graph, self.cluster, fixed, options.optimizer,
                            options.limit_bytes(self.cluster), known_s=known_s,
                            wider_limits=options.wider_limits(self.cluster),
                            kept=kept_of(self.split, self.cluster, options))

@@ -169,6 +169,13 @@ def estimate(pricer: SpacePricer, strategies: Sequence[Strategy]) -> float:
     return evened(pricer.prices, hybrid) * equal_stages_s(hybrid, stage.total - stage.once - saved) + once + fixed
 
 
+def estimated_saved(pricer: SpacePricer, strategies: Sequence[Strategy]) -> dict[str, float]:
+    """By tier, the bytes of what blocks save there for a rank with the most; of a reduced-depth model as `estimate`."""
+    stage = Parts()
+    add_host_bytes(pricer, strategies, [stage])
+    return {"host": stage.host_bytes, "disk": stage.disk_bytes}
+
+
 def evened(prices: Prices, hybrid: Hybrid) -> float:
     """The seconds of a micro-batch over those on the slowest devices, where each stage gets as much work as its devices
     do in the same time."""
