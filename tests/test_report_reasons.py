@@ -16,8 +16,9 @@ import autoparallel
 from autoparallel.capture import capture
 from autoparallel.partition import Splits
 from autoparallel.planning.by_hand import ByHand
+from autoparallel.planning.hand_layouts import HandEstimate
 from autoparallel.planning.options import Options
-from autoparallel.planning.plan_by_hand import plan_by_hand
+from autoparallel.planning.plan_by_hand import estimate_by_hand, plan_by_hand
 from autoparallel.planning.tuned import tuned
 from autoparallel.planning.usual import UsualPlans, state_bytes, usual_plans
 from autoparallel.plans import Combinations, Plan
@@ -353,6 +354,33 @@ def test_the_best_plan_of_a_family_is_tuned() -> None:
     found = tuned(least, split, cluster, Options(), math.inf)
     assert found.fastest != tuned(usual, split, cluster, Options(), math.inf).fastest
     assert [one for _, one in found.fitting] == sorted(found.priced.values(), key=lambda one: one.prediction.step_s)
+
+
+class Squares(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(64, 64) for _ in range(4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return functools.reduce(lambda value, layer: layer(value).relu(), self.layers, x).square().mean()
+
+
+def test_the_micro_batch_that_fits_is_found_in_few_estimates(monkeypatch: pytest.MonkeyPatch) -> None:
+    """From one sample: 2, then as many as fit, then half of that; a short time limit ended the doubling early."""
+    split, cluster = Splits(capture(Squares(), (torch.zeros(4096, 64),))), Cluster.load("h100-sxm", num_devices=1)
+    hands = ByHand.of("dp=1,micro_batch=1"), ByHand.of("dp=1,micro_batch=1024")
+    least, most = (plan_by_hand(split, cluster, Options(by_hand=hand), hand) for hand in hands)
+    usual, judged = UsualPlans({str(hands[0]): least}, (), 1.1 * most.prediction.peak_bytes), list[int | None]()
+
+    def estimated(split: Splits, cluster: Cluster, options: Options, hand: ByHand, usable: float
+                  ) -> HandEstimate | None:
+        judged.append(hand.micro_batch)
+        return estimate_by_hand(split, cluster, options, hand, usable)
+
+    monkeypatch.setattr("autoparallel.planning.tuned.estimate_by_hand", estimated)
+    found = tuned(usual, split, cluster, Options(), math.inf)
+    assert judged[:4] == [1, 2, 1024, 512] and len(judged) <= 6
+    assert found.fastest is not None and found.fastest[0] == str(hands[1])
 
 
 def test_a_plan_is_tuned_to_as_few_recomputed_blocks_as_the_limit_requires() -> None:

@@ -64,14 +64,17 @@ def _climbed(hand: ByHand, plan: Plan, near_s: float, limit_bytes: float, split:
         estimate = estimate_by_hand(split, cluster, pricing_of(options, other), other, limit_bytes)
         return estimate or (priced(other).prediction.step_s, priced(other).prediction.peak_bytes)
 
-    best_s, todo, path = judged(hand)[0], list(_neighbours(hand, batch)), list[ByHand]()
+    (best_s, best_bytes), last, path = judged(hand), hand, list[ByHand]()
+    todo, seen = list(_neighbours(hand, batch)), {hand}
     while todo and clock.now() < ends:
-        other = todo.pop(0)
+        seen.add(other := todo.pop(0))
         with suppress(AutoparallelError):
             if allowed(other.hybrid(batch), options):
                 step_s, peak_bytes = judged(other)
                 if peak_bytes <= limit_bytes and step_s < best_s:
-                    best_s, todo = step_s, list(_neighbours(other, batch))
+                    far = _jump(last, best_bytes, other, peak_bytes, limit_bytes, batch)
+                    best_s, best_bytes, last = step_s, peak_bytes, other
+                    todo = [one for one in dict.fromkeys((*far, *_neighbours(other, batch))) if one not in seen]
                     path.append(other)
     for other in reversed(path) if best_s <= near_s else ():
         with suppress(AutoparallelError):
@@ -79,6 +82,27 @@ def _climbed(hand: ByHand, plan: Plan, near_s: float, limit_bytes: float, split:
             if found.peak_bytes <= limit_bytes and found.step_s < plan.prediction.step_s:
                 return {str(other): made[str(other)]}
     return {}
+
+
+def _jump(hand: ByHand, hand_bytes: float, other: ByHand, other_bytes: float, limit_bytes: float, batch: int
+          ) -> list[ByHand]:
+    """After the step from ``hand`` to ``other`` without a pipeline: from a micro-batch of twice the size to the largest
+    that fits, if memory grows on as in this step; after such a jump back to half the size, which may be faster.
+
+    >>> [str(one) for one in _jump(ByHand(dp=2, micro_batch=1), 3.0, ByHand(dp=2, micro_batch=2), 4.0, 18.0, 64)]
+    ['dp=2,micro_batch=16']
+    >>> [str(one) for one in _jump(ByHand(dp=2, micro_batch=2), 4.0, ByHand(dp=2, micro_batch=16), 18.0, 18.0, 64)]
+    ['dp=2,micro_batch=8']
+    """
+    each, now = hand.micro_batch, other.micro_batch
+    if hand.pp > 1 or each is None or now is None or each == now:
+        return []
+    if now != 2 * each:
+        return [replace(other, micro_batch=now // 2)]
+    grown, found = max(other_bytes - hand_bytes, 1.0) / each, now
+    while batch % (2 * found * (hand.dp or 1)) == 0 and hand_bytes + grown * (2 * found - each) <= limit_bytes:
+        found *= 2
+    return [replace(other, micro_batch=found)] if found > now else []
 
 
 def _neighbours(hand: ByHand, batch: int) -> Iterator[ByHand]:
