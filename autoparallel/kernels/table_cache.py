@@ -39,8 +39,8 @@ class Held(NamedTuple):
 
 
 class Lookups(NamedTuple):
-    """What a cache has done: looked-up ids, those of them whose row was there (``hits``), and the rows that were loaded
-    from the host and written back to it."""
+    """What a cache has done: looked-up ids (each once, also where recompute looks it up again), those of them whose row
+    was there (``hits``), and the rows that were loaded from the host and written back to it."""
 
     ids: int
     hits: int
@@ -228,7 +228,8 @@ def _look_up(table: torch.Tensor, ids: torch.Tensor, padding_idx: int, apart: bo
     is none of them)."""
     cache = _caches[_memory(table)]
     rows, inverse, times = torch.unique(ids.long(), return_inverse=True, return_counts=True)
-    held = cache.held(rows, [cache.table], times, apart=apart)
+    repeats = torch._C._current_graph_task_id() >= 0    # recompute, in backward
+    held = cache.held(rows, [cache.table], None if repeats else times, apart=apart)
     weight: torch.Tensor = _Looked.apply(table, held.values[0], rows, held.at)
     padding = held.at[rows == padding_idx].cpu().tolist() if padding_idx >= 0 else []
     return weight, held.at[inverse], padding[0] if padding else -1
