@@ -16,6 +16,7 @@ from torch.distributed.tensor import DTensor
 
 import autoparallel
 from autoparallel import Cluster
+from autoparallel.calibration.measure import memory_bytes
 from autoparallel.errors import (
     MeshError,
 )
@@ -61,6 +62,7 @@ def test_processes_share_the_memory_of_their_machine(monkeypatch: pytest.MonkeyP
     alone, two_hosts = suggested(mesh, None, "eager", 0), suggested(mesh, None, "eager", 4)
     assert (alone.device.memory_bytes, two_hosts.device.memory_bytes) == (16 * 2**30, 32 * 2**30)
     assert alone.host.memory_bytes == 192 * 2**30
+    assert memory_bytes("cpu", 4) == two_hosts.device.memory_bytes    # as calibrate writes it
     assert suggested(mesh, "local-cpu", "eager", 4) == Cluster.load("local-cpu", num_devices=8)
 
 

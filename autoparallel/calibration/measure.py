@@ -21,7 +21,7 @@ import torch.distributed as dist
 
 from autoparallel.kernels import collectives, groups
 from autoparallel.kernels.groups import Axis
-from autoparallel.kernels.host_copies import machine_bytes
+from autoparallel.kernels.host_copies import process_bytes
 from cost_models import Cluster, Link
 from cost_models.calibrate import (
     Measured,
@@ -109,7 +109,8 @@ def calibrate(name: str, ranks_per_host: int, nics_per_host: int | None = None, 
         kinds = KINDS if kind == "cpu" else _sent(mesh, axis)
         measured += time_collectives(mesh, axis, kinds, SIZES, repeats)
     ops = time_ops(torch.device(kind, torch.cuda.current_device()) if kind == "cuda" else torch.device(kind), repeats)
-    device = fit_device(torch.cuda.get_device_name() if kind == "cuda" else "one process", ops, memory_bytes(kind))
+    device = fit_device(torch.cuda.get_device_name() if kind == "cuda" else "one process", ops,
+                        memory_bytes(kind, ranks_per_host))
     overlapped = time_overlapped(init_device_mesh(kind, (world,)), OVERLAP_SIDES[kind], OVERLAP_BYTES, repeats)
     device = replace(device, overlap_slowdown=fit_overlap_slowdown(overlapped))
     links = links_to_fit(world, joined, ranks_per_host, nics_per_host)
@@ -162,11 +163,11 @@ def links_to_fit(world: int, joined: Sequence[int], ranks_per_host: int, nics_pe
     return [Link("inside a host", ranks_per_host, 0.0, ANY_RATE)] if ranks_per_host > 1 else []
 
 
-def memory_bytes(kind: str) -> float:
-    """Memory of one device in bytes: the GPU's, or this process's share of the host's."""
+def memory_bytes(kind: str, ranks_per_host: int) -> float:
+    """Memory of one device in bytes: the GPU's, or this process's share of its machine's."""
     if kind == "cuda":
         return float(torch.cuda.get_device_properties(torch.cuda.current_device()).total_memory)
-    return machine_bytes() / dist.get_world_size()
+    return process_bytes(ranks_per_host)
 
 
 def time_ops(device: torch.device, repeats: int = 5) -> list[MeasuredOp]:

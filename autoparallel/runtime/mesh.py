@@ -14,7 +14,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from autoparallel.errors import MeshError, shown
 from autoparallel.kernels import groups
-from autoparallel.kernels.host_copies import machine_bytes
+from autoparallel.kernels.host_copies import machine_bytes, process_bytes
 from autoparallel.plans import Plan
 from autoparallel.runtime.agree import decide_once
 from autoparallel.runtime.failing import check_groups
@@ -90,11 +90,9 @@ def suggested(mesh: DeviceMesh, cluster: str | Path | None, backend: str, on_hos
 
 
 def _with_memory(cluster: Cluster, on_host: int) -> Cluster:
-    """The cluster of CPU processes with the memory of this machine, of which those on it may take two thirds, in equal
-    parts."""
-    memory_bytes = machine_bytes()
-    return replace(cluster, device=replace(cluster.device, memory_bytes=memory_bytes * 2 / 3 / on_host),
-                   host=replace(cluster.host, memory_bytes=memory_bytes))
+    """The cluster of CPU processes with the memory of this machine, which has so many of them."""
+    return replace(cluster, device=replace(cluster.device, memory_bytes=process_bytes(on_host)),
+                   host=replace(cluster.host, memory_bytes=machine_bytes()))
 
 
 def _known_name(device_type: str) -> str:
