@@ -48,7 +48,8 @@ class Head(nn.Module):
 
     def __init__(self, how: str) -> None:
         super().__init__()
-        self.embed, self.head, self.how = nn.Embedding(VOCABULARY, 64), nn.Linear(64, VOCABULARY, bias=False), how
+        self.embed = nn.Embedding(VOCABULARY, 64, sparse=how == "sparse")
+        self.head, self.how = nn.Linear(64, VOCABULARY, bias=False), how
         if how == "tied":
             self.head.weight = self.embed.weight
 
@@ -73,10 +74,16 @@ class Wide(nn.Module):
         return self.b(functional.gelu(self.a(x)).square()).square().mean()
 
 
-@pytest.mark.parametrize("how", ["tied", "capped", "by hand", "squares", "z-loss"])
+@pytest.mark.parametrize("how", ["tied", "capped", "by hand", "squares", "z-loss", "sparse"])
 def test_peaks_of_losses(mesh_of_one: DeviceMesh, how: str) -> None:
     ratio = predicted_over_measured(mesh_of_one, Head(how), {"ids": torch.arange(512).view(8, 64)})
     assert 0.99 < ratio < 1.08
+
+
+def test_a_sparse_gradient_takes_its_rows_alone(mesh_of_one: DeviceMesh) -> None:
+    """Where the logits are smaller than the gradient of the table that it is not."""
+    ratio = predicted_over_measured(mesh_of_one, Head("sparse"), {"ids": torch.arange(32).view(1, 32)})
+    assert ratio == pytest.approx(1, rel=0.01)
 
 
 def test_a_peak_of_wide_layers(mesh_of_one: DeviceMesh) -> None:

@@ -431,6 +431,15 @@ def test_memory_is_of_weights_and_states(host: bool) -> None:
 READ_AS: dict[tuple[str, ...], str] = {("S(0)",): "vocabulary", ("S(1)",): "h", ("I",): "repeat"}
 
 
+def test_micro_batches_add_up_rows() -> None:
+    """Seven additions of whole tables, two reads and a write each, are left out."""
+    pins = {name: (Replicate(),) for name in PATHS}
+    added = {sparse: planned(sparse, pins=pins, micro_batches=8).prediction.backward_s
+             - planned(sparse, pins=pins, micro_batches=1).prediction.backward_s for sparse in (True, False)}
+    read_s = 7 * 3 * 4 * 300_000 * WIDTH / MACHINE.device.memory_bandwidth_bytes_per_s
+    assert added[False] - added[True] > 0.9 * read_s
+
+
 def test_steps_elsewhere_are_refused() -> None:
     says(InfeasibleError, "table.weight has sparse gradients", "{'table.weight': 'none', '*': 'host'}",
          of=lambda: planned(True, offload="host"))

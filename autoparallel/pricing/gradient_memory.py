@@ -8,7 +8,7 @@ smallest shards, are subtracted from gradients that are made before them.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from functools import cached_property
 from typing import NamedTuple
 
@@ -16,6 +16,7 @@ import numpy as np
 
 from autoparallel.pricing.chains import FUSED_CLASSES, is_cast, passes_on
 from autoparallel.pricing.counts import ExecutionCounts
+from autoparallel.pricing.host_gradients import HostGradients
 from autoparallel.pricing.live_intervals import Liveness
 from autoparallel.pricing.unit_costs import Prices
 from autoparallel.search.model.problem import Edge
@@ -37,11 +38,11 @@ class Gradient(NamedTuple):
 
 
 class GradientMemory:
-    """``held``: the gradients that count. A compiler's kernels keep none of values that they fuse. ``leaves``: whether
-    the gradient of a parameter does, by decision."""
+    """``held``: the gradients that count. A compiler's kernels keep none of values that they fuse. ``of_parameters``:
+    which of those leave, and their bytes."""
 
-    def __init__(self, prices: Prices, counts: ExecutionCounts, live: Liveness, leaves: Callable[[int], bool]) -> None:
-        self.leaves = leaves
+    def __init__(self, prices: Prices, counts: ExecutionCounts, live: Liveness, of_parameters: HostGradients) -> None:
+        self.of_parameters = of_parameters
         self.prices, self.counts, self.live, self.space = prices, counts, live, prices.space
 
     @cached_property
@@ -72,13 +73,14 @@ class GradientMemory:
         return 2 * len(self.space) - max(readers, default=0)
 
     def _room(self) -> float:
-        """Bytes of the parameters' gradients that are counted and not there at the loss, each in its smallest shard."""
+        """Bytes of the parameters' gradients that are counted and not there at the loss, each in its smallest shard: of
+        a sparse one its rows, of a table on the host none."""
         if not self.counts.hybrid.is_plain:
             return 0.0
-        sets = [self.space.strategy_sets[d.index] for d in self.space.decisions
-                if d.kind == "parameter" and not self.leaves(d.index)]
-        return sum(float(self.prices.local_bytes(s.output_metas[0], s.outputs[0]).min()) for s in sets
-                   if s.output_metas[0].requires_grad)
+        found, sets = self.of_parameters, self.space.strategy_sets
+        return sum(float(found.bytes_of(d.index).min()) for d in self.space.decisions
+                   if d.kind == "parameter" and sets[d.index].output_metas[0].requires_grad
+                   and found.is_here(d.index) and not found.leave(d.index))
 
     def _found(self) -> Iterator[Gradient]:
         sets, turning = self.space.strategy_sets, 2 * len(self.space)

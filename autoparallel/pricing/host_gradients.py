@@ -37,14 +37,14 @@ class HostGradients:
         """Whether a decision is a trained parameter whose gradient leaves the device, where it is made."""
         return self.go and self._is_away(index) and index not in self.counts.lookups.tables
 
-    def _is_here(self, index: int) -> bool:
+    def is_here(self, index: int) -> bool:
         """Whether a parameter's gradient is made on the device."""
         return index not in self.counts.lookups.tables or index in self.counts.lookups.cached
 
     def _is_let_go(self, index: int) -> bool:
         s = self.space.strategy_sets[index]
         return (self.prices.training and self.space.decisions[index].kind == "parameter"
-                and self._is_here(index) and s.output_metas[0].requires_grad)
+                and self.is_here(index) and s.output_metas[0].requires_grad)
 
     def _is_away(self, index: int) -> bool:
         """Whether a decision is a trained parameter whose gradient is outside of the device, also if made there."""

@@ -68,7 +68,7 @@ class SpacePricer:
         self.costs = StepCosts(prices, self.counts, exposed)
         self.live = Liveness(self.counts, () if self.counts.one_for_all else prices.memory_shares(self.counts.hybrid))
         self.windows = WindowMemory(self.counts, self.live)
-        self.gradients = GradientMemory(prices, self.counts, self.live, self.costs.gradients.leave)
+        self.gradients = GradientMemory(prices, self.counts, self.live, self.costs.gradients)
         self.allowed = {**_side_computations(self.space), **(allowed or {})}
         self.axis_names = self.space.axis_names
         self.tier_limits: Mapping[str, float] = {}
@@ -229,10 +229,8 @@ class _Builder:
         decision, s, numbers = self.space.decisions[index], self.space.strategy_sets[index], self.chosen[index]
         pick, cost = int(self.picks[index]), self.costs.of(index)
         costs = self.memo.once(("total", id(cost), pick), lambda: cost.total[numbers])
-        inside = index in self.counts.saved.inside_only
-        where = self.costs.gradients.leave(index), self.costs.lookups.place(index), id(self.counts.away[index])
-        usages = self.memo.once(("usage", id(s), pick, decision.kind, inside, copies, where),
-                                lambda: self.costs.decision_bytes(index)[numbers] * copies)
+        found = self.costs.decision_bytes(index)
+        usages = self.memo.once(("usage", id(found), pick, copies), lambda: found[numbers] * copies)
         strategies = s.strategies if len(numbers) == len(s.strategies) else tuple(s.strategies[n] for n in numbers)
         return Node(decision.name, costs, usages, strategies=strategies)
 

@@ -260,11 +260,9 @@ class StepCosts:
         device, apart = self.prices.device, self.counts.accumulator_bytes(use.meta) / use.meta.dtype.itemsize
         profile, width = self.prices.cluster.profile, use.meta.dtype.itemsize
         each = profile.sum_bytes(width, apart * width) / width if profile is not None else 1 + 2 * apart if apart else 3
-        moved = each * held
+        moved = self.counts.sparse.share(use.source) * each * held
         if self.lookups.sums_there(use.source):
             return self.counts.sums(use) * self.lookups.sums_s(moved)
-        if use.source in self.counts.lookups.cached:
-            moved = self.counts.sparse.share(use.source) * moved
         return self.counts.sums(use) * compute.op_time_s("elementwise", 0.0, moved, dtype_name(use.meta), device)
 
     def copy_bytes(self, use: TensorUse) -> np.ndarray:

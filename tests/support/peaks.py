@@ -23,8 +23,8 @@ class MostBytes(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         made = func(*args, **(kwargs or {}))
         for tensor in pytree.tree_leaves(made):
-            if isinstance(tensor, torch.Tensor) and not isinstance(tensor, DTensor):
-                storage = tensor.untyped_storage()
+            if isinstance(tensor, torch.Tensor) and not isinstance(tensor, DTensor) and not tensor.is_sparse:
+                storage = tensor.untyped_storage()    # of a sparse tensor, those of its parts were made before
                 if storage._cdata not in self.known:
                     self.storages[storage._cdata] = StorageWeakRef(storage), storage.nbytes()
         self.storages = {key: one for key, one in self.storages.items() if not one[0].expired()}
