@@ -102,18 +102,18 @@ def captioned(batch: int = BATCH, sequence: int = SEQUENCE) -> Inputs:
 
 # ----------------------------------------------------------------------------------------------------------- configs
 
-CORE = {"vocab_size": VOCABULARY, "hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4,
-        "intermediate_size": 128, "max_position_embeddings": 64}
+CORE: dict[str, Any] = {"vocab_size": VOCABULARY, "hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4,
+                        "intermediate_size": 128, "max_position_embeddings": 64}
 NO_DROPOUT = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
-TOKENS = {"bos_token_id": 0, "eos_token_id": 1, "pad_token_id": 2}
+TOKENS: dict[str, Any] = {"bos_token_id": 0, "eos_token_id": 1, "pad_token_id": 2}
 DECODER = {**CORE, **TOKENS, "attention_dropout": 0.0, "use_cache": False}
-GROUPED = {**DECODER, "num_key_value_heads": 2}
+GROUPED: dict[str, Any] = {**DECODER, "num_key_value_heads": 2}
 EXPERTS = {**GROUPED, "num_experts_per_tok": 2, "moe_intermediate_size": 32, "output_router_logits": True}
-ENCODER = {**CORE, **NO_DROPOUT}
-VISION = {"hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 128,
-          "image_size": 32, "patch_size": 8, **NO_DROPOUT, "num_labels": NUM_CLASSES,
-          "problem_type": "single_label_classification"}
-LABELS = {"num_labels": NUM_CLASSES, "problem_type": "single_label_classification"}
+ENCODER: dict[str, Any] = {**CORE, **NO_DROPOUT}
+VISION: dict[str, Any] = {"hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 128,
+                          "image_size": 32, "patch_size": 8, **NO_DROPOUT, "num_labels": NUM_CLASSES,
+                          "problem_type": "single_label_classification"}
+LABELS: dict[str, Any] = {"num_labels": NUM_CLASSES, "problem_type": "single_label_classification"}
 
 
 def _causal_lm(model_type: str, **config: Any) -> Architecture:

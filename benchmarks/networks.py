@@ -89,6 +89,7 @@ class DiffusionUNet(nn.Module):
         self.middle, self.attention = _Residual(16, 32, 32), _Attention(32, 24)
         self.grow, self.up = nn.Conv2d(32, 16, 3, padding=1), _Residual(32, 16, 32)
         self.norm = nn.GroupNorm(4, 16)
+        self.kept: Tensor
         self.register_buffer("kept", torch.linspace(0.99, 0.01, 100))
 
     def forward(self, image: Tensor, noise: Tensor, times: Tensor, text: Tensor) -> Output:
@@ -437,7 +438,7 @@ class MetaLearner(nn.Module):
     def forward(self, seen: Tensor, told: Tensor, asked: Tensor, answers: Tensor) -> Output:
         losses = []
         for task in range(2):
-            weights = dict(self.net.named_parameters())
+            weights: dict[str, Tensor] = dict(self.net.named_parameters())
             for _ in range(2):
                 loss = F.mse_loss(torch.func.functional_call(self.net, weights, (seen[task],)), told[task])
                 slopes = torch.autograd.grad(loss, tuple(weights.values()), create_graph=True)

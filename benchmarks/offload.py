@@ -80,7 +80,7 @@ def main() -> None:
     runs: dict[str, tuple[Any, Any]] = {}
     for name, away in (("device", {}), ("host", {"offload": "host"}),
                        ("disk", {"offload": "disk", "disk_path": given.folder, "host_memory_limit_bytes": limit})):
-        parallel = autoparallel.compile(model, mesh, example_inputs=(x,), **away)  # type: ignore[arg-type]
+        parallel = autoparallel.compile(model, mesh, example_inputs=(x,), **away)
         fused = {} if away else {"fused": True}
         for prefetch in (True, False) if name == "disk" else (True,):
             optimizer = parallel.optimizer(torch.optim.AdamW, prefetch=prefetch, **fused)

@@ -131,18 +131,19 @@ def _translator(model_type: str, **config: Any) -> Architecture:
     return _of("ModelForSeq2SeqLM", translated, model_type, **{**ENCODER_DECODER, **config})
 
 
-ENCODER_DECODER = {"vocab_size": VOCABULARY, "d_model": 64, "encoder_layers": 2, "decoder_layers": 2,
-                   "encoder_attention_heads": 4, "decoder_attention_heads": 4, "encoder_ffn_dim": 128,
-                   "decoder_ffn_dim": 128, "max_position_embeddings": 64, "dropout": 0.0, "attention_dropout": 0.0,
-                   "activation_dropout": 0.0, "encoder_layerdrop": 0.0, "decoder_layerdrop": 0.0, "use_cache": False,
-                   **TOKENS, "decoder_start_token_id": 0, "forced_eos_token_id": None}
-T5 = {"vocab_size": VOCABULARY, "d_model": 64, "d_kv": 16, "d_ff": 128, "num_layers": 2, "num_heads": 4,
-      "dropout_rate": 0.0, "use_cache": False, "decoder_start_token_id": 0}
-SOUND = {**LABELS, "hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 128,
-         "conv_dim": [32, 32, 32], "conv_stride": [5, 2, 2], "conv_kernel": [10, 3, 3], "num_conv_pos_embeddings": 16,
-         "num_conv_pos_embedding_groups": 4, "hidden_dropout": 0.0, "attention_dropout": 0.0, "activation_dropout": 0.0,
-         "feat_proj_dropout": 0.0, "layerdrop": 0.0, "mask_time_prob": 0.0, "apply_spec_augment": False,
-         "final_dropout": 0.0}
+ENCODER_DECODER: dict[str, Any] = {
+    "vocab_size": VOCABULARY, "d_model": 64, "encoder_layers": 2, "decoder_layers": 2, "encoder_attention_heads": 4,
+    "decoder_attention_heads": 4, "encoder_ffn_dim": 128, "decoder_ffn_dim": 128, "max_position_embeddings": 64,
+    "dropout": 0.0, "attention_dropout": 0.0, "activation_dropout": 0.0, "encoder_layerdrop": 0.0,
+    "decoder_layerdrop": 0.0, "use_cache": False, **TOKENS, "decoder_start_token_id": 0, "forced_eos_token_id": None}
+T5: dict[str, Any] = {"vocab_size": VOCABULARY, "d_model": 64, "d_kv": 16, "d_ff": 128, "num_layers": 2, "num_heads": 4,
+                      "dropout_rate": 0.0, "use_cache": False, "decoder_start_token_id": 0}
+SOUND: dict[str, Any] = {
+    **LABELS, "hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 128,
+    "conv_dim": [32, 32, 32], "conv_stride": [5, 2, 2], "conv_kernel": [10, 3, 3], "num_conv_pos_embeddings": 16,
+    "num_conv_pos_embedding_groups": 4, "hidden_dropout": 0.0, "attention_dropout": 0.0, "activation_dropout": 0.0,
+    "feat_proj_dropout": 0.0, "layerdrop": 0.0, "mask_time_prob": 0.0, "apply_spec_augment": False,
+    "final_dropout": 0.0}
 RESNET = {"model_type": "resnet", "embedding_size": 16, "hidden_sizes": [16, 32, 64, 64], "depths": [1, 1, 1, 1],
           "layer_type": "basic", "out_features": ["stage2", "stage3", "stage4"]}
 DETECTOR = {"backbone_config": RESNET, "d_model": 64, "encoder_layers": 1, "decoder_layers": 1,

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
@@ -83,7 +83,8 @@ def _cut_gpt2(model: nn.Module, num_ranks: int) -> None:
 
     q, k, v of 2 ranks lie as q0 q1 k0 k1 v0 v1; column-wise shards must be q0 k0 v0 and q1 k1 v1.
     """
-    for block in model.transformer.h:
+    transformer: Any = model.transformer
+    for block in transformer.h:
         for owner, leaf in ((block.attn, "c_attn"), (block.attn, "c_proj"), (block.mlp, "c_fc"), (block.mlp, "c_proj")):
             conv = getattr(owner, leaf)
             linear = nn.Linear(*conv.weight.shape)
@@ -99,10 +100,11 @@ def _cut_gpt2(model: nn.Module, num_ranks: int) -> None:
 def tensor_parallel(subject: Subject, mesh: DeviceMesh) -> nn.Module:
     """torch's parallelize_module with column- and row-wise linears, as its tutorial does it."""
     from torch.distributed.tensor import Replicate
-    from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+    from torch.distributed.tensor.parallel import ColwiseParallel, ParallelStyle, RowwiseParallel, parallelize_module
 
-    styles = {"column": ColwiseParallel, "row": RowwiseParallel,
-              "gathered": lambda: ColwiseParallel(output_layouts=Replicate())}
+    styles: dict[str, Callable[[], ParallelStyle]] = {
+        "column": ColwiseParallel, "row": RowwiseParallel,
+        "gathered": lambda: ColwiseParallel(output_layouts=Replicate())}
     model = subject.build()
     subject.prepare(model, mesh.size())
     plan = {

@@ -62,7 +62,7 @@ def captured_once(subject: Subject) -> Iterator[None]:
             _GRAPHS[subject] = real(*call)
         return _GRAPHS[subject]
 
-    compiler.capture = known
+    compiler.capture = known  # type: ignore[assignment]
     try:
         yield
     finally:

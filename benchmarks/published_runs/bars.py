@@ -68,7 +68,12 @@ class LeftOut:
                 elsewhere = "elsewhere" if "extrapolated" in bar.basis else "like it"
                 kind = "none" if bar.basis.startswith("no ") else elsewhere
                 inside[kind].append((error.size <= bar.p50, error.size <= bar.p90))
-        return {kind: (len(found), *map(float, np.mean(found, axis=0))) for kind, found in inside.items()}
+        return {kind: (len(found), *_shares(found)) for kind, found in inside.items()}
+
+
+def _shares(found: list[tuple[bool, bool]]) -> tuple[float, float]:
+    first, second = np.mean(found, axis=0)
+    return float(first), float(second)
 
 
 def write(rows: list[Row], left_out: LeftOut) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -114,9 +114,10 @@ class _Trial:
                 return f"the gradient of input {i} is not the whole's"
         return ""
 
-    def _on_ranks(self, work: object) -> list[tuple[Sequence[Tensor], list[Tensor]]]:
+    def _on_ranks(self, work: Callable[[tuple[int, ...]], tuple[Sequence[Tensor], list[Tensor]]]
+                  ) -> list[tuple[Sequence[Tensor], list[Tensor]]]:
         if self.axis_strategy.variant:  # which communicates
-            made: Mapping[tuple[int, ...], object] = on_every_rank((self.num_ranks,), self.space.axis_names, work)
+            made = on_every_rank((self.num_ranks,), self.space.axis_names, work)
             return [made[rank,] for rank in range(self.num_ranks)]
         return [work((rank,)) for rank in range(self.num_ranks)]
 

@@ -39,6 +39,7 @@ class Kept:
 
 
 def _study(made: dict[str, Any]) -> OpStudy:
-    judged = [Judged(**{key: tuple(value) if isinstance(value, list) else value for key, value in one.items()}
-                     | {"counts": Counts(**one["counts"])}) for one in made["judged"]]
+    lines: list[dict[str, Any]] = [{key: tuple(value) if isinstance(value, list) else value
+                                    for key, value in one.items()} for one in made["judged"]]
+    judged = [Judged(**{**one, "counts": Counts(**one["counts"])}) for one in lines]
     return OpStudy(made["name"], made["num_samples"], judged, Counter(made["left_out"]), made["seconds"])
