@@ -15,7 +15,7 @@ from torch.fx import Graph
 import autoparallel
 from autoparallel import backends
 from autoparallel.backends import moving
-from autoparallel.errors import PlanError
+from autoparallel.errors import InputError, PlanError
 from autoparallel.kernels import rng, seeded
 from autoparallel.plans import Hybrid
 from autoparallel.runtime import stage_module
@@ -294,3 +294,13 @@ def test_steps_that_graphs_cannot_run_are_refused(hybrid: Hybrid, message: str) 
         backends.check("inductor", hybrid)
 
 
+@pytest.mark.parametrize("backend", ["aot_eager", slow("inductor")])
+def test_gradients_of_compiled_programs_are_differentiated_within_the_model_only(mesh_of_one: DeviceMesh, backend: str
+                                                                                 ) -> None:
+    """As in the inner loop of MAML."""
+    x = torch.ones(8, 6)
+    parallel = autoparallel.compile(nn.Linear(6, 2), mesh_of_one, example_inputs=(x,), backend=backend)
+    with pytest.raises(InputError, match=r'create_graph=True.*\n  Compile with backend="eager"'):
+        torch.autograd.grad(parallel(x).square().mean(), list(parallel.parameters()), create_graph=True)
+    parallel(x).square().mean().backward()
+    assert all(p.grad is not None for p in parallel.parameters())

@@ -14,6 +14,7 @@ import torch
 import torch.nn.functional as F  # noqa: N812
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
+from torch.nn.utils import prune
 
 import autoparallel
 from autoparallel.errors import InputError
@@ -140,6 +141,18 @@ def write_over_summands() -> None:
 
 def test_summands_are_added_up_before_they_are_written_over(ranks: Any) -> None:
     ranks(2).run(write_over_summands)
+
+
+def prune_shards() -> None:
+    """Places that a tensor gives, as those of the smallest weights."""
+    parallel = autoparallel.compile(nn.Sequential(nn.Linear(4, 8), nn.ReLU()), mesh_of(2), baseline="fsdp",
+                                    zero_stage=3, example_inputs=(torch.ones(4, 4),))
+    with pytest.raises(InputError, match=r"places that a tensor of indices gives.*\n.*Prune a model .* before it is"):
+        prune.l1_unstructured(parallel.get_submodule("0"), "weight", 0.5)
+
+
+def test_pruning_after_compile_is_refused(ranks: Any) -> None:
+    ranks(2).run(prune_shards)
 
 
 def write_into_a_plain_loss() -> str:

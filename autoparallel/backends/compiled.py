@@ -21,6 +21,7 @@ from autoparallel.backends.moving import Collective, move_collectives, name_what
 from autoparallel.backends.recompute import tag_blocks, tag_collectives_of_backward, tag_gathers
 from autoparallel.backends.traced import mark_gathers, own_results, with_one_wait
 from autoparallel.backends.untraceable import why_not_traced
+from autoparallel.errors import InputError
 from autoparallel.kernels import groups, rng
 from autoparallel.kernels.collectives import item
 from autoparallel.kernels.saved_on_host import SavedInOrder
@@ -100,7 +101,10 @@ class CompiledPart(nn.Module):
         key = self.flat.text, torch.is_grad_enabled(), tuple(map(_form, inputs))
         if key not in self.how.made:
             self.how.made[key] = self._compiled(inputs)
-        return self.flat.structured(self.how.made[key](*inputs))
+        made = self.how.made[key](*inputs)
+        for node in {result.grad_fn for result in made if result.grad_fn is not None}:
+            node.register_prehook(_is_differentiated_once)
+        return self.flat.structured(made)
 
     def _compiled(self, inputs: Sequence[Tensor]) -> Callable[..., Sequence[Tensor]]:
         from autoparallel.backends import aot  # seconds to import
@@ -111,6 +115,14 @@ class CompiledPart(nn.Module):
                                      self.how.generates)
         agreement.check_order(passes.orders, axes)
         return call
+
+
+def _is_differentiated_once(gradients: Sequence[Tensor | None]) -> None:
+    """Raises InputError in a backward whose gradients could be differentiated, before torch refuses it."""
+    if torch.is_grad_enabled():
+        raise InputError("create_graph=True in the backward of a compiled program, whose gradients are not "
+                         "differentiated again\n  Compile with backend=\"eager\"; or take the inner gradients within "
+                         "the model's forward (torch.func.grad, torch.autograd.grad), which are traced with it.")
 
 
 _form = attrgetter("shape", "dtype", "requires_grad")

@@ -39,7 +39,10 @@ _IN_PLACE = [name for name in dir(torch.Tensor)
                                                  "xor", "lshift", "rshift")}]
 #: The attribute of a parameter outside of the device, on the host or on disk, that has the way there.
 KEPT = "_kept_elsewhere"
-#: What torch says of summands that it would have to add up first.
+#: What to write where a selection cannot be written to.
+_WRITE_WHOLE = ("`whole = tensor.full_tensor()`, on all ranks, and then `with torch.no_grad(): "
+                "tensor.copy_(distribute_tensor(whole, tensor.device_mesh, tensor.placements))`.")
+#: What torch says of summands that it would have to add up first, and of indices in shards.
 _NOT_OF_SUMMANDS = "in-place operations that require placement changes are not supported"
 #: What to write where code of another library reads outputs, as transformers' pipelines do.
 _WHOLE = '; of outputs, autoparallel.compile(..., outputs="whole") gives them whole, as plain tensors, to any library.'
@@ -200,7 +203,14 @@ def _set_item(tensor: DTensor, index: Any, value: Any) -> None:
     if is_watched(tensor) and isinstance(index, torch.Tensor) and index.dtype == torch.bool and number:
         tensor.masked_fill_(_laid_out(index, tensor), value)      # torch takes the shard for the whole, or refuses it
         return
-    _SET_ITEM(tensor, index, value)
+    try:
+        _SET_ITEM(tensor, index, value)
+    except RuntimeError as error:
+        if not is_watched(tensor) or _NOT_OF_SUMMANDS not in str(error):
+            raise
+        raise InputError(f"a DTensor {list(tensor.shape)} with placements {tensor.placements} is written to at places "
+                         "that a tensor of indices gives, which torch does not do in shards\n  Write to the whole: "
+                         f"{_WRITE_WHOLE} Prune a model (torch.nn.utils.prune) before it is compiled.") from error
 
 
 def _laid_out(mask: torch.Tensor, tensor: DTensor) -> Any:
@@ -218,9 +228,7 @@ def _refuse_copy(selected: Any, base: Any) -> None:
             selected._local_tensor.untyped_storage()._cdata != base._local_tensor.untyped_storage()._cdata):
         raise InputError(f"writing to {list(selected.shape)} of a DTensor {list(base.shape)} with placements "
                          f"{base.placements} changes nothing of it: a selection along a sharded dim is a copy\n"
-                         "  Write to the whole: `whole = tensor.full_tensor()`, on all ranks, and then `with "
-                         "torch.no_grad(): tensor.copy_(distribute_tensor(whole, tensor.device_mesh, "
-                         "tensor.placements))`.")
+                         f"  Write to the whole: {_WRITE_WHOLE}")
 
 
 __all__ = ["KEPT", "Handler", "as_before", "hold_whole", "is_watched", "replicated", "set_handler", "watch"]
