@@ -80,6 +80,21 @@ def test_models_that_return_caches(kind: str, options: dict[str, Any], use: str,
     assert not reasons
 
 
+@pytest.mark.parametrize(("kind", "options"), [
+    ("mixtral", {"num_local_experts": 4, "output_router_logits": True}),
+    ("llama", {"output_attentions": True, "attn_implementation": "eager"}),
+    slow("mixtral", {"num_local_experts": 4, "output_router_logits": True, "output_attentions": True,
+                     "output_hidden_states": True, "attn_implementation": "eager"})])
+def test_models_that_collect_outputs_of_modules_inside(kind: str, options: dict[str, Any],
+                                                       monkeypatch: pytest.MonkeyPatch,
+                                                       caplog: pytest.LogCaptureFixture) -> None:
+    model, ids = cached(kind, **options), torch.randint(1, 32, (2, 6))
+    found, whole, reasons = graphs(model, {"input_ids": ids, "labels": ids, "use_cache": False}, monkeypatch, caplog)
+    assert_same(found, whole)
+    assert found.out_spec == whole.out_spec and len(found.outputs) >= 6
+    assert not reasons
+
+
 class Cached(nn.Module):
     """A block with a layer of a cache, and one of its ways to look at more of the cache than that."""
 

@@ -21,6 +21,7 @@ import torch
 import torch.utils._pytree as pytree
 from torch import nn
 
+from autoparallel.capture.tracing.hf_outputs import CollectedOutputs
 from autoparallel.capture.tracing.own_layers import OwnLayer, caches_in, own_layer, with_cache, without_cache
 
 #: Fewer are traced as they are.
@@ -128,8 +129,8 @@ def appearance(tensor: torch.Tensor) -> tuple[object, ...]:
 
 @dataclass(eq=False)
 class Call:
-    """A call of a block. One that is traced has a ``result``: what it returns, and the state in which it leaves its
-    layer of a cache; another repeats its ``model``."""
+    """A call of a block. One that is traced has a ``result``: what it returns, the state in which it leaves its layer
+    of a cache, and what it adds to collected outputs; another repeats its ``model``."""
 
     block: Repeated
     model: Call | None = None
@@ -168,16 +169,18 @@ class Calls:
             tensors = [x for x in leaves if isinstance(x, torch.Tensor)]
             if not tensors or not _is_plain(leaves, spec):
                 return forward(*args, **kwargs)
-            form = block.kind, own and own.kind, _form(leaves), spec, _modes()
+            outputs = CollectedOutputs()
+            form = block.kind, own and own.kind, _form(leaves), spec, _modes(), outputs.names
             before = self.equivalent.setdefault(form, [])
             name, call = str(len(self.named)), Call(block, before[0] if len(before) == 2 else None)
             self.named[name] = call
             if call.model is not None:
                 assert call.model.result is not None
-                made, state = _with_tensors(call.model.result, repeated_block(name, tensors))
+                made, state, added = _with_tensors(call.model.result, repeated_block(name, tensors))
             else:
                 before.append(call)
-                made, state = self._traced(name, forward, own, (leaves, spec))
+                made, state, added = self._traced(name, forward, own, (leaves, spec))
+            outputs.add(added)
             if own:
                 own.set(state)
             return made
@@ -185,22 +188,24 @@ class Calls:
         return run
 
     def _traced(self, name: str, forward: Callable[..., Any], own: OwnLayer | None, given: Tree) -> Any:
-        """What the call of that name returns, and the state in which it leaves its layer of a cache; between marks."""
+        """What the call of that name returns, the state in which it leaves its layer of a cache, and what it adds to
+        collected outputs; between marks."""
         call = self.named[name]
         path = call.block.path
         tensors = [x for x in given[0] if isinstance(x, torch.Tensor)]
+        outputs = CollectedOutputs()
         (args, kwargs), state = arguments = _with_tensors(given, block_begins(name, tensors))
         with self._watched(call.block), _unchanged(f"{path} changes its arguments", lambda: _objects(arguments)), \
                 _unchanged(f"{path} changes its attributes", lambda: _attributes(call.block.module)):
             if own is None:
-                call.result = pytree.tree_flatten((forward(*args, **kwargs), None))
+                made, left = forward(*args, **kwargs), None
             else:
                 cache = own.apart(state, lambda number: type(number) is _Watched, lambda what: self._refuse(path, what))
                 args, kwargs = with_cache((args, kwargs), cache)
                 made = forward(*args, **kwargs)
                 if (left := own.left(cache)) is None or caches_in(made):
                     raise UnlikeError(f"{path} changes or returns its cache")
-                call.result = pytree.tree_flatten((made, left))
+            call.result = pytree.tree_flatten((made, left, outputs.added()))
         if not _is_plain(*call.result):
             raise UnlikeError(f"{path} returns more than tensors and plain values")
         results = [x for x in call.result[0] if isinstance(x, torch.Tensor)]
