@@ -324,3 +324,41 @@ def test_processes_end_after_a_step_that_failed(tmp_path: Path) -> None:
     (tmp_path / "fails.py").write_text(FAILS)
     done = subprocess.run([sys.executable, str(tmp_path / "fails.py")], capture_output=True, text=True, timeout=100)
     assert "add(sparse, dense) is not supported" in done.stdout and done.returncode == 0, done.stderr
+
+
+class LookingBlock(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.table, self.mix = nn.Embedding(23, 8, sparse=True), nn.Linear(8, 8)
+
+    def forward(self, ids: Tensor, x: Tensor) -> Tensor:
+        return x + self.mix(x + self.table(ids)).sin()
+
+
+class LookingBlocks(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(LookingBlock() for _ in range(2))
+
+    def forward(self, ids: Tensor, x: Tensor) -> Tensor:
+        for block in self.blocks:
+            x = block(ids, x)
+        return x.square().mean()
+
+
+def counted_with(recompute: str) -> tuple[tuple[int, int], ...]:
+    """Ids and hits of each table after two steps."""
+    torch.manual_seed(0)
+    call = torch.randint(23, (12,)), torch.randn(12, 8)
+    parallel = autoparallel.compile(LookingBlocks(), mesh_of(1), example_inputs=call, recompute=recompute,
+                                    pins={"blocks*table": autoparallel.Cached(23)})
+    for _ in range(2):
+        parallel(*call).backward()
+    return tuple((found.ids, found.hits) for found in parallel.table_lookups().values())
+
+
+@pytest.mark.ranks
+@pytest.mark.parametrize("recompute", ["full", "selective"])
+def test_lookups_that_recompute_repeats_count_once(ranks: Any, recompute: str) -> None:
+    (found,), (wanted,) = (ranks(1).run(counted_with, how, timeout_s=120) for how in (recompute, "none"))
+    assert found == wanted == ((2 * 12, 12),) * 2

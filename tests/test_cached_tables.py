@@ -170,44 +170,6 @@ def test_lookups_are_counted(ranks: Any) -> None:
     assert some_fit["slots"] == 10 and last.written > 0 and last.loaded > end.loaded and last.hit_rate < end.hit_rate
 
 
-class LookingBlock(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.table, self.mix = nn.Embedding(ROWS, WIDTH, sparse=True), nn.Linear(WIDTH, WIDTH)
-
-    def forward(self, ids: Tensor, x: Tensor) -> Tensor:
-        return x + self.mix(x + self.table(ids)).sin()
-
-
-class LookingBlocks(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.blocks = nn.ModuleList(LookingBlock() for _ in range(2))
-
-    def forward(self, ids: Tensor, x: Tensor) -> Tensor:
-        for block in self.blocks:
-            x = block(ids, x)
-        return x.square().mean()
-
-
-def counted_with(recompute: str) -> tuple[tuple[int, int], ...]:
-    """Ids and hits of each table after two steps."""
-    torch.manual_seed(0)
-    call = zipf(BATCH), torch.randn(BATCH, WIDTH)
-    parallel = autoparallel.compile(LookingBlocks(), mesh_of(1), example_inputs=call, recompute=recompute,
-                                    pins={"blocks*table": autoparallel.Cached(ROWS)})
-    for _ in range(2):
-        parallel(*call).backward()
-    return tuple((found.ids, found.hits) for found in parallel.table_lookups().values())
-
-
-@pytest.mark.ranks
-@pytest.mark.parametrize("recompute", ["full", "selective"])
-def test_lookups_that_recompute_repeats_count_once(ranks: Any, recompute: str) -> None:
-    (found,), (wanted,) = (ranks(1).run(counted_with, how, timeout_s=120) for how in (recompute, "none"))
-    assert found == wanted == ((2 * BATCH, BATCH),) * 2
-
-
 def read_by_others() -> dict[str, bool]:
     """Whoever reads or writes a table between steps sees all of it, and is seen."""
     model, batches = example()

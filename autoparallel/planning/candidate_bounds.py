@@ -74,12 +74,16 @@ class CandidateBounds:
             return float(ends / h.pipeline_ranks / devices)
         return float((1 + ends / blocks.max()) / (1 / blocks).sum() / devices)
 
-    def saved_fullness(self, candidate: Candidate) -> float:
-        """A lower bound of what blocks save in another tier for a device, divided as in `least_bytes`, as a share of
-        that tier's limit."""
-        h = candidate.hybrid
+    def limit_of(self, candidate: Candidate) -> float:
+        """Bytes that no device of the candidate may exceed."""
+        return self._most if candidate.hybrid.pipeline_ranks > 1 else self.limit
+
+    def fullness(self, candidate: Candidate) -> float:
+        """The bound of its memory as a share of what no device may exceed; or, if that is more, a lower bound of what
+        blocks save in another tier for a device, divided as in `least_bytes`, as a share of that tier's limit."""
+        h, here = candidate.hybrid, self.least_bytes(candidate) / self.limit_of(candidate)
         if (limit := self.tier_limits.get(h.saved_on, math.inf)) == math.inf:
-            return 0.0
+            return here
         key = h.recompute, h.saved_on, h.offload, h.on_host, h.cached
         if key not in self._saved:
             pricer = self._whole_pricer(h, h.recompute, h.saved_on)
@@ -87,15 +91,7 @@ class CandidateBounds:
                 pricer.counts.multiplicities[decision.index] * float(pricer.costs.decision_bytes(decision.index).min())
                 for decision in pricer.space.decisions if pricer.counts.offloads(decision.index).there)
         saved = self._saved[key] / h.micro_batches / math.prod(candidate.mesh_shape)
-        return float(saved / (1 / self.least_in_flight(h)).sum()) / max(limit, 1.0)
-
-    def limit_of(self, candidate: Candidate) -> float:
-        """Bytes that no device of the candidate may exceed."""
-        return self._most if candidate.hybrid.pipeline_ranks > 1 else self.limit
-
-    def fullness(self, candidate: Candidate) -> float:
-        """The bound of its memory as a share of what no device may exceed, or of what blocks save in another tier."""
-        return max(self.least_bytes(candidate) / self.limit_of(candidate), self.saved_fullness(candidate))
+        return max(here, float(saved / (1 / self.least_in_flight(h)).sum()) / max(limit, 1.0))
 
     def may_fit(self, candidate: Candidate, times: float = 1.0) -> bool:
         """Whether the bound of its memory does not rule the candidate out, were activations ``times`` as large."""

@@ -132,7 +132,7 @@ class JointSearch:
             self.split(h.micro_batches)
         except InfeasibleError:
             return replace(candidate, estimate_s=math.inf)
-        if self.bounds.saved_fullness(candidate) > 1.0:
+        if self.bounds.fullness(candidate) > 1.0:
             return replace(candidate, estimate_s=math.inf)
         limit = candidate.room * (self.mean_limit if h.pipeline_ranks > 1 else self.limit)
         prices = self._prices_of(h.micro_batches, h.pipeline_ranks, candidate.mesh_shape)
