@@ -1,14 +1,15 @@
 """The clock of planning: all deadlines of `search/`, `pricing/`, `partition/` and `planning/` are times of this clock.
 
 Within `counted` it counts work in place of time: an equal search ends at an equal place on every machine, however busy.
-Elsewhere it is mostly CPU time.
+Work beside a search (`planning.beside`) counts on a clock of its own, from where the search's stood (`apart`): a limit
+is one of the longer of both, so that it is roughly wall time on two cores. Elsewhere it is mostly CPU time.
 """
 
 from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, MutableSequence
 from contextlib import contextmanager
 
 #: Seconds of a unit of work on one core. Fitted to joint searches (docs/measurements/planning.md), which had too little
@@ -41,13 +42,15 @@ EMERGENCY, LATE_S = 20.0, 1.0
 class _Clock(threading.local):
     """``waited_s``: seconds in which this thread waited for a process that works for it, as if it worked itself.
     ``counted_s``: counted seconds, ``started_s`` at the begin of `counted`; ``until``: the wall clock's time of an
-    emergency, None outside of `counted`."""
+    emergency, None outside of `counted`. ``shown``: where another process reads the counted seconds, at ``place``."""
 
     waited_s = 0.0
     counted_s = 0.0
     started_s = 0.0
     until: float | None = None
     is_late = False
+    shown: MutableSequence[float] | None = None
+    place = 0
 
 
 _clock = _Clock()
@@ -66,6 +69,28 @@ def now() -> float:
 def did(unit: str, amount: float = 1.0) -> None:
     """Count so many units of work, of `RATES`."""
     _clock.counted_s += RATES[unit] * amount
+    if _clock.shown is not None:
+        _clock.shown[_clock.place] = _clock.counted_s
+
+
+def show(shown: MutableSequence[float] | None, place: int = 0) -> None:
+    """Keep ``shown[place]`` at the counted seconds of this thread, for another process; None: no longer."""
+    _clock.shown, _clock.place = shown, place
+
+
+@contextmanager
+def apart(from_s: float) -> Iterator[None]:
+    """Within `counted`: count the work in here from a time of this clock on, and go on afterwards as if it were not."""
+    own_s, _clock.counted_s = _clock.counted_s, from_s
+    try:
+        yield
+    finally:
+        _clock.counted_s = own_s
+
+
+def wait_until(time_s: float) -> None:
+    """Within `counted`: go on at a time of this clock, unless that is over."""
+    _clock.counted_s = max(_clock.counted_s, time_s)
 
 
 @contextmanager
@@ -112,4 +137,5 @@ def waiting() -> Iterator[None]:
         _clock.waited_s += max(0.0, time.monotonic() - wall - (time.thread_time() - cpu))
 
 
-__all__ = ["counted", "did", "emergency_s", "is_counted", "now", "spent_s", "waiting", "was_late"]
+__all__ = ["apart", "counted", "did", "emergency_s", "is_counted", "now", "show", "spent_s", "wait_until", "waiting",
+           "was_late"]

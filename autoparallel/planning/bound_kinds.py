@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 import torch
 
-from autoparallel.planning.candidates import Candidate
+from autoparallel.planning.candidates import Candidate, Mesh
 from autoparallel.plans import Hybrid
 from autoparallel.pricing import Prices
 from autoparallel.pricing.step_cost import Exposed
@@ -44,6 +44,10 @@ class Kind(NamedTuple):
     def least(self, micro_batches: int) -> Kind:
         """Of so many micro-batches, the kind that is a bound of all ZeRO stages, in one part of backward or two."""
         return self._replace(micro_batches=micro_batches, zero_stage=0, puts_off=False)
+
+    @property
+    def mesh(self) -> Mesh:
+        return self.pipeline_ranks, self.mesh_shape
 
     @property
     def hybrid(self) -> Hybrid:

@@ -54,6 +54,8 @@ class Fixed:
         return ", ".join(f"{'stage_' * (name == 'replicas')}{name}={value!r}" for name, value in given.items())
 
 
+#: The pipeline's ranks and the mesh of a stage.
+Mesh = tuple[int, tuple[int, ...]]
 #: The step configuration and the stage mesh.
 Combination = tuple[Hybrid, tuple[int, ...]]
 #: Makes the strategies with which a search on the whole model's strategy graph begins.
@@ -78,6 +80,10 @@ class Candidate:
     def key(self) -> Combination:
         """The combination, without its estimate."""
         return self.hybrid, self.mesh_shape
+
+    @property
+    def mesh(self) -> Mesh:
+        return self.hybrid.pipeline_ranks, self.mesh_shape
 
     def __str__(self) -> str:
         h, mesh = self.hybrid, "x".join(map(str, self.mesh_shape))

@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 import numpy as np
 
 from autoparallel import clock
-from autoparallel.planning.candidates import Candidate
+from autoparallel.planning.candidates import Candidate, Mesh
 from autoparallel.schedule.step_config import RECOMPUTE
 
 #: Mean of log(estimate / bound) for each factor of two of `oddity`. Standard deviations: of the
@@ -95,8 +95,8 @@ class EstimateOrder:
         self.coordinates = np.array([_coordinates(c) for c in self.candidates])
         self.ratios = Ratios(self.coordinates, np.array([self._prior(c) for c in self.candidates]))
         self.unfit = math.log(UNFIT) / (1 + (HALF_FULL / np.maximum(self.fullness, 1e-6)) ** STEEP)
-        meshes = dict[object, int]()
-        self.meshes = np.array([meshes.setdefault(mesh_of(c), len(meshes)) for c in self.candidates])
+        self.meshes = dict[Mesh, int]()
+        self.on_mesh = np.array([self.meshes.setdefault(c.mesh, len(self.meshes)) for c in self.candidates])
         self.open = np.ones(len(self.candidates), bool)
         self._excess: np.ndarray | None = None
 
@@ -110,10 +110,14 @@ class EstimateOrder:
             self._excess = self.ratios.expected() + self.unfit
         return self._excess
 
-    def next(self, best_s: float, patience: float, deadline: float = math.inf) -> Candidate | None:
+    def next(self, best_s: float, patience: float, deadline: float = math.inf,
+             hear: Callable[[], set[Mesh]] = set) -> Candidate | None:
         """The open candidate with the least expected seconds, whose bound is as high as it can be made; None if all
-        bounds exceed ``best_s``, or all expected seconds ``patience`` times that, or at ``deadline`` (of `clock`)."""
+        bounds exceed ``best_s``, or all expected seconds ``patience`` times that, or at ``deadline`` (of `clock`).
+        ``hear``: on which meshes bounds were raised elsewhere."""
         while clock.now() < deadline:
+            for mesh in hear():
+                self._bounded_again(self.meshes.get(mesh, -1), best_s)
             expected = np.where(self.open & (self.floors < best_s), self.floors * np.exp(self.excess), math.inf)
             if min(expected, default=math.inf) >= patience * best_s:
                 break
@@ -121,9 +125,12 @@ class EstimateOrder:
             if not self.tighten(candidate):
                 self.open[number] = False
                 return candidate
-            for other in np.flatnonzero(self.open & (self.floors < best_s) & (self.meshes == self.meshes[number])):
-                self.floors[other] = self.floor(self.candidates[other])
+            self._bounded_again(int(self.on_mesh[number]), best_s)
         return None
+
+    def _bounded_again(self, mesh: int, best_s: float) -> None:
+        for other in np.flatnonzero(self.open & (self.floors < best_s) & (self.on_mesh == mesh)):
+            self.floors[other] = self.floor(self.candidates[other])
 
     def learn(self, candidate: Candidate, noise: float = NOISE) -> None:
         """Update expected ratios by an estimate (``noise``: standard deviation of its logarithm). Where it does not
@@ -138,11 +145,6 @@ class EstimateOrder:
         steps = np.abs(self.coordinates - point).sum(axis=1)
         more = self.fullness >= self.fullness_of(candidate)
         self.unfit = np.maximum(self.unfit, more * math.log(UNFIT) * np.exp(-steps / REACH))
-
-
-def mesh_of(candidate: Candidate) -> tuple[int, tuple[int, ...]]:
-    """The pipeline's ranks and the mesh of a stage."""
-    return candidate.hybrid.pipeline_ranks, candidate.mesh_shape
 
 
 def _coordinates(candidate: Candidate) -> tuple[float, ...]:

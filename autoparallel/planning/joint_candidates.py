@@ -13,9 +13,10 @@ from autoparallel import clock
 from autoparallel.capture import OpGraph
 from autoparallel.errors import InfeasibleError
 from autoparallel.partition.microbatch import Splits, batch_size
+from autoparallel.planning.bounding import Bounding
 from autoparallel.planning.candidate_bounds import CandidateBounds
-from autoparallel.planning.candidates import Candidate, CandidateSpace, Combination, Fixed
-from autoparallel.planning.estimate_order import BY_HAND, EstimateOrder, mesh_of, oddity
+from autoparallel.planning.candidates import Candidate, CandidateSpace, Combination, Fixed, Mesh
+from autoparallel.planning.estimate_order import BY_HAND, EstimateOrder, oddity
 from autoparallel.planning.options import Options
 from autoparallel.planning.reduced_model import ReducedModel, reduced_model
 from autoparallel.planning.step_bounds import StepBounds
@@ -80,6 +81,18 @@ def kept_of(split: Splits, cluster: Cluster, options: Options) -> Kept:
                       lambda: Kept(split.graph, away, tables, options.cached))
 
 
+def bounding_of(graph: OpGraph, cluster: Cluster, fixed: Fixed, options: Options) -> Bounding:
+    """Bounds beside a joint search of a program."""
+    def begin() -> tuple[CandidateSpace, StepBounds]:
+        away, tables = options.tier if options.tier.groups else ON_DEVICE, frozenset(options.on_host)
+        search = JointSearch(graph, cluster, fixed, options.optimizer, options.limit_bytes(cluster),
+                             wider_limits=options.wider_limits(cluster),
+                             kept=Kept(graph, away, tables, options.cached))
+        return search.space, search.step_bounds
+
+    return Bounding(begin)
+
+
 class JointSearch:
     """Estimates the candidates for one program on one cluster.
 
@@ -88,14 +101,15 @@ class JointSearch:
     use; ``by_hand``: combinations of plans by hand, with their steps; ``tell`` is called with the number of estimates
     after each.
     ``space`` enumerates candidates, ``bounds`` has their lower bounds, ``split`` the micro-batches of the reduced-depth
-    model. ``kept``: of earlier searches.
+    model. ``kept``: of earlier searches. ``bounding``: where bounds are raised beside the search; else it raises them
+    itself.
     """
 
     def __init__(self, graph: OpGraph, cluster: Cluster, fixed: Fixed, optimizer: str, limit_bytes: float,
                  tell: Callable[[int], None] = lambda count: None, known_s: float = math.inf,
                  wider_limits: tuple[float, float] | None = None, by_hand: Sequence[Candidate] = (),
-                 kept: Kept | None = None) -> None:
-        self.tell, self.known_s, self.by_hand = tell, known_s, by_hand
+                 kept: Kept | None = None, bounding: Bounding | None = None) -> None:
+        self.tell, self.known_s, self.by_hand, self.bounding = tell, known_s, by_hand, bounding
         self.known: dict[Combination, Candidate] = {}
         self.may_fit: Sequence[Candidate] = ()
         self.cluster, self.optimizer, self.limit = cluster, optimizer, limit_bytes
@@ -173,7 +187,7 @@ class JointSearch:
         """Estimate the promising candidates, and raise the bounds of the others, until ``deadline`` (of `clock`); known
         ones are not estimated again. One candidate of each pipeline length comes first."""
         bounds_end, now = deadline, clock.now()
-        if deadline < math.inf:
+        if deadline < math.inf and self.bounding is None:
             deadline -= SHARE_OF_BOUNDS * (deadline - now)
         first = self.space.first_round()
         tried = {c.key: c for c in first}
@@ -187,12 +201,16 @@ class JointSearch:
             expanded: set[object] = set()
             while (best := self._best_outside(expanded)) is not None:
                 expanded.add(best.key)
+                if self.bounding is not None:
+                    self.bounding.around(best)
                 second = {c.key: c for c in self.space.around(best)}
                 self._estimate_all(list(second.values()), deadline, patience, bounded)
                 tried.update(second)
         best_s = self.best_s
         tried |= self.known
         self.may_fit = may_fit = [c for c in tried.values() if self.bounds.may_fit(c)]
+        if self.bounding is not None:
+            self.bounding.others(c for c in self.known.values() if not c.is_bound)
         bound_s = self._least_bound_s(may_fit, best_s, bounds_end)
         left = sum(c.key not in self.known and bool(self.step_bounds.estimate_s(c) < best_s) for c in may_fit)
         estimated = [c for c in self.known.values() if not c.is_bound]
@@ -201,18 +219,33 @@ class JointSearch:
 
     def bounded(self, survey: Survey, deadline: float) -> Survey:
         """The last survey with its bound as high as it can be made until ``deadline`` (of `clock`)."""
+        if self.bounding is not None:
+            self.step_bounds.take(self.bounding.last(self.best_s, deadline))
         return replace(survey, bound_s=self._least_bound_s(self.may_fit, self.best_s, deadline))
 
     def _least_bound_s(self, candidates: Sequence[Candidate], best_s: float, deadline: float) -> float:
-        """The least bound of all, each as high as it can be made until ``deadline``."""
+        """The least bound of all, each as high as it can be made until ``deadline``, or is beside the search."""
+        self.hear()
         bounds = [self.step_bounds.step_s(c) for c in candidates]
-        while bounds and min(bounds) < best_s and clock.now() < deadline:
+        while self.bounding is None and bounds and min(bounds) < best_s and clock.now() < deadline:
             least = candidates[bounds.index(min(bounds))]
             if not self.step_bounds.tighten(least, best_s):
                 break
-            bounds = [self.step_bounds.step_s(c) if mesh_of(c) == mesh_of(least) else bound
+            bounds = [self.step_bounds.step_s(c) if c.mesh == least.mesh else bound
                       for c, bound in zip(candidates, bounds, strict=True)]
         return min(bounds, default=math.inf)
+
+    def hear(self) -> set[Mesh]:
+        """Take over the bounds that were found beside the search; returns the meshes whose combinations they bound."""
+        if self.bounding is None:
+            return set()
+        self.bounding.best(self.best_s)
+        return self.step_bounds.take(self.bounding.hear())
+
+    def floor_s(self, candidate: Candidate) -> float:
+        """Seconds that no plan of the combination is below, by all that is known now."""
+        self.hear()
+        return self.step_bounds.step_s(candidate)
 
     @property
     def best_s(self) -> float:
@@ -233,7 +266,11 @@ class JointSearch:
         new = [c for c in candidates if c.key not in self.known and self.bounds.may_fit(c)]
 
         def tighten(candidate: Candidate) -> bool:
-            return bounded and self.step_bounds.tighten(candidate, best, fully=False)    # an estimate says more
+            if not (bounded and self.step_bounds.tighten(candidate, best, fully=False)):    # an estimate says more
+                return False
+            if self.bounding is not None:
+                self.bounding.found(self.step_bounds.new())
+            return True
 
         def odd(candidate: Candidate) -> float:
             return oddity(candidate, self.bounds.cluster.devices_per_host, self.bounds.batch)
@@ -243,7 +280,7 @@ class JointSearch:
             order.learn(by_hand, BY_HAND)
         for estimated in self.known.values():
             order.learn(estimated)
-        while most > 0 and (candidate := order.next(best, patience, deadline)) is not None:
+        while most > 0 and (candidate := order.next(best, patience, deadline, self.hear)) is not None:
             most -= 1
             made = self.known[candidate.key] = self.estimate(candidate, best)
             self.tell(sum(not one.is_bound for one in self.known.values()))

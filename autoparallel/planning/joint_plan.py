@@ -11,6 +11,7 @@ from autoparallel import clock
 from autoparallel.capture import OpGraph
 from autoparallel.errors import InfeasibleError, SearchError
 from autoparallel.partition import Splits, stages_of
+from autoparallel.planning.bounding import Bounding
 from autoparallel.planning.candidates import Candidate, First, Fixed
 from autoparallel.planning.joint_candidates import JointSearch, kept_of
 from autoparallel.planning.joint_search import search_jointly
@@ -34,11 +35,13 @@ FEWER_S = 5.0
 
 
 def plan_jointly(split: Splits, cluster: Cluster, mesh_shape: Sequence[int] | None, options: Options,
-                 starts: Sequence[Plan] = (), by_hand: Sequence[Candidate] = ()) -> Plan:
+                 starts: Sequence[Plan] = (), by_hand: Sequence[Candidate] = (), bounding: Bounding | None = None
+                 ) -> Plan:
     """The fastest plan found over pipelines, meshes, micro-batches, ZeRO stages and recompute; what ``options`` and
     ``mesh_shape`` fix stays. With time left, the best plan is tried with fewer recomputed blocks, unless recompute is
     fixed. ``split``: the program by number of micro-batches; ``starts``: plans of it to begin with, as the usual ones;
-    ``by_hand``: combinations of others, whose steps tell which are promising.
+    ``by_hand``: combinations of others, whose steps tell which are promising. ``bounding``: bounds that are raised
+    beside the search.
 
     Raises InfeasibleError if no plan fits into memory."""
     graph = split.graph
@@ -81,7 +84,7 @@ def plan_jointly(split: Splits, cluster: Cluster, mesh_shape: Sequence[int] | No
     found = search_jointly(graph, cluster, fixed, options.optimizer, options.limit_bytes(cluster),
                            options.time_limit_s, in_full, recompute_less if open_ else None,
                            [_again(plan, fixed) for plan in starts], options.progress, options.wider_limits(cluster),
-                           [_with_pieces(one, fixed) for one in by_hand], kept_of(split, cluster, options))
+                           [_with_pieces(one, fixed) for one in by_hand], kept_of(split, cluster, options), bounding)
     best = found.plan
     if open_ and best.hybrid.recompute != "none" and not found.interrupted:
         ends = min(deadline, clock.now() + FEWER_S)

@@ -14,6 +14,7 @@ from typing import Protocol
 from autoparallel import clock
 from autoparallel.capture import OpGraph
 from autoparallel.errors import AutoparallelError, InfeasibleError, SearchError
+from autoparallel.planning.bounding import Bounding
 from autoparallel.planning.candidates import Candidate, CandidateSpace, Combination, Fixed
 from autoparallel.planning.joint_candidates import JointSearch, Kept, Survey
 from autoparallel.plans import Hybrid, Plan
@@ -71,7 +72,7 @@ def search_jointly(
     graph: OpGraph, cluster: Cluster, fixed: Fixed, optimizer: str, limit_bytes: float, time_limit_s: float,
     in_full: InFull, recompute_less: RecomputeLess | None = None, starts: Sequence[Candidate] = (),
     progress: Progress | None = None, wider_limits: tuple[float, float] | None = None,
-    by_hand: Sequence[Candidate] = (), kept: Kept | None = None,
+    by_hand: Sequence[Candidate] = (), kept: Kept | None = None, bounding: Bounding | None = None,
 ) -> JointResult:
     """The best plan over all combinations that ``fixed`` leaves open.
 
@@ -82,7 +83,8 @@ def search_jointly(
     ``progress`` is told of each estimate and plan, with the best step so far and the bound on that of all
     combinations. ``wider_limits``: bytes of the mean device and of the largest, of which pipelines make use, where
     ``limit_bytes`` is that of the smallest. ``by_hand``: combinations of plans by hand, with their steps. ``kept``: of
-    other searches of the program. An interrupt (Ctrl-C) ends the search with the best plan that there is.
+    other searches of the program. ``bounding``: bounds that are raised beside the search. An interrupt (Ctrl-C) ends
+    the search with the best plan that there is.
 
     Raises InfeasibleError if nothing fits, or nothing was planned in time; KeyboardInterrupt before the first plan.
     """
@@ -94,8 +96,8 @@ def search_jointly(
 
     search = JointSearch(graph, cluster, fixed, optimizer, limit_bytes,
                          lambda count: tell(f"{count} combination{'s' * (count != 1)} estimated"),
-                         min((c.estimate_s for c in starts), default=math.inf), wider_limits, by_hand, kept)
-    trials = _TrialPlans(in_full, search.estimate, tell, search.step_bounds.step_s)
+                         min((c.estimate_s for c in starts), default=math.inf), wider_limits, by_hand, kept, bounding)
+    trials = _TrialPlans(in_full, search.estimate, tell, search.floor_s)
     trials.left += starts
     trials.sure |= {c.key for c in starts}
     interrupted = False

@@ -16,9 +16,11 @@ from autoparallel.capture.outputs import loss_output
 from autoparallel.errors import InfeasibleError, InputError, MeshError, SearchError
 from autoparallel.garbage import collected_later
 from autoparallel.partition import Splits
+from autoparallel.planning.bounding import Bounding
 from autoparallel.planning.by_hand import ByHand
 from autoparallel.planning.facts import block_paths, told_of_gradients, whole_state
-from autoparallel.planning.joint_plan import plan_jointly
+from autoparallel.planning.joint_candidates import bounding_of
+from autoparallel.planning.joint_plan import fixed_by, plan_jointly
 from autoparallel.planning.meshes import best_of, mesh_shapes
 from autoparallel.planning.offloading import fastest_tier
 from autoparallel.planning.options import Options
@@ -129,11 +131,19 @@ def _plan_jointly(split: Splits, cluster: Cluster, mesh_shape: Sequence[int] | N
     `USUAL_SHARE` of the time limit, as many as it is enough for, and the best of each family is tuned in
     `TUNING_SHARE`; then a plain step is planned, if one of them fits. The joint search has the rest, and begins with
     the fastest usual plans that fit. An interrupt (Ctrl-C) ends all of it with the best plan that there is."""
+    with bounding_of(split.graph, cluster, fixed_by(options, mesh_shape), options) as bounding:
+        return _plan_bounded(split, cluster, mesh_shape, options, bounding)
+
+
+def _plan_bounded(split: Splits, cluster: Cluster, mesh_shape: Sequence[int] | None, options: Options,
+                  bounding: Bounding) -> Plan:
+    """`_plan_jointly`, beside which bounds are raised."""
     started, others, best = clock.now(), list[Plan](), None
     usual, ends = UsualPlans({}, (), options.limit_bytes(cluster)), started + options.time_limit_s
     try:
         if mesh_shape is None and not options.pins and not options.on_host:
-            usual = usual_plans(split, cluster, options, options.time_limit_s * USUAL_SHARE, near=NEAR)
+            usual = usual_plans(split, cluster, options, options.time_limit_s * USUAL_SHARE, near=NEAR,
+                                tell=bounding.best)
             if options.progress is not None and usual.fastest is not None:
                 options.progress("usual plans", usual.fastest[1].prediction.step_s, -math.inf)
             usual = tuned(usual, split, cluster, options, clock.now() + options.time_limit_s * TUNING_SHARE)
@@ -144,7 +154,7 @@ def _plan_jointly(split: Splits, cluster: Cluster, mesh_shape: Sequence[int] | N
         within = replace(options, time_limit_s=max(0.0, ends - clock.now()), progress=tell)
         seconds = {"usual plans and plain step": clock.now() - started}
         found = plan_jointly(split, cluster, mesh_shape, within, [plan for _, plan in usual.fitting[:MOST_STARTS]],
-                             usual.combinations)
+                             usual.combinations, bounding)
         found = replace(found, evidence=replace(found.evidence, seconds={**found.evidence.seconds, **seconds}))
     except (InfeasibleError, SearchError, KeyboardInterrupt):
         if (best := _fastest(usual, others)) is None:

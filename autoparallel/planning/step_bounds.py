@@ -8,16 +8,16 @@ on memory, less the price of the room (`memory_bounds`).
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from autoparallel.errors import InfeasibleError
 from autoparallel.planning.bound_kinds import Kind, sends_on
 from autoparallel.planning.candidate_bounds import CandidateBounds
-from autoparallel.planning.candidates import Candidate
+from autoparallel.planning.candidates import Candidate, Mesh
 from autoparallel.planning.memory_bounds import least_fitting_s
 from autoparallel.planning.reduced_model import ReducedModel
 from autoparallel.plans import Hybrid
@@ -58,6 +58,21 @@ class Work(NamedTuple):
         return max(between_s, self.alone_s + (longer - 1) * even_s, self.sent_s)
 
 
+class Found(NamedTuple):
+    """A bound that was found: of a decision graph (``work``), of kinds with more micro-batches, too (``more``), or with
+    priced memory (``fitting``); ``key``: what it is of."""
+
+    what: str
+    key: Any
+    value: Any
+
+    @property
+    def mesh(self) -> Mesh:
+        """The mesh whose combinations it bounds."""
+        kind: Kind = self.key[0] if self.what == "fitting" else self.key
+        return kind.mesh
+
+
 class StepBounds:
     """Lower bounds of a combination's steps: of all its plans, and of its plans that recompute every block.
 
@@ -76,6 +91,8 @@ class StepBounds:
         self._more: dict[Kind, Work] = {}
         #: Seconds on one rank of plans that fit, by what `_of_memory` says.
         self._fitting: dict[object, float] = {}
+        #: What was found since it was last asked for.
+        self._new: list[Found] = []
         #: By numbers of micro-batches, pipeline ranks and copies.
         self._divisors: dict[tuple[int, int, int], list[int]] = {}
 
@@ -97,9 +114,35 @@ class StepBounds:
             return False
         for key in self._of_memory(candidate):
             if key not in self._fitting:
-                self._fitting[key] = self._least_fitting_s(candidate, str(key[-1]), best_s)
+                self._note(Found("fitting", key, self._least_fitting_s(candidate, str(key[-1]), best_s)))
                 return True
         return False
+
+    def new(self) -> list[Found]:
+        """What was found since the last call, for `take` of others."""
+        found, self._new = self._new, []
+        return found
+
+    def take(self, found: Iterable[Found]) -> set[Mesh]:
+        """Take over what others found; returns the meshes whose combinations it bounds."""
+        meshes = set[Mesh]()
+        for one in found:
+            self._keep(one)
+            meshes.add(one.mesh)
+        return meshes
+
+    def _note(self, found: Found) -> None:
+        self._keep(found)
+        self._new.append(found)
+
+    def _keep(self, found: Found) -> None:
+        match found.what:
+            case "work":
+                self._work[found.key] = found.value
+            case "more":
+                self._more[found.key] = found.value
+            case "fitting":    # of several best steps
+                self._fitting[found.key] = max(found.value, self._fitting.get(found.key, 0.0))
 
     @staticmethod
     def _of_memory(candidate: Candidate) -> list[tuple[object, ...]]:
@@ -123,16 +166,17 @@ class StepBounds:
 
     def _bound(self, kind: Kind, best_s: float) -> None:
         try:
-            self._work[kind] = self._least_work(kind, cached=False)
+            work = self._least_work(kind, cached=False)
         except InfeasibleError:    # the model computes across samples, as batch norm does
-            self._work[kind] = Work(math.inf, math.inf, 1.0)
+            self._note(Found("work", kind, Work(math.inf, math.inf, 1.0)))
             return
+        self._note(Found("work", kind, work))
         if kind.zero_stage:
             return
         if self.cluster.profile is None:
-            self._more[kind] = self._work[kind]
-        elif self._work[kind].alone_s / kind.pipeline_ranks >= best_s or kind.micro_batches == self._fewer(kind)[0]:
-            self._more[kind] = self._least_work(kind, cached=True)
+            self._note(Found("more", kind, work))
+        elif work.alone_s / kind.pipeline_ranks >= best_s or kind.micro_batches == self._fewer(kind)[0]:
+            self._note(Found("more", kind, self._least_work(kind, cached=True)))
 
     def step_s(self, candidate: Candidate) -> float:
         """Seconds that no plan of the combination is below, though it may recompute as few blocks as memory allows."""
@@ -286,4 +330,4 @@ def with_free_ends(problem: Problem, multiplicities: Sequence[int], inside: Sequ
                    problem.limit, problem.name)
 
 
-__all__ = ["StepBounds", "with_free_ends"]
+__all__ = ["Found", "StepBounds", "with_free_ends"]

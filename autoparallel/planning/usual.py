@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 
@@ -120,21 +120,24 @@ class UsualPlans:
 
 
 def usual_plans(split: Splits, cluster: Cluster, options: Options, seconds: float = math.inf,
-                texts: Iterable[str] | None = None, near: float = math.inf) -> UsualPlans:
+                texts: Iterable[str] | None = None, near: float = math.inf,
+                tell: Callable[[float], None] = lambda best_s: None) -> UsualPlans:
     """Price each of the `recipes` (or ``texts``) that ``options`` and the model allow; the others are left out, with
     the reason. Once one plan fits in memory, no further recipe is begun after ``seconds``. ``near``: in the order of
     their estimates, those that fit first, and only those that are estimated to take at most so many times as long as
-    the fastest plan that fits, or `FAR` times if they are the first of their family."""
+    the fastest plan that fits, or `FAR` times if they are the first of their family. ``tell`` is called between recipes
+    with the step of the fastest plan that fits."""
     experts = any(EXPERTS in node.op_name for node in split.graph.of_kind("op"))
     pricing = _Pricing(split, cluster, options, clock.now() + seconds, seconds > 0)
     with collected_later():
         given = texts if texts is not None else recipes(cluster.num_devices, cluster.devices_per_host, experts)
         recipes_left = [(text, hand) for text in given if (hand := pricing.possible(text)) is not None]
         if near < math.inf:
-            pricing.estimate(recipes_left)
+            pricing.estimate(recipes_left, tell)
             recipes_left.sort(key=lambda one: pricing.order(one[0]))
         for text, hand in recipes_left:
             pricing.price(text, hand, near)
+            tell(pricing.best_s)
     return UsualPlans(pricing.priced, pricing.left_out, pricing.limit, tuple(pricing.combinations()))
 
 
@@ -147,7 +150,7 @@ class _Pricing:
         self.priced, self.left_out = dict[str, Plan](), list[LeftOut]()
         self._seen, self._families = set[tuple[Hybrid, object, str]](), set[str]()
         self._estimates = dict[str, tuple[Hybrid, tuple[int, ...], HandEstimate]]()
-        self._best_s = math.inf
+        self.best_s = math.inf
 
     def possible(self, text: str) -> ByHand | None:
         """A plan by hand that the bound of its memory, the batch and the options allow, and no earlier text means."""
@@ -169,7 +172,7 @@ class _Pricing:
             return None
         return hand
 
-    def estimate(self, hands: Sequence[tuple[str, ByHand]]) -> None:
+    def estimate(self, hands: Sequence[tuple[str, ByHand]], tell: Callable[[float], None]) -> None:
         """Estimate plans until half of the time is up; pricing says why one is not possible."""
         half = (clock.now() + self.ends) / 2
         for text, hand in hands:
@@ -180,6 +183,7 @@ class _Pricing:
                     if found is not None:
                         hybrid = hand.hybrid(batch_size(self.split.graph) if hand.needs_batch else 1)
                         self._estimates[text] = hybrid, hand.mesh[0], found
+            tell(self.best_s)
 
     def order(self, text: str) -> tuple[bool, bool, float]:
         """Those that fit by their estimates first, the fastest of them first; of the others the smallest."""
@@ -192,7 +196,7 @@ class _Pricing:
     def price(self, text: str, hand: ByHand, near: float) -> None:
         """Price a plan, unless it is estimated to be of no use beside those that are priced."""
         estimate, known = self._estimates.get(text), hand.family in self._families
-        if estimate is not None and estimate[-1].step_s > (near if known else max(near, FAR)) * self._best_s:
+        if estimate is not None and estimate[-1].step_s > (near if known else max(near, FAR)) * self.best_s:
             self._leave_out(text, hand, SLOWER if known else FAR_SLOWER)
         elif estimate is not None and known and self._fits and self.order(text)[0]:
             self._leave_out(text, hand, LARGER)
@@ -207,11 +211,11 @@ class _Pricing:
                 return
             self._families.add(hand.family)
             if made.prediction.peak_bytes <= self.limit:
-                self._best_s = min(self._best_s, made.prediction.step_s)
+                self.best_s = min(self.best_s, made.prediction.step_s)
 
     @property
     def _fits(self) -> bool:
-        return self._best_s < math.inf
+        return self.best_s < math.inf
 
     def combinations(self) -> Iterator[Candidate]:
         """The combinations of the plans that were priced, and of those that were only estimated as they are."""

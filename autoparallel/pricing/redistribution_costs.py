@@ -5,6 +5,7 @@ from __future__ import annotations
 import weakref
 from collections import defaultdict
 from collections.abc import Sequence
+from contextvars import ContextVar
 from functools import cached_property
 from typing import Any, NamedTuple
 
@@ -24,8 +25,9 @@ from cost_models import Cluster, Group, collectives
 #: search; as many of this table's size as have so many cells, of 12 bytes each.
 _TABLES: dict[tuple[Any, ...], RedistributionTable] = {}
 MOST_CELLS = 1.2e7
-#: Prices whose seconds of uses are kept, for step configurations and bounds of the same micro-batches and mesh.
-_RECENT: list[weakref.ref[RedistributionPrices]] = []
+#: Prices whose seconds of uses are kept, for step configurations and bounds of the same micro-batches and mesh; work
+#: beside a search has its own (`apart`), so that it counts the same in a process of its own.
+_RECENT: ContextVar[list[weakref.ref[RedistributionPrices]]] = ContextVar("recent prices")
 MOST_RECENT = 6
 
 
@@ -285,13 +287,20 @@ class RedistributionPrices:
         return np.maximum(self._weighted[key][rows[:, None], columns] - self.use_copies(use), 0.0)
 
 
+def keep_apart() -> None:
+    """From here on, what is kept of recent prices in this context is its own."""
+    _RECENT.set([])
+
+
 def _keep_recent(prices: RedistributionPrices) -> None:
     """Prices of which seconds of uses are kept: the last `MOST_RECENT` that computed some."""
-    if _RECENT and _RECENT[-1]() is prices:
+    if (recent := _RECENT.get(None)) is None:
+        _RECENT.set(recent := [])
+    if recent and recent[-1]() is prices:
         return
-    _RECENT[:] = [one for one in _RECENT if one() is not None and one() is not prices]
-    _RECENT.append(weakref.ref(prices))
-    if len(_RECENT) > MOST_RECENT and (oldest := _RECENT.pop(0)()) is not None:
+    recent[:] = [one for one in recent if one() is not None and one() is not prices]
+    recent.append(weakref.ref(prices))
+    if len(recent) > MOST_RECENT and (oldest := recent.pop(0)()) is not None:
         oldest._uses.clear()
 
 

@@ -200,7 +200,12 @@ class Run:
             self._prices = best.left.memory.times, best.left.dual.prices
         better(best)
 
-    def eliminate(self, quick: bool = False) -> None:
+    @property
+    def eliminates_soon(self) -> bool:
+        """Whether the first elimination, whose bound without a memory limit is exact, takes little time."""
+        return self.can_eliminate and not self._expensive
+
+    def eliminate(self, quick: bool = False, enough_s: float = FORBIDDEN) -> None:
         first = self.best.choice or self.first
         first = None if first is None else self.reduced.forward(first)
         self.eliminator.until(self.deadline + (FIRST_PLAN_S if self.best.choice is None else 0.0))
@@ -211,7 +216,7 @@ class Run:
                 self.eliminator.until(self.deadline)
 
         found = solve_exact(self.reduced.problem, self.deadline, self.eliminator, better, self.gap,
-                            1 if quick else LEAST_PRICINGS, first, not quick, self._prices)
+                            1 if quick else LEAST_PRICINGS, first, not quick, self._prices, enough_s)
         self._left = found.left
         self.note(found, self.reduced)
 
@@ -383,12 +388,14 @@ def plan_within(problem: Problem, gap: float, time_limit_s: float, pricer: Price
     """A plan whose cost is within ``gap`` (a share) of the least, or the best that was found in time, with its bound;
     None where none fits, or none was found. Without explanation or a second search: for problems of which there are
     many. Where no plan costs less than ``enough_s``, even without a memory limit, that bound is all."""
-    if enough_s < FORBIDDEN and (bound := bound_without_limit(problem)) >= enough_s:
-        return Outcome(None, FORBIDDEN, bound, "bound")
     run = Run(problem, clock.now() + time_limit_s, pricer, None, gap)
+    if enough_s < FORBIDDEN and not run.eliminates_soon and (bound := bound_without_limit(problem)) >= enough_s:
+        return Outcome(None, FORBIDDEN, bound, "bound")
     try:
         if run.can_eliminate:
-            run.eliminate(quick=True)
+            run.eliminate(quick=True, enough_s=enough_s)
+            if run.best.stop_reason == "bound":
+                return run.best
         else:
             run.exact()
     except InfeasibleError:

@@ -108,7 +108,8 @@ def affordable(eliminator: Eliminator, problem: Problem, work_cells: float = WOR
 
 def solve_exact(problem: Problem, deadline: float, eliminator: Eliminator, tell: Callable[[Outcome], None],
                 gap: float = TARGET_GAP, least_pricings: int = LEAST_PRICINGS,
-                start: Sequence[int] | None = None, mix: bool = True, prices: TimedPrices | None = None) -> Outcome:
+                start: Sequence[int] | None = None, mix: bool = True, prices: TimedPrices | None = None,
+                enough_s: float = FORBIDDEN) -> Outcome:
     """Optimal where the best plan without a limit fits; else the best prices' bound and the best repaired plan, until
     they are within ``gap`` (a share of the plan's cost).
 
@@ -116,7 +117,7 @@ def solve_exact(problem: Problem, deadline: float, eliminator: Eliminator, tell:
     ``least_pricings`` of them its bound is all that comes back, and no choice. ``tell`` hears of the first bound and of
     each better plan. ``start``: a choice that may be good, and may not fit. ``mix``: whether to drop choices and
     to mix the plans on both sides of the best prices, which close the gap. ``prices``: to begin with, where memory
-    is known to bind.
+    is known to bind. ``enough_s``: where no plan costs less, even without a memory limit, that bound is all.
 
     Raises MemoryLimitError when no plan fits. Time: `Eliminator.work` per round of prices.
     """
@@ -129,6 +130,8 @@ def solve_exact(problem: Problem, deadline: float, eliminator: Eliminator, tell:
         except TimeIsUpError:
             return Outcome(None, FORBIDDEN, -FORBIDDEN, "time limit", {"exact": clock.now() - began})
         spent = clock.now() - began
+        if enough_s < FORBIDDEN and value >= enough_s:
+            return Outcome(None, FORBIDDEN, value, "bound", {"exact": spent})
         if value < FORBIDDEN and (judged := evaluate(problem, plan)).feasible:
             return Outcome(plan, judged.objective, min(value, judged.objective), "optimal", {"exact": spent})
         if least_pricings * spent > deadline - clock.now():
