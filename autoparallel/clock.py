@@ -41,12 +41,11 @@ EMERGENCY, LATE_S = 20.0, 1.0
 
 class _Clock(threading.local):
     """``waited_s``: seconds in which this thread waited for a process that works for it, as if it worked itself.
-    ``counted_s``: counted seconds, ``started_s`` at the begin of `counted`; ``until``: the wall clock's time of an
-    emergency, None outside of `counted`. ``shown``: where another process reads the counted seconds, at ``place``."""
+    ``counted_s``: counted seconds, from the begin of `counted` on; ``until``: the wall clock's time of an emergency,
+    None outside of `counted`. ``shown``: where another process reads the counted seconds, at ``place``."""
 
     waited_s = 0.0
     counted_s = 0.0
-    started_s = 0.0
     until: float | None = None
     is_late = False
     shown: MutableSequence[float] | None = None
@@ -95,11 +94,12 @@ def wait_until(time_s: float) -> None:
 
 @contextmanager
 def counted(limit_s: float) -> Iterator[None]:
-    """Count work in here, in place of time, for a search of so many seconds."""
+    """Count work in here, in place of time, for a search of so many seconds: from 0, so that equal searches round
+    alike."""
     if _clock.until is not None:  # within another
         yield
         return
-    _clock.until, _clock.is_late, _clock.started_s = time.monotonic() + EMERGENCY * limit_s, False, _clock.counted_s
+    _clock.until, _clock.is_late, _clock.counted_s = time.monotonic() + EMERGENCY * limit_s, False, 0.0
     try:
         yield
     finally:
@@ -118,7 +118,7 @@ def emergency_s() -> float:
 
 def spent_s() -> float:
     """Seconds that were counted within this thread's present, or last, `counted`."""
-    return _clock.counted_s - _clock.started_s
+    return _clock.counted_s
 
 
 def was_late() -> bool:

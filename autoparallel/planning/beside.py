@@ -25,6 +25,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
+import torch.distributed as dist
 
 from autoparallel import clock
 
@@ -57,7 +58,8 @@ class _Failure(NamedTuple):
 
     @classmethod
     def of(cls, error: BaseException) -> _Failure:
-        return cls(error.with_traceback(None), "".join(traceback.format_exception(error)))
+        trace = "".join(traceback.format_exception(error))
+        return cls(error.with_traceback(None), trace)
 
     def raised(self) -> BaseException:
         self.error.add_note(f"In the process of the work beside the search:\n{self.trace}")
@@ -193,8 +195,11 @@ def _ends_first() -> None:
 
 
 def may_fork() -> bool:
-    """Whether the work may have a process of its own: on Linux, with two processors for this process or more."""
-    return sys.platform == "linux" and len(os.sched_getaffinity(0)) > 1
+    """Whether the work may have a process of its own: on Linux, with two processors for this process or more, where no
+    libraries run that do not bear a fork, as those of GPUs and their networks may not."""
+    if sys.platform != "linux" or len(os.sched_getaffinity(0)) < 2:
+        return False
+    return not (torch.cuda.is_initialized() or (dist.is_available() and dist.is_initialized()))
 
 
 class Beside:
