@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from torch import nn
 
-from autoparallel import compiler
+from autoparallel import clock, compiler
 from autoparallel.errors import PlanError, shown
 from autoparallel.planning.by_hand import ByHand
 from autoparallel.planning.inference import plan_inference
@@ -66,7 +66,7 @@ def plan(
     memory_limit_bytes: float | None = None,
     memory_confidence: float = 0.95,
     optimizer: str = "adamw",
-    time_limit_s: float = 60.0,
+    time_limit_s: float | None = None,
     micro_batches: int | None = None,
     pipeline_stages: int | None = None,
     stage_replicas: Sequence[int] | None = None,
@@ -111,6 +111,7 @@ def plan(
 
     Raises CaptureError, InputError, PinError, PlanError, MeshError, SearchError, InfeasibleError, ClusterError.
     """
+    time_limit_s = clock.limit_s(joint) if time_limit_s is None else time_limit_s
     asked = locals()
     if any(asked[name] is not None for name in _OF_INFERENCE):
         if taken := sorted(name for name in _OF_TRAINING if asked[name] is not None and asked[name] is not False):

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from autoparallel import capacity_cli, plan_cli
+from autoparallel import capacity_cli, clock, plan_cli
 from autoparallel.errors import AutoparallelError, InfeasibleError, InputError, printable
 from autoparallel.models import dtype_on, load_model, load_planned
 from autoparallel.plans.reports.units import bytes_of
@@ -101,8 +101,9 @@ def plan(
                                                    "are")] = 0,
     sensitivity: Annotated[bool, typer.Option(help="say what half or twice the bandwidth or memory would mean "
                                               "(--html always does)")] = False,
-    time_limit: Annotated[float, typer.Option(help="limit of the search's work in seconds, counted as of an idle "
-                                              "core")] = 60.0,
+    time_limit: Annotated[float | None, typer.Option(
+        help=f"limit of the search's work in seconds, counted as of two idle cores; {clock.LIMIT_S:g} by default, with "
+        f"--joint {clock.JOINT_LIMIT_S:g}")] = None,
     output: Annotated[Path | None, typer.Option(help="write the plan here as JSON")] = None,
     html: plan_cli.Html = None,
     trace: plan_cli.Trace = None,
@@ -134,6 +135,7 @@ def plan(
         from autoparallel.planning.study import check_names
 
         check_names(capture(network, args, kwargs), explain)
+    time_limit = clock.limit_s(joint) if time_limit is None else time_limit
     with plan_cli.Progress(time_limit, quiet) as progress:
         made = autoparallel.plan(
             network, machine, example_inputs=args, example_kwargs=kwargs, mesh_shape=shape, search=search,

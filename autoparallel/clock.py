@@ -31,6 +31,8 @@ RATES: Mapping[str, float] = {
     "variables branched": 1e-6,  # by HiGHS, at a node of its search tree
     "rows pivoted": 1e-8,
 }
+#: Time limits that are not given: of a joint search, and of others.
+JOINT_LIMIT_S, LIMIT_S = 20.0, 60.0
 #: Outside of `counted`, the share of wall time in a second of the clock; the rest is CPU time. Whatever else runs on
 #: the machine, a limit of so many seconds is over after ten times as many.
 WALL_SHARE = 0.1
@@ -92,6 +94,11 @@ def wait_until(time_s: float) -> None:
     _clock.counted_s = max(_clock.counted_s, time_s)
 
 
+def limit_s(joint: bool) -> float:
+    """The time limit of a search for which none is given."""
+    return JOINT_LIMIT_S if joint else LIMIT_S
+
+
 @contextmanager
 def counted(limit_s: float) -> Iterator[None]:
     """Count work in here, in place of time, for a search of so many seconds: from 0, so that equal searches round
@@ -137,5 +144,5 @@ def waiting() -> Iterator[None]:
         _clock.waited_s += max(0.0, time.monotonic() - wall - (time.thread_time() - cpu))
 
 
-__all__ = ["apart", "counted", "did", "emergency_s", "is_counted", "now", "show", "spent_s", "wait_until", "waiting",
-           "was_late"]
+__all__ = ["apart", "counted", "did", "emergency_s", "is_counted", "limit_s", "now", "show", "spent_s", "wait_until",
+           "waiting", "was_late"]

@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.nn.parameter import is_lazy
 
+from autoparallel import clock
 from autoparallel.capture import OpGraph
 from autoparallel.errors import (
     AutoparallelError,
@@ -67,9 +68,9 @@ OPTIONS = f"""
     memory_confidence: the share of runs of such a plan that should fit in the devices' memory, judged by published
         runs; without ``memory_limit_bytes``.
     optimizer: the optimizer whose state is counted in memory, for example "adamw" or "sgd".
-    time_limit_s: limit of the search's work in seconds, counted (about those of an idle core), so that every machine
-        finds the same plan, later where it is slow or busy. After twenty times as long by the wall clock the search
-        ends, and says so.
+    time_limit_s: limit of the search's work in seconds, counted (about those of two idle cores), so that every machine
+        finds the same plan, later where it is slow or busy; None: {clock.JOINT_LIMIT_S:g} of a joint search, else
+        {clock.LIMIT_S:g}. After twenty times as long by the wall clock the search ends, and says so.
         Ctrl-C ends the search with the best plan so far.
     micro_batches: the batch is run in so many parts, whose gradients add up; None: 1, and in `plan` more where the
         step does not fit.
@@ -130,7 +131,7 @@ class Options:
     memory_limit_bytes: float | None = None
     memory_confidence: float = 0.95
     optimizer: str = "adamw"
-    time_limit_s: float = 60.0
+    time_limit_s: float = clock.LIMIT_S
     micro_batches: int | None = None
     pipeline_stages: int | None = None
     stage_replicas: Sequence[int] | None = None
