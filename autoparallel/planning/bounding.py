@@ -13,7 +13,8 @@ import numpy as np
 from autoparallel import clock
 from autoparallel.planning.beside import Beside, Work
 from autoparallel.planning.candidates import Candidate, CandidateSpace, Combination
-from autoparallel.planning.step_bounds import Found, StepBounds
+from autoparallel.planning.found_bounds import Found
+from autoparallel.planning.step_bounds import StepBounds
 from autoparallel.pricing.redistribution_costs import keep_apart
 
 
@@ -117,7 +118,7 @@ class _Bounds:
         for candidate in known.around:
             self.add(self.space.around(candidate))
         self.add(known.others)
-        for mesh in self.step_bounds.take(known.found):
+        for mesh in self.step_bounds.found.take(known.found):
             self._again(mesh)
 
     def _again(self, mesh: object) -> None:
@@ -152,7 +153,7 @@ def _bounds(begin: Callable[[], tuple[CandidateSpace, StepBounds]]) -> Work:
         idle = not bounds.raised()
         if idle and bounds.ends_s < math.inf:
             return
-        found = () if idle else (tuple(bounds.step_bounds.new()),)
+        found = () if idle else (tuple(bounds.step_bounds.found.new()),)
 
 
 __all__ = ["Bounding"]

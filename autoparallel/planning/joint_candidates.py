@@ -220,7 +220,7 @@ class JointSearch:
     def bounded(self, survey: Survey, deadline: float) -> Survey:
         """The last survey with its bound as high as it can be made until ``deadline`` (of `clock`)."""
         if self.bounding is not None:
-            self.step_bounds.take(self.bounding.last(self.best_s, deadline))
+            self.step_bounds.found.take(self.bounding.last(self.best_s, deadline))
         return replace(survey, bound_s=self._least_bound_s(self.may_fit, self.best_s, deadline))
 
     def _least_bound_s(self, candidates: Sequence[Candidate], best_s: float, deadline: float) -> float:
@@ -240,7 +240,7 @@ class JointSearch:
         if self.bounding is None:
             return set()
         self.bounding.best(self.best_s)
-        return self.step_bounds.take(self.bounding.hear())
+        return self.step_bounds.found.take(self.bounding.hear())
 
     def floor_s(self, candidate: Candidate) -> float:
         """Seconds that no plan of the combination is below, by all that is known now."""
@@ -269,7 +269,7 @@ class JointSearch:
             if not (bounded and self.step_bounds.tighten(candidate, best, fully=False)):    # an estimate says more
                 return False
             if self.bounding is not None:
-                self.bounding.found(self.step_bounds.new())
+                self.bounding.found(self.step_bounds.found.new())
             return True
 
         def odd(candidate: Candidate) -> float:

@@ -16,7 +16,7 @@ from autoparallel.planning.candidates import Candidate, First, Fixed
 from autoparallel.planning.joint_candidates import JointSearch, kept_of
 from autoparallel.planning.joint_search import search_jointly
 from autoparallel.planning.offloading import tier_limits
-from autoparallel.planning.one_mesh import RECOMPUTE_TRIES, ROUGH_S, plan_on
+from autoparallel.planning.one_mesh import RECOMPUTE_TRIES, ROUGH_S, plan_on, prices_of
 from autoparallel.planning.options import Options
 from autoparallel.planning.recompute import less_recomputed
 from autoparallel.planning.stage_replicas import is_uneven, on_several_ranks
@@ -50,21 +50,30 @@ def plan_jointly(split: Splits, cluster: Cluster, mesh_shape: Sequence[int] | No
     fixed = fixed_by(options, mesh_shape, cluster)
     options, stages = replace(options, recompute=fixed.recompute), fixed.pipeline_stages
 
+    last = dict[tuple[object, ...], Prices]()    # of one combination several plans are made
+
+    def prices_on(hybrid: Hybrid, shape: tuple[int, ...]) -> Prices:
+        key = hybrid.micro_batches, hybrid.pipeline_ranks, shape
+        if key not in last:
+            last.clear()
+            space = StrategySpace(split(hybrid.micro_batches).body, shape)
+            last[key] = prices_of(space, cluster, options, hybrid.pipeline_ranks)
+        return last[key]
+
     def in_full(candidate: Candidate, seconds: float, search: str = options.search) -> Plan:
         micro, end = split(candidate.hybrid.micro_batches), clock.now() + seconds
 
         def plan_as(hybrid: Hybrid, first: First | None, seconds: float) -> Plan:
             within = replace(options, time_limit_s=seconds, search=search, progress=None)
-            return plan_on(micro, cluster, candidate.mesh_shape, None, within, hybrid, first)
+            prices = prices_on(hybrid, candidate.mesh_shape)
+            return plan_on(micro, cluster, candidate.mesh_shape, None, within, hybrid, first, prices)
 
         made = plan_as(candidate.hybrid, candidate.first, seconds)
         several = options.schedule is not None and SCHEDULES[options.schedule].several_stages
         fixed_stages = stages is not None or several or candidate.hybrid.cuts
         if fixed_stages or not is_uneven(made):
             return made
-        space = StrategySpace(micro.body, made.mesh_shape)
-        prices = Prices(space, cluster, options.optimizer, stages=made.hybrid.pipeline_ranks)
-        other = on_several_ranks(made, prices, micro.loss)
+        other = on_several_ranks(made, prices_on(made.hybrid, made.mesh_shape), micro.loss)
         with suppress(InfeasibleError, SearchError):
             if other is not None:
                 again = plan_as(other, made.strategies_on, max(ROUGH_S, end - clock.now()))
@@ -76,9 +85,8 @@ def plan_jointly(split: Splits, cluster: Cluster, mesh_shape: Sequence[int] | No
             candidate = Candidate(hybrid, plan.mesh_shape, first=plan.strategies_on)
             return in_full(candidate, min(seconds, deadline - clock.now()), search)
 
-        micro = split(plan.hybrid.micro_batches)
-        space = StrategySpace(micro.body, plan.mesh_shape)
-        blocks = stages_of(space, micro.loss, plan.hybrid).blocks(space)
+        space, loss = prices_on(plan.hybrid, plan.mesh_shape).space, split(plan.hybrid.micro_batches).loss
+        blocks = stages_of(space, loss, plan.hybrid).blocks(space)
         return less_recomputed(plan, blocks, made, deadline, options.saved_tiers)
 
     found = search_jointly(graph, cluster, fixed, options.optimizer, options.limit_bytes(cluster),

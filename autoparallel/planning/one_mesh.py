@@ -66,33 +66,40 @@ def plan_on(
     options: Options,
     hybrid: Hybrid,
     first: First | None = None,
+    prices: Prices | None = None,
 ) -> Plan:
-    """Plan a program on a mesh of ``cluster``, as `plan_in`, on a new strategy graph.
+    """Plan a program on a mesh of ``cluster``, as `plan_in`, on a new strategy graph, or on that of ``prices``.
 
     ``first`` gives the strategies to begin with. Raises InfeasibleError if nothing fits, SearchError if the time was
     too short.
     """
     laps = _Laps()
-    space = StrategySpace(micro.body, mesh_shape, axis_names)
+    space = StrategySpace(micro.body, mesh_shape, axis_names) if prices is None else prices.space
     laps.lap("strategies")
-    return plan_in(space, micro, cluster, options, {}, hybrid, laps, first)
+    return plan_in(space, micro, cluster, options, {}, hybrid, laps, first, prices)
+
+
+def prices_of(space: StrategySpace, cluster: Cluster, options: Options, pipeline_ranks: int) -> Prices:
+    """The unit costs of a strategy graph under the options."""
+    return Prices(space, cluster, options.optimizer, direct=bool(options.baseline), stages=pipeline_ranks,
+                  same_limit=options.memory_limit_bytes is not None)
 
 
 @collected_later()
 def plan_in(space: StrategySpace, micro: MicroBatches, cluster: Cluster, options: Options,
              placed: Mapping[str, Layout], hybrid: Hybrid, laps: _Laps | None = None,
-             first: First | None = None) -> Plan:
+             first: First | None = None, prices: Prices | None = None) -> Plan:
     """The best plan found on a strategy graph; ``Plan.evidence.seconds`` has the CPU seconds of each phase.
 
     ``placed``: layouts of parameters that lie on the mesh already, which stay. ``first``: the strategies with which the
-    search begins, where pins allow them. Raises InfeasibleError (it names conflicting pins), PinError, SearchError.
+    search begins, where pins allow them. ``prices``: those of `prices_of`, if they are known. Raises
+    InfeasibleError (it names conflicting pins), PinError, SearchError.
     """
     if options.recompute == "auto":
         return _plan_recomputing(space, micro, cluster, options, placed, hybrid)
     check_sparse_tables(space.graph.sparse_tables, hybrid)
     laps = laps or _Laps()
-    prices = Prices(space, cluster, options.optimizer, direct=bool(options.baseline),
-                    stages=hybrid.pipeline_ranks, same_limit=options.memory_limit_bytes is not None)
+    prices = prices_of(space, cluster, options, hybrid.pipeline_ranks) if prices is None else prices
     allowed = apply_pins(space, options.pins or {}, hybrid.pipeline_ranks > 1)
     tables = {*HostLookups(space, hybrid.on_host).tables, *SparseTables(space).density}  # are stored as read
     check_read_as_stored(space, tables, allowed)
@@ -455,4 +462,4 @@ class _Laps:
         self._last = now
 
 
-__all__ = ["plan_as", "plan_in", "plan_on", "study_as"]
+__all__ = ["plan_as", "plan_in", "plan_on", "prices_of", "study_as"]

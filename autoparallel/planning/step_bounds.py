@@ -8,16 +8,16 @@ on memory, less the price of the room (`memory_bounds`).
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
-from typing import Any, NamedTuple
 
 import numpy as np
 
 from autoparallel.errors import InfeasibleError
 from autoparallel.planning.bound_kinds import Kind, sends_on
 from autoparallel.planning.candidate_bounds import CandidateBounds
-from autoparallel.planning.candidates import Candidate, Mesh
+from autoparallel.planning.candidates import Candidate
+from autoparallel.planning.found_bounds import Found, FoundBounds, Work
 from autoparallel.planning.memory_bounds import least_fitting_s
 from autoparallel.planning.reduced_model import ReducedModel
 from autoparallel.plans import Hybrid
@@ -39,40 +39,6 @@ MOST_CELLS = 1e8
 SENT = 0.75
 
 
-class Work(NamedTuple):
-    """A lower bound of the seconds of all micro-batches of the whole model on one rank, by how much longer they take in
-    a pipeline that fills and drains: without that, and ``most`` times as long (by the ends of a concave function).
-    ``sent_s``: a bound for both that counts what the rank sends rather than what it computes."""
-
-    alone_s: float
-    longest_s: float
-    most: float
-    sent_s: float = 0.0
-
-    def at(self, longer: float, even_s: float) -> float:
-        """Where they take ``longer`` times as long; ``even_s``: at least so much of them does."""
-        if self.alone_s == math.inf:
-            return math.inf
-        share = min(1.0, (longer - 1) / (self.most - 1)) if self.most > 1 else 0.0
-        between_s = (1 - share) * self.alone_s + share * self.longest_s
-        return max(between_s, self.alone_s + (longer - 1) * even_s, self.sent_s)
-
-
-class Found(NamedTuple):
-    """A bound that was found: of a decision graph (``work``), of kinds with more micro-batches, too (``more``), or with
-    priced memory (``fitting``); ``key``: what it is of."""
-
-    what: str
-    key: Any
-    value: Any
-
-    @property
-    def mesh(self) -> Mesh:
-        """The mesh whose combinations it bounds."""
-        kind: Kind = self.key[0] if self.what == "fitting" else self.key
-        return kind.mesh
-
-
 class StepBounds:
     """Lower bounds of a combination's steps: of all its plans, and of its plans that recompute every block.
 
@@ -86,13 +52,7 @@ class StepBounds:
                  micro_batches: Callable[[int], Sequence[int]]) -> None:
         self.reduced_model, self.cluster, self.even = reduced_model, cluster, even
         self.prices_of, self.micro_batches = prices_of, micro_batches
-        #: By kind, of which there are a few hundred; and the same as a bound of kinds with more micro-batches, too.
-        self._work: dict[Kind, Work] = {}
-        self._more: dict[Kind, Work] = {}
-        #: Seconds on one rank of plans that fit, by what `_of_memory` says.
-        self._fitting: dict[object, float] = {}
-        #: What was found since it was last asked for.
-        self._new: list[Found] = []
+        self.found = FoundBounds()
         #: By numbers of micro-batches, pipeline ranks and copies.
         self._divisors: dict[tuple[int, int, int], list[int]] = {}
 
@@ -107,42 +67,16 @@ class StepBounds:
         kind = Kind.of(candidate)
         least = dict.fromkeys(kind.least(count) for count in (self._fewer(kind)[0], kind.micro_batches))
         for one in (*least, *([kind] if fully else [])):
-            if one not in self._work:
+            if one not in self.found.work:
                 self._bound(one, best_s)
                 return True
-        if not fully or not self._has_memory(candidate) or self._work[kind].alone_s == math.inf:
+        if not fully or not self._has_memory(candidate) or self.found.work[kind].alone_s == math.inf:
             return False
         for key in self._of_memory(candidate):
-            if key not in self._fitting:
-                self._note(Found("fitting", key, self._least_fitting_s(candidate, str(key[-1]), best_s)))
+            if key not in self.found.fitting:
+                self.found.note(Found("fitting", key, self._least_fitting_s(candidate, str(key[-1]), best_s)))
                 return True
         return False
-
-    def new(self) -> list[Found]:
-        """What was found since the last call, for `take` of others."""
-        found, self._new = self._new, []
-        return found
-
-    def take(self, found: Iterable[Found]) -> set[Mesh]:
-        """Take over what others found; returns the meshes whose combinations it bounds."""
-        meshes = set[Mesh]()
-        for one in found:
-            self._keep(one)
-            meshes.add(one.mesh)
-        return meshes
-
-    def _note(self, found: Found) -> None:
-        self._keep(found)
-        self._new.append(found)
-
-    def _keep(self, found: Found) -> None:
-        match found.what:
-            case "work":
-                self._work[found.key] = found.value
-            case "more":
-                self._more[found.key] = found.value
-            case "fitting":    # of several best steps
-                self._fitting[found.key] = max(found.value, self._fitting.get(found.key, 0.0))
 
     @staticmethod
     def _of_memory(candidate: Candidate) -> list[tuple[object, ...]]:
@@ -168,15 +102,15 @@ class StepBounds:
         try:
             work = self._least_work(kind, cached=False)
         except InfeasibleError:    # the model computes across samples, as batch norm does
-            self._note(Found("work", kind, Work(math.inf, math.inf, 1.0)))
+            self.found.note(Found("work", kind, Work(math.inf, math.inf, 1.0)))
             return
-        self._note(Found("work", kind, work))
+        self.found.note(Found("work", kind, work))
         if kind.zero_stage:
             return
         if self.cluster.profile is None:
-            self._note(Found("more", kind, work))
+            self.found.note(Found("more", kind, work))
         elif work.alone_s / kind.pipeline_ranks >= best_s or kind.micro_batches == self._fewer(kind)[0]:
-            self._note(Found("more", kind, self._least_work(kind, cached=True)))
+            self.found.note(Found("more", kind, self._least_work(kind, cached=True)))
 
     def step_s(self, candidate: Candidate) -> float:
         """Seconds that no plan of the combination is below, though it may recompute as few blocks as memory allows."""
@@ -195,8 +129,8 @@ class StepBounds:
     def _known_work_s(self, candidate: Candidate, longer: float) -> float:
         """Seconds on one rank of a pipeline in which all micro-batches take ``longer`` times as long."""
         kind, even_s = Kind.of(candidate), self.even.work_s(candidate)
-        known = [self._work.get(one) for one in (kind, kind.least(kind.micro_batches))]
-        known += [self._more.get(kind.least(count)) for count in self._fewer(kind)]
+        known = [self.found.work.get(one) for one in (kind, kind.least(kind.micro_batches))]
+        known += [self.found.more.get(kind.least(count)) for count in self._fewer(kind)]
         return max([longer * even_s, *(work.at(longer, even_s) for work in known if work is not None)])
 
     def _step_s(self, candidate: Candidate, again_s: float) -> float:
@@ -207,7 +141,8 @@ class StepBounds:
         longer = h.pipeline_ranks * equal_stages_s(h, 1.0)
         update = self.even.host_update(h)
         launched_s = equal_stages_s(h, h.micro_batches * self.even.launches_s)
-        fitting_s = max(self._fitting.get(key, 0.0) for key in self._of_memory(candidate)) if self._fitting else 0.0
+        known = self.found.fitting
+        fitting_s = max(known.get(key, 0.0) for key in self._of_memory(candidate)) if known else 0.0
         worked_s = max(self._known_work_s(candidate, longer) + longer * again_s, fitting_s)
         computing_s = max(worked_s / h.pipeline_ranks, launched_s) + update.more_s
         return fixed_s(self.cluster, h) + max(computing_s, self.even.fetch_s(h) + update.whole_s)
@@ -330,4 +265,4 @@ def with_free_ends(problem: Problem, multiplicities: Sequence[int], inside: Sequ
                    problem.limit, problem.name)
 
 
-__all__ = ["Found", "StepBounds", "with_free_ends"]
+__all__ = ["StepBounds", "with_free_ends"]

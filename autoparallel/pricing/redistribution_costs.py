@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import weakref
 from collections import defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextvars import ContextVar
 from functools import cached_property
 from typing import Any, NamedTuple
@@ -17,6 +17,7 @@ from autoparallel.capture.blocks import block_path
 from autoparallel.layout import COLLECTIVES, SUMS, Layout, Placement, RedistributionTable, Step
 from autoparallel.layout.redistribution import ACTIONS
 from autoparallel.pricing.counts import ALONE, Summing
+from autoparallel.pricing.message_seconds import MessageSeconds
 from autoparallel.schedule.step_config import BUCKET_BYTES, LARGE_BYTES
 from autoparallel.strategies.space import StrategySpace, TensorUse
 from cost_models import Cluster, Group, collectives
@@ -29,8 +30,6 @@ MOST_CELLS = 1.2e7
 #: beside a search has its own (`apart`), so that it counts the same in a process of its own.
 _RECENT: ContextVar[list[weakref.ref[RedistributionPrices]]] = ContextVar("recent prices")
 MOST_RECENT = 6
-#: Collectives and copies of which prices keep the seconds.
-MOST_SENT = 2000
 
 
 class PricedStep(NamedTuple):
@@ -56,8 +55,7 @@ class RedistributionPrices:
         self._tables: dict[tuple[Any, ...], RedistributionTable] = {}
         self._weighted: dict[tuple[Any, ...], np.ndarray] = {}
         self._steps: dict[tuple[Any, ...], list[PricedStep]] = {}
-        #: By what is sent, in how many bytes, at most `MOST_SENT`.
-        self._sent: dict[tuple[Any, ...], np.ndarray] = {}
+        self.messages = MessageSeconds(groups, self.device)
         #: Of recently asked prices only.
         self._uses: dict[tuple[Any, ...], np.ndarray] = {}
 
@@ -94,32 +92,18 @@ class RedistributionPrices:
             case "none":
                 return np.zeros_like(before)
             case "mask" | "slice" | "pad":
-                return self._copy_s(np.maximum(before, after))
+                return self.messages.copy_s(np.maximum(before, after))
             case "all_reduce":
-                return self._sent_s(collectives.all_reduce_s, axis, before)
+                return self.messages.sent_s(collectives.all_reduce_s, axis, before)
             case "all_gather":
-                copy = 0.0 if source.in_order else self._copy_s(after)
-                return self._sent_s(collectives.all_gather_s, axis, after) + copy
+                copy = 0.0 if source.in_order else self.messages.copy_s(after)
+                return self.messages.sent_s(collectives.all_gather_s, axis, after) + copy
             case "reduce_scatter":
-                copy = 0.0 if target.in_order else self._copy_s(before)
-                return self._sent_s(collectives.reduce_scatter_s, axis, before) + copy
+                copy = 0.0 if target.in_order else self.messages.copy_s(before)
+                return self.messages.sent_s(collectives.reduce_scatter_s, axis, before) + copy
             case "all_to_all":
-                return self._sent_s(collectives.all_to_all_s, axis, before) + self._copy_s(before)
+                return self.messages.sent_s(collectives.all_to_all_s, axis, before) + self.messages.copy_s(before)
         raise ValueError(f"unknown action {action!r}")
-
-    def _sent_s(self, collective: Callable[..., Any], axis: int, num_bytes: np.ndarray) -> np.ndarray:
-        """Seconds of a collective on an axis: steps between layouts of one tensor send the same bytes many times."""
-        return self._once((collective, axis, num_bytes.tobytes()), lambda: collective(num_bytes, self.groups[axis]))
-
-    def _copy_s(self, num_bytes: np.ndarray) -> np.ndarray:
-        return self._once((num_bytes.tobytes(),), lambda: collectives.copy_s(num_bytes, self.device))
-
-    def _once(self, key: tuple[Any, ...], make: Callable[[], np.ndarray]) -> np.ndarray:
-        if key not in self._sent:
-            if len(self._sent) >= MOST_SENT:
-                self._sent.clear()
-            self._sent[key] = make()
-        return self._sent[key]
 
     def bucket_s(self, group: Group, num_bytes: np.ndarray, bucket_bytes: float) -> np.ndarray:
         """Seconds of a gradient of ``num_bytes`` in a bucket of ``bucket_bytes``: its share of the all-reduce and of
@@ -150,9 +134,9 @@ class RedistributionPrices:
         if not (summing.in_block and self.block_bytes and action in ("all_gather", "reduce_scatter")):
             return np.zeros_like(num_bytes)
         one_way = collectives.all_gather_s if action == "all_gather" else collectives.reduce_scatter_s
-        alone, whole = (self._sent_s(one_way, axis, some) for some in (num_bytes, np.array(self.block_bytes)))
+        alone, whole = (self.messages.sent_s(one_way, axis, some) for some in (num_bytes, np.array(self.block_bytes)))
         copied = cut.in_order & (num_bytes < LARGE_BYTES)
-        copy_s = np.where(copied, self._copy_s(num_bytes), 0.0)
+        copy_s = np.where(copied, self.messages.copy_s(num_bytes), 0.0)
         return np.asarray(np.minimum(num_bytes / self.block_bytes * whole + copy_s - alone, 0.0))
 
     def _forward_s(self, summing: Summing, axis: int, source: Placement, target: Placement, before: np.ndarray,
@@ -175,7 +159,7 @@ class RedistributionPrices:
             seconds = seconds + self._in_block_s(summing, axis, backward, source, scale * after)
         if scale == 1.0:
             return seconds
-        return seconds + self._copy_s((1 + scale) / 2 * (after + before))
+        return seconds + self.messages.copy_s((1 + scale) / 2 * (after + before))
 
     def steps(self, meta: TensorMeta, source: Layout, target: Layout, summing: Summing = ALONE) -> list[PricedStep]:
         """The priced steps from layout to layout, memoised."""
