@@ -38,7 +38,7 @@ JOINT_LIMIT_S, LIMIT_S = 20.0, 60.0
 WALL_SHARE = 0.1
 #: Within `counted`, time is up after so many times the limit by the wall clock; then each look at the clock takes
 #: `LATE_S` counted seconds.
-EMERGENCY, LATE_S = 20.0, 1.0
+EMERGENCY, LATE_S = 40.0, 1.0
 
 
 class _Clock(threading.local):

@@ -23,8 +23,9 @@ from autoparallel.plans.reports.units import bytes_str
 from autoparallel.search import INTERRUPTED, NotRepairedError, Progress
 from cost_models import Cluster
 
-#: Smallest time limit of the final full search.
-LEAST_FULL_S = 10.0
+#: Smallest time limit of the final full search, and of the last trials with fewer recomputed blocks: a share of the
+#: time limit, within these seconds.
+LEAST_FULL, LEAST_FULL_S, MOST_FULL_S = 0.25, 3.0, 10.0
 #: The shares of the time limit at which estimates, and trial plans, end: in the first and the second round.
 ROUNDS = ((0.4, 0.6), (0.75, 0.85))
 #: The share that the second round leaves to trial plans with fewer recomputed blocks, if there is any use for them; the
@@ -97,7 +98,8 @@ def search_jointly(
     search = JointSearch(graph, cluster, fixed, optimizer, limit_bytes,
                          lambda count: tell(f"{count} combination{'s' * (count != 1)} estimated"),
                          min((c.estimate_s for c in starts), default=math.inf), wider_limits, by_hand, kept, bounding)
-    trials = _TrialPlans(in_full, search.estimate, tell, search.floor_s)
+    least_s = min(max(LEAST_FULL_S, LEAST_FULL * time_limit_s), MOST_FULL_S)
+    trials = _TrialPlans(in_full, search.estimate, tell, search.floor_s, least_s)
     trials.left += starts
     trials.sure |= {c.key for c in starts}
     interrupted = False
@@ -164,7 +166,7 @@ class _TrialPlans:
     """Trial plans of the whole model, in order of expected seconds. Estimates of ``sure`` combinations are seconds of
     whole plans.
 
-    ``floor``: seconds that no plan of a candidate is below.
+    ``floor``: seconds that no plan of a candidate is below. ``least_s``: seconds of a full search, at least.
 
     Expected seconds are the estimate times the ratio of trial plan to estimate seen with the same kind of pipeline
     (stages are never quite equal, the less so the more there are). For a kind not tried yet it is the smallest ratio
@@ -175,7 +177,8 @@ class _TrialPlans:
 
     def __init__(self, in_full: InFull, estimate: Callable[[Candidate, float], Candidate],
                  tell: Callable[[str], None] = lambda phase: None,
-                 floor: Callable[[Candidate], float] = lambda candidate: 0.0) -> None:
+                 floor: Callable[[Candidate], float] = lambda candidate: 0.0, least_s: float = MOST_FULL_S) -> None:
+        self.least_s = least_s
         self.in_full, self.estimate, self.tell, self.floor = in_full, estimate, tell, floor
         self.left: list[Candidate] = []
         self.best: Plan | None = None
@@ -266,7 +269,7 @@ class _TrialPlans:
                 break
             searched.add(candidate)
             first = self.plans[candidate].strategies_on if candidate in self.plans else candidate.first
-            step_s = self.take(replace(candidate, first=first), max(LEAST_FULL_S, left_s))
+            step_s = self.take(replace(candidate, first=first), max(self.least_s, left_s))
             if candidate in self.left:
                 self.left.remove(candidate)
                 self.trial_s[candidate] = step_s
@@ -315,7 +318,7 @@ class _TrialPlans:
             if (tried and clock.now() >= deadline) or candidate not in self.recomputing:
                 continue
             share = (deadline - clock.now()) / (MOST_FEWER - tried)
-            made = of_plan(self.plans[candidate], clock.now() + max(share, LEAST_FULL_S), TRIAL_S, "local")
+            made = of_plan(self.plans[candidate], clock.now() + max(share, self.least_s), TRIAL_S, "local")
             if made.prediction.step_s < self.plans[candidate].prediction.step_s:
                 self._keep(candidate, made)
                 self.trial_s[candidate] = made.prediction.step_s

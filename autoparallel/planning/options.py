@@ -70,7 +70,7 @@ OPTIONS = f"""
     optimizer: the optimizer whose state is counted in memory, for example "adamw" or "sgd".
     time_limit_s: limit of the search's work in seconds, counted (about those of two idle cores), so that every machine
         finds the same plan, later where it is slow or busy; None: {clock.JOINT_LIMIT_S:g} of a joint search, else
-        {clock.LIMIT_S:g}. After twenty times as long by the wall clock the search ends, and says so.
+        {clock.LIMIT_S:g}. After forty times as long by the wall clock the search ends, and says so.
         Ctrl-C ends the search with the best plan so far.
     micro_batches: the batch is run in so many parts, whose gradients add up; None: 1, and in `plan` more where the
         step does not fit.
