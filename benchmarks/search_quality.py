@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import json
 import math
-import os
 import statistics
 import time
 from collections.abc import Iterator, Sequence
@@ -27,7 +26,7 @@ from autoparallel.capture import OpGraph
 from autoparallel.errors import SearchError
 from autoparallel.search import Pricer, Problem, Solution, evaluate, solve
 from autoparallel.search.solver import lowest_memory, table_cells
-from benchmarks.measure import conditions, peak_memory_bytes
+from benchmarks.measure import conditions, cpu_s, peak_memory_bytes
 from cost_models import Cluster
 
 CONFIGS = Path(__file__).parent / "configs"
@@ -87,11 +86,6 @@ class Row:
 
 
 # --------------------------------------------------------------------------------------------------------- one problem
-
-
-def cpu_s() -> float:
-    """CPU seconds of this process and of those that it has started and seen end."""
-    return sum(os.times()[:4])
 
 
 def ask(problem: Problem, search: str, time_limit_s: float, pricer: Pricer) -> Answer:
