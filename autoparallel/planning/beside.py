@@ -34,7 +34,7 @@ LATER_S = 0.5
 #: Counted seconds of a search from which on the work has a process of its own: making it takes some 50 ms.
 FORK_S = 1.0
 #: Seconds between looks at the other process; seconds in which its clock stands still until it counts as stuck.
-POLL_S, STUCK_S = 2e-3, 120.0
+POLL_S, STUCK_S = 2e-3, 600.0
 #: How much sooner than this process the system ends that of the work where memory runs out, the most that there is.
 FIRST_TO_END = "1000"
 

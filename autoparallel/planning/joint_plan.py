@@ -34,6 +34,55 @@ from cost_models import Cluster
 FEWER_S = 5.0
 
 
+class _Whole:
+    """Plans of the whole model, of combinations. ``stages``: those that are fixed, if they are."""
+
+    def __init__(self, split: Splits, cluster: Cluster, options: Options, stages: int | None) -> None:
+        self.split, self.cluster, self.options = split, cluster, options
+        several = options.schedule is not None and SCHEDULES[options.schedule].several_stages
+        self.has_fixed_stages = stages is not None or several
+        #: Of the last combination only, of which several plans are made.
+        self._prices = dict[tuple[object, ...], Prices]()
+
+    def prices(self, hybrid: Hybrid, shape: tuple[int, ...]) -> Prices:
+        """The unit costs of a combination's strategy graph."""
+        key = hybrid.micro_batches, hybrid.pipeline_ranks, shape
+        if key not in self._prices:
+            self._prices.clear()
+            space = StrategySpace(self.split(hybrid.micro_batches).body, shape)
+            self._prices[key] = prices_of(space, self.cluster, self.options, hybrid.pipeline_ranks)
+        return self._prices[key]
+
+    def plan(self, candidate: Candidate, seconds: float, search: str | None = None) -> Plan:
+        """A combination's plan, as `InFull` says; of an uneven pipeline, fewer stages on several ranks if that is
+        faster."""
+        shape, micro, end = candidate.mesh_shape, self.split(candidate.hybrid.micro_batches), clock.now() + seconds
+
+        def plan_as(hybrid: Hybrid, first: First | None, seconds: float) -> Plan:
+            within = replace(self.options, time_limit_s=seconds, search=search or self.options.search, progress=None)
+            return plan_on(micro, self.cluster, shape, None, within, hybrid, first, self.prices(hybrid, shape))
+
+        made = plan_as(candidate.hybrid, candidate.first, seconds)
+        if self.has_fixed_stages or candidate.hybrid.cuts or not is_uneven(made):
+            return made
+        other = on_several_ranks(made, self.prices(made.hybrid, made.mesh_shape), micro.loss)
+        with suppress(InfeasibleError, SearchError):
+            if other is not None:
+                again = plan_as(other, made.strategies_on, max(ROUGH_S, end - clock.now()))
+                made = min(made, again, key=lambda p: p.prediction.step_s)
+        return made
+
+    def recompute_less(self, plan: Plan, deadline: float, seconds: float, search: str | None = None) -> Plan:
+        """As `RecomputeLess` says."""
+        def made(hybrid: Hybrid) -> Plan:
+            candidate = Candidate(hybrid, plan.mesh_shape, first=plan.strategies_on)
+            return self.plan(candidate, min(seconds, deadline - clock.now()), search)
+
+        space, loss = self.prices(plan.hybrid, plan.mesh_shape).space, self.split(plan.hybrid.micro_batches).loss
+        blocks = stages_of(space, loss, plan.hybrid).blocks(space)
+        return less_recomputed(plan, blocks, made, deadline, self.options.saved_tiers)
+
+
 def plan_jointly(split: Splits, cluster: Cluster, mesh_shape: Sequence[int] | None, options: Options,
                  starts: Sequence[Plan] = (), by_hand: Sequence[Candidate] = (), bounding: Bounding | None = None
                  ) -> Plan:
@@ -50,53 +99,15 @@ def plan_jointly(split: Splits, cluster: Cluster, mesh_shape: Sequence[int] | No
     fixed = fixed_by(options, mesh_shape, cluster)
     options, stages = replace(options, recompute=fixed.recompute), fixed.pipeline_stages
 
-    last = dict[tuple[object, ...], Prices]()    # of one combination several plans are made
-
-    def prices_on(hybrid: Hybrid, shape: tuple[int, ...]) -> Prices:
-        key = hybrid.micro_batches, hybrid.pipeline_ranks, shape
-        if key not in last:
-            last.clear()
-            space = StrategySpace(split(hybrid.micro_batches).body, shape)
-            last[key] = prices_of(space, cluster, options, hybrid.pipeline_ranks)
-        return last[key]
-
-    def in_full(candidate: Candidate, seconds: float, search: str = options.search) -> Plan:
-        micro, end = split(candidate.hybrid.micro_batches), clock.now() + seconds
-
-        def plan_as(hybrid: Hybrid, first: First | None, seconds: float) -> Plan:
-            within = replace(options, time_limit_s=seconds, search=search, progress=None)
-            prices = prices_on(hybrid, candidate.mesh_shape)
-            return plan_on(micro, cluster, candidate.mesh_shape, None, within, hybrid, first, prices)
-
-        made = plan_as(candidate.hybrid, candidate.first, seconds)
-        several = options.schedule is not None and SCHEDULES[options.schedule].several_stages
-        fixed_stages = stages is not None or several or candidate.hybrid.cuts
-        if fixed_stages or not is_uneven(made):
-            return made
-        other = on_several_ranks(made, prices_on(made.hybrid, made.mesh_shape), micro.loss)
-        with suppress(InfeasibleError, SearchError):
-            if other is not None:
-                again = plan_as(other, made.strategies_on, max(ROUGH_S, end - clock.now()))
-                made = min(made, again, key=lambda p: p.prediction.step_s)
-        return made
-
-    def recompute_less(plan: Plan, deadline: float, seconds: float, search: str = options.search) -> Plan:
-        def made(hybrid: Hybrid) -> Plan:
-            candidate = Candidate(hybrid, plan.mesh_shape, first=plan.strategies_on)
-            return in_full(candidate, min(seconds, deadline - clock.now()), search)
-
-        space, loss = prices_on(plan.hybrid, plan.mesh_shape).space, split(plan.hybrid.micro_batches).loss
-        blocks = stages_of(space, loss, plan.hybrid).blocks(space)
-        return less_recomputed(plan, blocks, made, deadline, options.saved_tiers)
-
+    whole = _Whole(split, cluster, options, stages)
     found = search_jointly(graph, cluster, fixed, options.optimizer, options.limit_bytes(cluster),
-                           options.time_limit_s, in_full, recompute_less if open_ else None,
+                           options.time_limit_s, whole.plan, whole.recompute_less if open_ else None,
                            [_again(plan, fixed) for plan in starts], options.progress, options.wider_limits(cluster),
                            [_with_pieces(one, fixed) for one in by_hand], kept_of(split, cluster, options), bounding)
     best = found.plan
     if open_ and best.hybrid.recompute != "none" and not found.interrupted:
         ends = min(deadline, clock.now() + FEWER_S)
-        best = recompute_less(best, ends, options.time_limit_s / RECOMPUTE_TRIES)
+        best = whole.recompute_less(best, ends, options.time_limit_s / RECOMPUTE_TRIES)
     evidence, seen = best.evidence, found.survey
     bound_s = None if open_ and best.hybrid.saved_on != "device" else seen.bound_s    # of other combinations
     counts = Combinations(len(seen.candidates), seen.without_plan, found.planned, seen.pruned, seen.left)

@@ -25,9 +25,9 @@ from cost_models import Cluster
 
 #: Smallest time limit of the final full search, and of the last trials with fewer recomputed blocks: a share of the
 #: time limit, within these seconds.
-LEAST_FULL, LEAST_FULL_S, MOST_FULL_S = 0.25, 3.0, 10.0
+LEAST_FULL, LEAST_FULL_S, MOST_FULL_S = 0.3, 3.0, 10.0
 #: The shares of the time limit at which estimates, and trial plans, end: in the first and the second round.
-ROUNDS = ((0.4, 0.6), (0.75, 0.85))
+ROUNDS = ((0.4, 0.55), (0.65, 0.75))
 #: The share that the second round leaves to trial plans with fewer recomputed blocks, if there is any use for them; the
 #: share at which these end; the number of combinations that get them at most.
 RESERVED, FEWER_RECOMPUTED, MOST_FEWER = 0.1, 0.9, 3
@@ -58,7 +58,7 @@ class JointResult:
 class InFull(Protocol):
     """Plans a candidate for the whole model, beginning with its strategies; by the named search, or the user's."""
 
-    def __call__(self, candidate: Candidate, seconds: float, search: str = ...) -> Plan: ...
+    def __call__(self, candidate: Candidate, seconds: float, search: str | None = ...) -> Plan: ...
 
 
 class RecomputeLess(Protocol):
@@ -66,7 +66,7 @@ class RecomputeLess(Protocol):
     recomputed. It plans trials of at most ``seconds`` each, by ``search`` (a solver's name), and begins none after
     ``deadline`` (a time of `autoparallel.clock`)."""
 
-    def __call__(self, plan: Plan, deadline: float, seconds: float, search: str = ...) -> Plan: ...
+    def __call__(self, plan: Plan, deadline: float, seconds: float, search: str | None = ...) -> Plan: ...
 
 
 def search_jointly(
