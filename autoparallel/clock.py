@@ -9,8 +9,9 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Iterator, Mapping, MutableSequence
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from typing import Protocol
 
 #: Seconds of a unit of work on one core. Fitted to joint searches (docs/measurements/planning.md), which had too little
 #: of the last five kinds to tell: these are estimates. Work that is not listed is taken as in proportion to what is.
@@ -41,6 +42,12 @@ WALL_SHARE = 0.1
 EMERGENCY, LATE_S = 40.0, 1.0
 
 
+class Shown(Protocol):
+    """Where counted seconds are shown, by place."""
+
+    def __setitem__(self, place: int, seconds: float, /) -> None: ...
+
+
 class _Clock(threading.local):
     """``waited_s``: seconds in which this thread waited for a process that works for it, as if it worked itself.
     ``counted_s``: counted seconds, from the begin of `counted` on; ``until``: the wall clock's time of an emergency,
@@ -50,7 +57,7 @@ class _Clock(threading.local):
     counted_s = 0.0
     until: float | None = None
     is_late = False
-    shown: MutableSequence[float] | None = None
+    shown: Shown | None = None
     place = 0
 
 
@@ -74,7 +81,7 @@ def did(unit: str, amount: float = 1.0) -> None:
         _clock.shown[_clock.place] = _clock.counted_s
 
 
-def show(shown: MutableSequence[float] | None, place: int = 0) -> None:
+def show(shown: Shown | None, place: int = 0) -> None:
     """Keep ``shown[place]`` at the counted seconds of this thread, for another process; None: no longer."""
     _clock.shown, _clock.place = shown, place
 

@@ -25,7 +25,7 @@ from cost_models import Cluster
 
 #: Smallest time limit of the final full search, and of the last trials with fewer recomputed blocks: a share of the
 #: time limit, within these seconds.
-LEAST_FULL, LEAST_FULL_S, MOST_FULL_S = 0.3, 3.0, 10.0
+LEAST_FULL, LEAST_FULL_S, MOST_FULL_S = 0.5, 3.0, 10.0
 #: The shares of the time limit at which estimates, and trial plans, end: in the first and the second round.
 ROUNDS = ((0.4, 0.55), (0.65, 0.75))
 #: The share that the second round leaves to trial plans with fewer recomputed blocks, if there is any use for them; the
