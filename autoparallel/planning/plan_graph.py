@@ -131,7 +131,7 @@ def _plan_jointly(split: Splits, cluster: Cluster, mesh_shape: Sequence[int] | N
     `USUAL_SHARE` of the time limit, as many as it is enough for, and the best of each family is tuned in
     `TUNING_SHARE`; then a plain step is planned, if one of them fits. The joint search has the rest, and begins with
     the fastest usual plans that fit. An interrupt (Ctrl-C) ends all of it with the best plan that there is."""
-    with bounding_of(split.graph, cluster, fixed_by(options, mesh_shape), options) as bounding:
+    with bounding_of(split.graph, cluster, fixed_by(options, mesh_shape, cluster), options) as bounding:
         return _plan_bounded(split, cluster, mesh_shape, options, bounding)
 
 
