@@ -112,6 +112,38 @@ def test_a_part_without_gradients_stays_apart() -> None:
     assert aten.rms_norm.default not in ops(Model(gated), torch.randn(3, 4))
 
 
+def without_cast(x: Tensor, w: Tensor) -> Tensor:
+    """The squares are of a cast without gradients, the product is not."""
+    with torch.no_grad():
+        wide = x.float()
+    return x * torch.rsqrt(squares(wide))
+
+
+def cast_twice_read(x: Tensor, w: Tensor) -> Tensor:
+    with torch.no_grad():
+        wide = x.float()
+    return x * (wide * torch.rsqrt(squares(wide))).to(x.dtype) + wide.to(x.dtype)
+
+
+@pytest.mark.parametrize("function", [without_cast, cast_twice_read])
+def test_gradients_flow_through_casts_as_in_the_model(function: Callable[..., Tensor], mesh_of_one: DeviceMesh) -> None:
+    """Not around one without gradients, nor into it."""
+    torch.manual_seed(0)
+    model, x = Model(function, torch.bfloat16), torch.randn(8, 4, dtype=torch.bfloat16)
+    model(x).float().square().sum().backward()
+    expected = model.layer.weight.grad
+    model.zero_grad()
+    parallel = autoparallel.compile(model, mesh_of_one, example_inputs=(x,))
+    parallel(x).float().square().sum().backward()
+    gradient: Any = dict(parallel.named_parameters())["layer.weight"].grad
+    torch.testing.assert_close(gradient.full_tensor(), expected, rtol=0.05, atol=0.05)
+
+
+def test_a_norm_of_no_elements_stays() -> None:
+    assert aten.rms_norm.default not in ops(Model(lambda x, w: x[:, :0] * torch.rsqrt(squares(x[:, :0]))),
+                                            torch.randn(3, 4))
+
+
 @pytest.mark.parametrize("name", FUNCTIONS)
 def test_values_and_gradients_are_the_models(name: str, mesh_of_one: DeviceMesh) -> None:
     torch.manual_seed(0)

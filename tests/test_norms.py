@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
@@ -16,6 +17,7 @@ from autoparallel.capture import capture
 from autoparallel.errors import CaptureError
 from autoparallel.kernels.norm import norm_of_shards, whole_batch_norm
 from autoparallel.pricing import Prices
+from benchmarks.in_process import on_every_rank
 from cost_models import Cluster
 from tests.support.ranks import mesh_of
 from tests.support.reference import gathered
@@ -144,3 +146,28 @@ def test_an_eps_that_is_not_given_is_that_of_the_type_in_which_torch_computes() 
     x = 1e-3 * torch.randn(3, 8, dtype=torch.bfloat16)
     made = norm_of_shards(x, [8], op=aten.rms_norm.default, axes=(), dims=(), sizes=())
     torch.testing.assert_close(made, torch.nn.functional.rms_norm(x, (8,)))
+
+
+@pytest.mark.parametrize("op", [aten.layer_norm.default, aten.rms_norm.default])
+def test_gradients_along_a_cut_dim_can_be_differentiated(op: Any) -> None:
+    """A loss with the norm of its gradient in it, of uneven shards."""
+    lengths = 5, 7
+    case = case_of(op, (3, 12), [12], (12,))
+    x, weight = case.draws[0]
+
+    def gradients(norm: Callable[[torch.Tensor, torch.Tensor], torch.Tensor], *values: torch.Tensor) -> list[Any]:
+        leaves = [value.clone().requires_grad_() for value in values]
+        loss = norm(*leaves).sin().sum()
+        made = torch.autograd.grad(loss, leaves, create_graph=True)
+        (loss + sum(g.square().sum() for g in made)).backward()
+        return [leaf.grad for leaf in leaves]
+
+    def on_rank(coordinate: tuple[int, ...]) -> list[Any]:
+        shards = [value.split(lengths, -1)[coordinate[0]] for value in (x, weight)]
+        return gradients(lambda x, w: norm_of_shards(x, [12], w, op=op, axes=("x",), dims=(1,), sizes=((12, 12),)),
+                         *shards)
+
+    expected = gradients(lambda x, w: op(x, [12], w), x, weight)
+    found = on_every_rank((2,), ("x",), on_rank)
+    for number, value in enumerate(expected):
+        torch.testing.assert_close(torch.cat([found[0,][number], found[1,][number]], -1), value)

@@ -7,7 +7,6 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
-from torch.autograd.function import once_differentiable
 
 from autoparallel.kernels import groups
 from autoparallel.kernels.collectives import all_reduce_tensor
@@ -19,32 +18,54 @@ aten = torch.ops.aten
 
 
 class _Normed(torch.autograd.Function):
-    """Normalised rows of x [rows, shard of the normed elements]: ``centred`` as layer norm, else as RMS norm.
+    """Normalised rows of x [rows, shard of the normed elements], ``centred`` as layer norm, else as RMS norm; and
+    1 / deviation of each row, which only gradients that are differentiated again read.
 
     ``count``: elements of a whole row. Backward is that of layer norm (Ba et al. 2016), with y the result:
     (g - y * mean(g * y) [- mean(g) if centred]) / deviation.
     """
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, axes: tuple[Axis, ...], count: int, eps: float, centred: bool) -> Tensor:
+    def forward(ctx: Any, x: Tensor, axes: tuple[Axis, ...], count: int, eps: float,
+                centred: bool) -> tuple[Tensor, Tensor]:
         ctx.call = axes, count, centred
+        ctx.set_materialize_grads(False)
         if centred:
             x = x - _total(x.sum(1), axes).unsqueeze(1) / count
         scale = torch.rsqrt(_total(x.square().sum(1), axes) / count + eps).unsqueeze(1)
         normed = x * scale
         ctx.save_for_backward(normed, scale)
-        return normed
+        return normed, scale
 
     @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
+    def backward(ctx: Any, gradient: Tensor | None, of_scale: Tensor | None) -> tuple[Tensor | None, ...]:
         axes, count, centred = ctx.call
         normed, scale = ctx.saved_tensors
-        along = (gradient * normed).sum(1)
-        sums = torch.stack([along, gradient.sum(1)] if centred else [along])
-        means = _total(sums, axes).unsqueeze(-1) / count
-        gradient = gradient - normed * means[0]
-        return (gradient - means[1] if centred else gradient) * scale, None, None, None, None
+        made = None
+        if gradient is not None:
+            along = (gradient * normed).sum(1)
+            sums = torch.stack([along, gradient.sum(1)] if centred else [along])
+            means = _Total.apply(sums, axes).unsqueeze(-1) / count
+            gradient = gradient - normed * means[0]
+            made = (gradient - means[1] if centred else gradient) * scale
+        if of_scale is not None:
+            whole = _Total.apply(of_scale, axes)
+            through = normed * (whole * scale.square() / -count)
+            made = through if made is None else made + through
+        return made, None, None, None, None
+
+
+class _Total(torch.autograd.Function):
+    """The sum over the ranks, of which each one computes a part further with: gradients are summed too."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, axes: tuple[Axis, ...]) -> Tensor:
+        ctx.axes = axes
+        return _total(x, axes)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
+        return _Total.apply(gradient, ctx.axes), None
 
 
 def _total(x: Tensor, axes: tuple[Axis, ...]) -> Tensor:
@@ -74,7 +95,8 @@ def norm_of_shards(*args: Any, op: Any, axes: tuple[str, ...], dims: tuple[int, 
     wide = x.to(torch.promote_types(x.dtype, torch.float32))
     eps = _epsilon(given["eps"], wide)
     along = tuple(groups.current(name) for name in axes)  # resolved here: backward may run outside groups.use
-    made = _Normed.apply(wide.reshape(rows, -1), along, normed, eps, op is not aten.rms_norm.default).view_as(wide)
+    made, _ = _Normed.apply(wide.reshape(rows, -1), along, normed, eps, op is not aten.rms_norm.default)
+    made = made.view_as(wide)
     if given["weight"] is not None:
         made = made * given["weight"].reshape(parameters)
     if given.get("bias") is not None:

@@ -52,7 +52,7 @@ class _Found:
         """Whether nothing else reads its parts, and gradients flow through all of them or none."""
         nodes = {*self.inside, self.last}
         return (nodes.isdisjoint(kept) and all(user in nodes for node in self.inside for user in node.users)
-                and len({bool(node.meta.get("no_grad")) for node in nodes}) == 1)
+                and len({_is_without_gradient(node) for node in nodes}) == 1)
 
     def put(self, graph: Graph, mutations: dict[str, Node]) -> None:
         source, dtype = self.source, self.last.meta["val"].dtype
@@ -68,6 +68,10 @@ class _Found:
 
 def _is_node(value: Any) -> bool:
     return isinstance(value, FxNode)
+
+
+def _is_without_gradient(node: Node) -> bool:
+    return bool(node.meta.get("no_grad"))
 
 
 def gather_functions(graph: Graph, mutations: dict[str, Node]) -> None:
@@ -188,14 +192,16 @@ def _rms_norm(root: Node) -> _Found | None:
     total, share = _arguments(mean, aten.mul.Tensor)
     squares, dims, kept = _arguments(total, aten.sum.dim_IntList, 3)
     x = _squared(squares)
-    if x is None or not kept or not isinstance(eps, float) or len(root.users) != 1:
+    if x is None or not kept or not dims or not isinstance(eps, float) or len(root.users) != 1:
         return None
     value, (last,) = x.meta["val"], root.users
     shape = list(value.shape[value.dim() - len(dims):])
     trailing = sorted(d % value.dim() for d in dims) == list(range(value.dim() - len(dims), value.dim()))
-    if not trailing or share != 1.0 / math.prod(shape) or value.dtype not in (torch.float32, torch.float64):
+    count = math.prod(shape)
+    if not trailing or not count or share != 1.0 / count or value.dtype not in (torch.float32, torch.float64):
         return None
-    sources = (x, x.args[0]) if x.target is aten.to.dtype else (x,)
+    is_cast = x.target is aten.to.dtype and _is_without_gradient(x) == _is_without_gradient(root)
+    sources = (x, x.args[0]) if is_cast else (x,)
     if _normed(last, root) not in sources or last.meta["val"].dtype != value.dtype:
         return None
     inside = {root, root.args[0], mean, total, squares}
@@ -247,7 +253,8 @@ def _rounded(norm: _Found) -> _Found:
         return norm
     narrow = cast.args[0].meta["val"].dtype
     if user.args[1] != narrow or norm.source.meta["val"].dtype is not torch.float32 \
-            or narrow not in (torch.float16, torch.bfloat16):
+            or narrow not in (torch.float16, torch.bfloat16) \
+            or _is_without_gradient(cast) != _is_without_gradient(last):
         return norm
     others = {one for one in cast.users if one not in norm.inside and one is not last}
     return replace(norm, last=user, source=cast.args[0], inside=norm.inside | {last} | (set() if others else {cast}))
