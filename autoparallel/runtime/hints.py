@@ -37,7 +37,8 @@ _HINTS = (
      "Gradients of a compiled program are not differentiated again (create_graph=True).\n  Compile with "
      "backend=\"eager\"."),
     ("marked with @once_differentiable",
-     "Gradients of attention along a dim that a plan cuts are not differentiated again (create_graph=True).\n  Compile with a plan that cuts no such dim: baseline=\"ddp\" or \"fsdp\"."),
+     "Gradients of attention along a dim that a plan cuts are not differentiated again (create_graph=True).\n  "
+     "Compile with a plan that cuts no such dim: baseline=\"ddp\" or \"fsdp\"."),
 )
 #: Of an assertion without words, which fails where torch dispatches an op.
 _WRITTEN_INTO = ("a DTensor is written into a plain tensor.\n  Write loss = loss + term in place of loss += term, or "
