@@ -139,6 +139,34 @@ def test_gradients_flow_through_casts_as_in_the_model(function: Callable[..., Te
     torch.testing.assert_close(gradient.full_tensor(), expected, rtol=0.05, atol=0.05)
 
 
+def test_programs_on_a_cpu_run_the_kernel(mesh_of_one: DeviceMesh) -> None:
+    x = torch.randn(8, 4)
+    parallel = autoparallel.compile(Model(FUNCTIONS["rms"][0]), mesh_of_one, example_inputs=(x,))
+    made: Any = parallel(x)
+    names, waiting = set[str](), [made.grad_fn]
+    while waiting:
+        node = waiting.pop()
+        if node is not None:
+            names.add(node.name())
+            waiting += [function for function, _ in node.next_functions]
+    assert "_RmsNormBackward" in names
+
+
+def test_a_norm_of_complex_numbers_is_torchs(mesh_of_one: DeviceMesh) -> None:
+    def norm(x: Tensor, w: Tensor) -> Tensor:
+        return torch.view_as_real(F.rms_norm(torch.complex(x, x.cos()), (WIDE,), eps=1e-5)).sin()
+
+    torch.manual_seed(0)
+    model, x = Model(norm), torch.randn(8, 4)
+    model(x).sum().backward()
+    expected = model.layer.weight.grad
+    model.zero_grad()
+    parallel = autoparallel.compile(model, mesh_of_one, example_inputs=(x,))
+    parallel(x).sum().backward()
+    gradient: Any = dict(parallel.named_parameters())["layer.weight"].grad
+    torch.testing.assert_close(gradient.full_tensor(), expected)
+
+
 def test_a_norm_of_no_elements_stays() -> None:
     assert aten.rms_norm.default not in ops(Model(lambda x, w: x[:, :0] * torch.rsqrt(squares(x[:, :0]))),
                                             torch.randn(3, 4))

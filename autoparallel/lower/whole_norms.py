@@ -37,7 +37,7 @@ class _Norm:
 
 
 def whole_norms(module: GraphModule) -> GraphModule:
-    """The same program with each batch norm whose ops follow each other as one op, and RMS norms by
+    """The same program with each batch norm whose ops follow each other as one op, and RMS norms as
     `kernels.norm.rms_norm`. Changes and returns ``module``."""
     for node in list(module.graph.nodes):
         if node.target is aten.rms_norm.default:
