@@ -26,6 +26,7 @@ def test_views_have_one_form() -> None:
 
 def test_means_are_sums() -> None:
     assert traced(lambda x: x.mean(), X) == ["aten.sum.dim_IntList", "aten.mul.Tensor"]
+    assert traced(lambda x: x.sum().mean(-1, keepdim=True), X) == ["aten.sum.dim_IntList"]  # of one number
     names = traced(lambda x, y: nn.functional.cross_entropy(x, y), X, torch.zeros(4, dtype=torch.long))
     assert names[0] == "aten.cross_entropy_loss.default" and names[-1] == "aten.div.Tensor"
 

@@ -290,6 +290,8 @@ def _mean(graph: Graph, node: Node) -> Node:
     keep = node.args[2] if len(node.args) > 2 else node.kwargs.get("keepdim", False)
     if node.kwargs.get("dtype") is not None:
         source = emit(graph, node, aten.to.dtype, source, node.kwargs["dtype"])
+    if not source.meta["val"].dim():  # of one number, along whatever dim
+        return source
     count = math.prod(source.meta["val"].shape[d] for d in dims)
     total = emit(graph, node, aten.sum.dim_IntList, source, dims, keep)
     return emit(graph, node, aten.mul.Tensor, total, 1.0 / count if count else math.nan)
