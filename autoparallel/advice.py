@@ -205,7 +205,7 @@ class _Priced:
                 yield self.of(replace(hand, micro_batch=1, recompute="full"))
 
     def tuned(self, found: Sequence[Alternative]) -> Iterator[Alternative]:
-        """Those that fit and are near the fastest, with larger micro-batches or less recompute where faster."""
+        """Plans that fit and are near the fastest, with larger micro-batches or less recompute where that is faster."""
         plans = {str(one.by_hand): one.plan for one in found if one.fits and one.plan is not None}
         with clock.counted(TUNING_S):
             better = tuned(UsualPlans(plans, (), self.limit_bytes), self.split, self.cluster, self.options,

@@ -1,8 +1,8 @@
 """The clock of planning: all deadlines of `search/`, `pricing/`, `partition/` and `planning/` are times of this clock.
 
 Within `counted` it counts work in place of time: an equal search ends at an equal place on every machine, however busy.
-Work beside a search (`planning.beside`) counts on a clock of its own, from where the search's stood (`apart`): a limit
-is one of the longer of both, so that it is roughly wall time on two cores. Elsewhere it is mostly CPU time.
+A background task (`planning.beside`) counts on its own clock, which starts with the search's (`apart`). A limit is
+one of the longer of both clocks, so that it is roughly wall time on two cores. Elsewhere it is mostly CPU time.
 """
 
 from __future__ import annotations
@@ -108,8 +108,8 @@ def limit_s(joint: bool) -> float:
 
 @contextmanager
 def counted(limit_s: float) -> Iterator[None]:
-    """Count work in here, in place of time, for a search of so many seconds: from 0, so that equal searches round
-    alike."""
+    """Count work in here, in place of time, for a search of so many seconds. The count starts at 0, so that equal
+    searches have equal rounding."""
     if _clock.until is not None:  # within another
         yield
         return

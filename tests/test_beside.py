@@ -12,7 +12,7 @@ import pytest
 
 from autoparallel import Plan, clock
 from autoparallel.planning import beside
-from autoparallel.planning.beside import LATER_S, Beside, Work
+from autoparallel.planning.beside import LATER_S, Beside, Task
 from cost_models import Cluster
 from tests.support.captured import plan_of
 
@@ -49,7 +49,7 @@ def count(seconds: float) -> None:
     clock.did("moves tried", seconds / UNIT_S)
 
 
-def pieces() -> Work:
+def pieces() -> Task:
     """Pieces of many lengths; tells of each when it ended and what it had heard; rests after every seventh."""
     heard, number = list[Any](), 0
     count(0.05)
@@ -61,7 +61,7 @@ def pieces() -> Work:
         count(0.01 + 0.13 * (number * 37 % 11) / 11)
 
 
-def searched(begin: Callable[[], Work], each: Callable[[int], None] = lambda number: None) -> list[tuple[float, Any]]:
+def searched(begin: Callable[[], Task], each: Callable[[int], None] = lambda number: None) -> list[tuple[float, Any]]:
     """What a search hears, and when, that tells its number now and then; last its end."""
     found = list[tuple[float, Any]]()
     with clock.counted(1e3), Beside(begin) as other:
@@ -105,7 +105,7 @@ def test_work_goes_on_in_turn_where_its_process_ends(forked: list[int], monkeypa
     assert ended == searched(pieces)
 
 
-def failing() -> Work:
+def failing() -> Task:
     for _ in range(5):
         yield ["fine"]
         count(0.2)

@@ -1,8 +1,8 @@
-"""Work beside a search: in a process of its own or in turn with it, with the same results.
+"""A background task of a search, in a forked process or interleaved with it, with equal results.
 
-Both count on clocks of their own (`clock.counted`), from the same time on. What one tells, the other hears `LATER_S`
-later by its own clock, neither before nor after. So what each knows at each of its times, and all that comes of it,
-does not depend on the number of cores, nor on how busy they are. The delay lets each run ahead of the other.
+Search and task count their work on two clocks (`clock.counted`) that start together. A message is delivered `LATER_S`
+counted seconds after it was sent, by the receiver's clock. So the messages known at each time, and with them all
+results, do not depend on the number of cores or their load. The delay lets each side run ahead of the other.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ FIRST_TO_END = "1000"
 
 #: The work: a generator that is sent what it hears, and yields what it found after each piece (None: nothing is left to
 #: do until it hears more). It begins with nothing heard.
-Work = Generator[Sequence[Any] | None, Sequence[Any], None]
+Task = Generator[Sequence[Any] | None, Sequence[Any], None]
 
 
 class Told(NamedTuple):
@@ -69,7 +69,7 @@ class _Failure(NamedTuple):
 class _Worker:
     """The work with its clock, which stands at ``now_s``, and what it has not heard yet."""
 
-    def __init__(self, work: Work, now_s: float) -> None:
+    def __init__(self, work: Task, now_s: float) -> None:
         self.work, self.now_s, self.waiting = work, now_s, deque[Told]()
         self.begun = self.idle = self.done = False
         self.context = copy_context()
@@ -203,13 +203,14 @@ def may_fork() -> bool:
 
 
 class Beside:
-    """Work beside the search of this thread, which `begin` begins: within `clock.counted`, as a context manager.
+    """The background task that `begin` makes, for the search of this thread: a context manager within `clock.counted`.
 
-    Both begin at the same time. Short searches and single processors do it in turn. Where its process ends, for want of
-    memory perhaps, the work begins again and goes on in turn. Errors of the work are raised where they are heard.
+    Both clocks start together. In short searches and on a single processor the task is interleaved with the search.
+    If its process ends (out of memory, for example), the task is started again and interleaved. Its errors are raised
+    by `hear` and `last`.
     """
 
-    def __init__(self, begin: Callable[[], Work]) -> None:
+    def __init__(self, begin: Callable[[], Task]) -> None:
         self.begin, self.started_s = begin, clock.now()
         self._worker: _Worker | None = _Worker(begin(), self.started_s)
         self._process: _Process | None = None
@@ -237,7 +238,7 @@ class Beside:
             self._begin_again()
 
     def hear(self) -> list[Any]:
-        """What the work tells now, in the order of its finding."""
+        """The messages of the task that are delivered by now, in the order in which they were sent."""
         if (now := clock.now()) == self._heard_s:
             return []
         self._heard_s = now
@@ -246,7 +247,7 @@ class Beside:
         return self._due(now, now + LATER_S)
 
     def last(self) -> list[Any]:
-        """All that the work still tells, to its end; then the clock stands at that."""
+        """The remaining messages of the task, which runs to its end; the clock then stands at that end."""
         if self._process is not None:
             self._process.clocks[0] = math.inf
             clock.show(None)
@@ -298,4 +299,4 @@ class Beside:
         self._again = self._taken
 
 
-__all__ = ["Beside", "Told", "Work", "may_fork"]
+__all__ = ["Beside", "Task", "Told", "may_fork"]

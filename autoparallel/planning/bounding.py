@@ -1,4 +1,4 @@
-"""Bounds of the joint search's combinations, which are raised beside it, the least first (`planning.beside`)."""
+"""Lower bounds of the joint search's combinations, raised by a background task, the least first (`planning.beside`)."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from typing import NamedTuple
 import numpy as np
 
 from autoparallel import clock
-from autoparallel.planning.beside import Beside, Work
+from autoparallel.planning.beside import Beside, Task
 from autoparallel.planning.candidates import Candidate, CandidateSpace, Combination
 from autoparallel.planning.found_bounds import Found
 from autoparallel.planning.step_bounds import StepBounds
@@ -31,7 +31,7 @@ class Known(NamedTuple):
 
 
 class Bounding:
-    """The search's side: what it knows goes out, and bounds come in. A context manager.
+    """The search's side: it sends its best step and its combinations, and receives bounds. A context manager.
 
     ``begin``: what is bounded, made anew (`JointSearch.to_bound`).
     """
@@ -139,7 +139,7 @@ class _Bounds:
             self.done[at] = True
 
 
-def _bounds(begin: Callable[[], tuple[CandidateSpace, StepBounds]]) -> Work:
+def _bounds(begin: Callable[[], tuple[CandidateSpace, StepBounds]]) -> Task:
     """The work beside the search: each piece is a decision graph that is bounded, or memory that is priced there."""
     keep_apart()
     bounds = _Bounds(*begin())

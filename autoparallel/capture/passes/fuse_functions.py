@@ -26,14 +26,15 @@ from autoparallel.capture.passes.editing import replace as replace_node
 
 aten = torch.ops.aten
 
-#: Coefficients by power of x.
-Polynomial = Mapping[int, float]
-_HALF_AND_ROOT = math.sqrt(2.0 / math.pi)
-#: What stands within tanh, erf or sigmoid.
-_WITHIN: Mapping[Any, Polynomial] = {
-    aten.tanh.default: {1: _HALF_AND_ROOT, 3: 0.044715 * _HALF_AND_ROOT}, aten.erf.default: {1: math.sqrt(0.5)},
-    aten.sigmoid.default: {1: 1.0}}
-_MOST_OPS = 12
+#: Coefficients of a polynomial in two variables, by the power of each.
+_Powers = dict[tuple[int, int], float]
+_ROOT = math.sqrt(2.0 / math.pi)
+#: The argument of tanh, erf or sigmoid, as a polynomial of x.
+_ARGUMENTS: Mapping[Any, _Powers] = {
+    aten.tanh.default: {(1, 0): _ROOT, (3, 0): 0.044715 * _ROOT}, aten.erf.default: {(1, 0): math.sqrt(0.5)},
+    aten.sigmoid.default: {(1, 0): 1.0}}
+#: Limits of the walk: ops of an expression, and ops between tanh, erf or sigmoid and the result.
+_MOST_OPS, _MOST_ABOVE = 12, 4
 
 
 @dataclass(frozen=True)
@@ -75,7 +76,7 @@ def _is_without_gradient(node: Node) -> bool:
 
 
 def gather_functions(graph: Graph, mutations: dict[str, Node]) -> None:
-    """Put each such function into its op."""
+    """Replace each such function by its op."""
     for node in list(graph.nodes):
         found = _FINDERS[node.target](node) if node.target in _FINDERS else None
         if found is not None and found.is_alone(mutations.values()):
@@ -87,17 +88,16 @@ def gather_functions(graph: Graph, mutations: dict[str, Node]) -> None:
 def _activation(root: Node) -> _Found | None:
     """The activation of which this is the tanh, erf or sigmoid."""
     silu = root.target is aten.sigmoid.default
-    wanted = {(1, 1): 1.0} if silu else {(1, 0): 0.5, (1, 1): 0.5}      # by powers of x and of this
+    wanted = {(1, 1): 1.0} if silu else {(1, 0): 0.5, (1, 1): 0.5}      # of x and of this
     top, above, candidates = root, list[Node](), list[Node]()
-    while len(top.users) == 1 and len(above) < 4:
+    while len(top.users) == 1 and len(above) < _MOST_ABOVE:
         (top,) = top.users
         above.append(top)
         candidates += _factors(top, {root, *above})
         for x in candidates:
             seen = set[Node]()
             if _is_near(_expanded(top, x, root, seen), wanted, top) \
-                    and _is_near(_expanded(root.args[0], x, None, seen),
-                                 {(power, 0): c for power, c in _WITHIN[root.target].items()}, top) \
+                    and _is_near(_expanded(root.args[0], x, None, seen), _ARGUMENTS[root.target], top) \
                     and x.meta["val"].shape == top.meta["val"].shape:
                 inside = frozenset({root, *above, *seen} - {top, x})
                 if silu:
@@ -108,7 +108,7 @@ def _activation(root: Node) -> _Found | None:
 
 
 def _factors(product: Node, below: set[Node]) -> list[Node]:
-    """What may be x in a product: a factor, or that of which it is a multiple."""
+    """Candidates for x in a product: its factors, and the tensor that a factor is a multiple or a cast of."""
     found = list[Node]()
     if product.target is aten.mul.Tensor:
         for factor in product.args:
@@ -117,9 +117,6 @@ def _factors(product: Node, below: set[Node]) -> list[Node]:
                 if factor.target in (aten.mul.Tensor, aten.to.dtype) and _is_node(factor.args[0]):
                     found.append(factor.args[0])
     return found
-
-
-_Powers = dict[tuple[int, int], float]
 
 
 def _expanded(value: Any, x: Node, function: Node | None, seen: set[Node]) -> _Powers | None:
@@ -226,7 +223,7 @@ def _squared(squares: Any) -> Node | None:
 
 
 def _normed(last: Node, root: Node) -> Node | None:
-    """What is multiplied by the rsqrt, or divided by the sqrt."""
+    """The tensor that is multiplied by the rsqrt, or divided by the sqrt."""
     x, scale = _arguments(last, aten.mul.Tensor if root.target is aten.rsqrt.default else aten.div.Tensor)
     if x is root and root.target is aten.rsqrt.default:
         x, scale = scale, x
@@ -234,7 +231,7 @@ def _normed(last: Node, root: Node) -> Node | None:
 
 
 def _scaled(norm: _Found) -> _Found:
-    """With the weight that alone follows, in the same type."""
+    """The norm with its weight, if a product with one, of the same type, is all that reads it."""
     shape, _, eps = norm.args
     last = norm.last
     user = next(iter(last.users)) if len(last.users) == 1 else None
@@ -246,7 +243,7 @@ def _scaled(norm: _Found) -> _Found:
 
 
 def _rounded(norm: _Found) -> _Found:
-    """Of a tensor of fewer bits that is cast before and after, without the casts: torch computes in 32 bits."""
+    """The norm of a 16-bit tensor without the casts to 32 bits and back, which torch's op does inside."""
     cast, last = norm.source, norm.last
     user = next(iter(last.users)) if len(last.users) == 1 else None
     if cast.target is not aten.to.dtype or norm.args[1] is not None or user is None or user.target is not aten.to.dtype:
@@ -261,6 +258,6 @@ def _rounded(norm: _Found) -> _Found:
 
 
 _FINDERS: Mapping[Any, Callable[[Node], _Found | None]] = {
-    **dict.fromkeys(_WITHIN, _activation), aten.rsqrt.default: _rms_norm, aten.sqrt.default: _rms_norm}
+    **dict.fromkeys(_ARGUMENTS, _activation), aten.rsqrt.default: _rms_norm, aten.sqrt.default: _rms_norm}
 
 __all__ = ["gather_functions"]

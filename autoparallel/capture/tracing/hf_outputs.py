@@ -1,5 +1,5 @@
-"""What Hugging Face's models collect of modules inside of their blocks as they run (router logits, attention weights):
-lists beside the blocks' results, to which a copied block adds as its model did."""
+"""Intermediate outputs that Hugging Face's models collect in lists (router logits, attention weights): a copied block
+appends to these lists, as the block that was traced did."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import sys
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-#: What a call has added, by the names of the lists.
+#: Values appended by a call, by the name of the list.
 Added = dict[str, list[Any]]
 
 
@@ -23,11 +23,11 @@ class CollectedOutputs:
 
     @property
     def names(self) -> Sequence[str]:
-        """Of all lists, in order."""
+        """Names of all lists, in order."""
         return tuple(sorted(self._lists))
 
     def added(self) -> Added:
-        """What was added since this was made."""
+        """The values appended since this was made."""
         found = {name: value[self._lengths[name]:] for name, value in self._lists.items()}
         return {name: values for name, values in found.items() if values}
 
