@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 from functools import cached_property
 from typing import NamedTuple
@@ -14,7 +15,7 @@ from autoparallel.plans import Hybrid
 from autoparallel.pricing.pipeline_buffers import Buffer, stage_buffers
 from autoparallel.pricing.recomputing import RecomputedBlocks, Recomputing
 from autoparallel.pricing.saved_values import SavedValues
-from autoparallel.schedule.in_flight import in_flight
+from autoparallel.schedule.in_flight import in_flight_by_bytes
 from autoparallel.schedule.tiers import ON_DEVICE, Offload
 from autoparallel.strategies.host_lookups import HostLookups
 from autoparallel.strategies.space import StrategySpace, TensorUse
@@ -206,8 +207,16 @@ class ExecutionCounts:
 
     @cached_property
     def in_flight(self) -> list[int]:
-        """By stage, the largest number of micro-batches whose activations it holds at once."""
-        return [in_flight(self.hybrid, stage) for stage in range(self.hybrid.stages)]
+        """By stage, the micro-batches whose activations it holds when its rank holds most bytes of saved values, as
+        they are before anything is sharded."""
+        saved = Counter[int]()
+        for index in () if self.one_for_all or self.in_one else self.saved.first_need:
+            stored = self.space.decisions[index].kind in ("parameter", "buffer", "input")
+            if not stored and not self.saved.inside(index):
+                metas = self.space.strategy_sets[index].output_metas
+                saved[self.stages_of[index][0]] += sum(meta.num_bytes for number, meta in enumerate(metas)
+                                                       if (index, number) in self.saved.kept)
+        return in_flight_by_bytes(self.hybrid, [saved[stage] for stage in range(self.hybrid.stages)])
 
     def deferred_of(self, stage: int) -> int:
         """Micro-batches whose weight gradients the stage defers."""

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+from collections import Counter
+from collections.abc import Sequence
+from functools import lru_cache
+
 from autoparallel.schedule.step_config import Hybrid
 
 
@@ -9,3 +13,35 @@ def in_flight(hybrid: Hybrid, stage: int) -> int:
     """Micro-batches whose activations a stage holds when its rank holds most; without a pipeline, how many run at a
     time."""
     return hybrid.copies if hybrid.stages == 1 else hybrid.pipelining.in_flight(hybrid, stage)
+
+
+def in_flight_by_bytes(hybrid: Hybrid, saved_bytes: Sequence[float]) -> list[int]:
+    """By stage, the micro-batches whose activations it holds when its rank holds most bytes; of several such moments,
+    at that of most micro-batches. ``saved_bytes``: by stage, of one micro-batch's activations.
+
+        >>> step = Hybrid(micro_batches=8, stages=4, pipeline_ranks=2, schedule="interleaved")
+        >>> [in_flight(step, stage) for stage in range(4)], in_flight_by_bytes(step, [6.0, 1.0, 1.0, 6.0])
+        ([3, 2, 2, 1], [4, 2, 1, 1])
+    """
+    found = [in_flight(hybrid, stage) for stage in range(hybrid.stages)]
+    for rank in range(hybrid.pipeline_ranks if hybrid.pipelining.several_stages else 0):
+        stages = hybrid.stages_of(rank)
+        sizes = [saved_bytes[stage] for stage in stages]
+        if min(sizes) < max(sizes):
+            held = max([[found[stage] for stage in stages], *_moments(hybrid, rank)], key=lambda moment: sum(
+                size * count for size, count in zip(sizes, moment, strict=True)))
+            for stage, count in zip(stages, held, strict=True):
+                found[stage] = count
+    return found
+
+
+@lru_cache(256)
+def _moments(hybrid: Hybrid, rank: int) -> tuple[tuple[int, ...], ...]:
+    """The micro-batches in flight on each stage of a rank, after every forward of a step (each combination once)."""
+    how, stages = hybrid.pipelining, hybrid.stages_of(rank)
+    last, held, found = "W" if how.splits_backward else "B", Counter[int](), dict[tuple[int, ...], None]()
+    for kind, at, _ in how.order(hybrid, rank):
+        held[at] += (kind == "F") - (kind == last)
+        if kind == "F":
+            found[tuple(held[stage] for stage in stages)] = None
+    return tuple(found)
