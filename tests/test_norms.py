@@ -10,12 +10,13 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
-from torch.distributed.tensor import Replicate
+from torch.distributed.tensor import Replicate, Shard
 
 import autoparallel
 from autoparallel.capture import capture
 from autoparallel.errors import CaptureError
-from autoparallel.kernels.norm import norm_of_shards, whole_batch_norm
+from autoparallel.kernels.norm import batch_norm_of_shards, norm_of_shards
+from autoparallel.ops.batch_norm import batch_norm
 from autoparallel.pricing import Prices
 from benchmarks.in_process import on_every_rank
 from cost_models import Cluster
@@ -35,6 +36,8 @@ CASES: dict[str, tuple[tuple[Any, ...], set[str]]] = {
     "RMS, of two dims": ((aten.rms_norm.default, (2, 5, 6), [5, 6], None, 0.1), {"norm d1", "norm d2"}),
     "group": ((aten.group_norm.default, (2, 4, 5, 6), 2, (4,), (4,)), {"norm d2", "norm d3"}),
     "group, without a scale": ((aten.group_norm.default, (3, 6, 7), 3), {"norm d2"}),
+    "batch": ((batch_norm, (6, 4, 5), (4,), (4,), (4,), (4,), 0.3, 1e-5), {"batch norm d0", "batch norm d2"}),
+    "batch, of vectors, without a scale": ((batch_norm, (9, 4), None, None, None, None, 0.1, 0.1), {"batch norm d0"}),
     "instance": ((aten.instance_norm.default, (2, 4, 6, 5), (4,), (4,), *OF_INSTANCES), {"norm d2", "norm d3"}),
 }
 
@@ -43,7 +46,7 @@ CASES: dict[str, tuple[tuple[Any, ...], set[str]]] = {
 def test_norms_on_shards(name: str) -> None:
     """Even and uneven shards on 2, 3 and 4 ranks, forward and gradients."""
     arguments, rows = CASES[name]
-    assert {row for row in strategies_that_hold(*arguments) if row.startswith("norm")} == rows
+    assert {row for row in strategies_that_hold(*arguments) if "norm" in row} == rows
 
 
 def test_summed_statistics_are_priced() -> None:
@@ -89,26 +92,27 @@ def _three_steps(model: nn.Module) -> dict[str, torch.Tensor]:
     return {**found, **gathered([*model.named_parameters(), *model.named_buffers()])}
 
 
-def _whole_norms(options: dict[str, Any]) -> tuple[int, dict[str, torch.Tensor]]:
-    """The number of batch norms that run as one op; what three steps make."""
-    x = torch.zeros(8, 4, 6, 5)
-    parallel = autoparallel.compile(_BatchNorms(), mesh_of(2), example_inputs=(x,), **options)
+def _steps_of_program(options: dict[str, Any]) -> tuple[list[Any], dict[str, torch.Tensor]]:
+    """The functions by which a program runs batch norms; what three steps make."""
+    parallel = autoparallel.compile(_BatchNorms(), mesh_of(2), example_inputs=(torch.zeros(8, 4, 6, 5),), **options)
     found = _three_steps(parallel)
-    compiled = parallel.trace((x,), step=False)
-    return sum(node.target is whole_batch_norm for module in compiled.forward.modules()
-               if isinstance(module, torch.fx.GraphModule) for node in module.graph.nodes), found
+    names = [str(node.target) for node in parallel.program().graph.nodes if "batch_norm" in str(node.target)]
+    return names, found
 
 
-@pytest.mark.parametrize(("options", "whole"), [
-    ({"pins": {"x": (Replicate(),), "*": (Replicate(),)}}, 4),
-    ({"pins": {"x": (Replicate(),), "*": (Replicate(),)}, "recompute": "full"}, 4),
-    ({"baseline": "ddp"}, 0),
+@pytest.mark.parametrize(("options", "cut"), [
+    ({"pins": {"x": (Replicate(),), "*": (Replicate(),)}}, False),
+    ({"pins": {"x": (Replicate(),), "*": (Replicate(),)}, "recompute": "full"}, False),
+    ({"pins": {"first": (Shard(1),), "twice.weight": (Shard(0),)}}, False),
+    ({"baseline": "ddp"}, True),
+    ({"baseline": "fsdp", "zero_stage": 3}, True),
 ])
-def test_batch_norm_is_one_op_where_a_rank_has_the_whole_batch(ranks: Any, options: dict[str, Any], whole: int) -> None:
-    """And sums over the ranks where the batch is cut; in both cases the numbers of one process."""
+def test_batch_norm_is_one_op(ranks: Any, options: dict[str, Any], cut: bool) -> None:
+    """Torch's own where a rank has all samples, and else one that sums over the ranks; both with the numbers of one
+    process, whose running statistics are those of all samples."""
     expected = _three_steps(_BatchNorms())
-    for count, found in ranks(2).run(_whole_norms, options, timeout_s=100):
-        assert count == whole
+    for names, found in ranks(2).run(_steps_of_program, options, timeout_s=100):
+        assert len(names) == 4 and all(("of_shards" in name) == cut for name in names)
         for name, value in expected.items():
             torch.testing.assert_close(found[name], value, rtol=1e-4, atol=1e-5)
 
@@ -148,6 +152,29 @@ def test_an_eps_that_is_not_given_is_that_of_the_type_in_which_torch_computes() 
     torch.testing.assert_close(made, torch.nn.functional.rms_norm(x, (8,)))
 
 
+def _batch_norms_of_shards(x: torch.Tensor, lengths: tuple[int, int], *rest: Any) -> list[torch.Tensor]:
+    """Result and running statistics of batch norm on shards of samples, as one process has them."""
+    def on_rank(coordinate: tuple[int, ...]) -> Any:
+        return batch_norm_of_shards(x.split(lengths)[coordinate[0]], *rest, op=batch_norm, axes=("x",), dims=(0,),
+                                    sizes=((len(x), len(x)),))
+
+    found = on_every_rank((2,), ("x",), on_rank)
+    for first, second in zip(found[0,][1:], found[1,][1:], strict=True):
+        torch.testing.assert_close(first, second, rtol=0, atol=0)
+    return [torch.cat([found[0,][0], found[1,][0]]), *found[0,][1:]]
+
+
+@pytest.mark.parametrize(("dtype", "offset"), [(torch.float32, 0.0), (torch.float32, 1e3), (torch.bfloat16, 0.0)])
+def test_sums_over_ranks_are_as_precise_as_those_of_one(dtype: torch.dtype, offset: float) -> None:
+    """Also where the mean is a thousand times the deviation, which a difference of sums in float32 would not see."""
+    x = (torch.randn(11, 3, 4) + torch.arange(11).view(-1, 1, 1) % 3 + offset).to(dtype)
+    vectors = torch.rand(4, 3) + 0.5
+    made = _batch_norms_of_shards(x, (5, 6), *vectors, 0.3, 1e-5)
+    for found, expected in zip(made, batch_norm(x, *vectors, 0.3, 1e-5), strict=True):
+        assert found.dtype == expected.dtype
+        torch.testing.assert_close(found, expected, rtol=1e-2 if dtype == torch.bfloat16 else 1e-3, atol=1e-3)
+
+
 @pytest.mark.parametrize("op", [aten.layer_norm.default, aten.rms_norm.default])
 def test_gradients_along_a_cut_dim_can_be_differentiated(op: Any) -> None:
     """A loss with the norm of its gradient in it, of uneven shards."""
@@ -171,3 +198,27 @@ def test_gradients_along_a_cut_dim_can_be_differentiated(op: Any) -> None:
     found = on_every_rank((2,), ("x",), on_rank)
     for number, value in enumerate(expected):
         torch.testing.assert_close(torch.cat([found[0,][number], found[1,][number]], -1), value)
+
+
+def test_gradients_of_batch_norm_on_shards_can_be_differentiated() -> None:
+    """Those of x; of weight and bias, of which each rank has a summand, once."""
+    x, weight, bias = (torch.randn(shape, dtype=torch.float64) for shape in ((7, 3, 2), (3,), (3,)))
+    rest = None, None, 0.0, 1e-5
+
+    def gradients(norm: Callable[..., torch.Tensor], *values: torch.Tensor) -> list[Any]:
+        leaves = [value.clone().requires_grad_() for value in values]
+        loss = norm(*leaves).sin().sum()
+        made = torch.autograd.grad(loss, leaves, create_graph=True)
+        again = torch.autograd.grad(made[0].square().sum(), leaves[0])
+        return [*(one.detach() for one in made), *again]
+
+    def on_rank(coordinate: tuple[int, ...]) -> list[Any]:
+        return gradients(lambda *values: batch_norm_of_shards(
+            *values, *rest, op=batch_norm, axes=("x",), dims=(0,), sizes=((7, 7),))[0],
+            x.split((3, 4))[coordinate[0]], weight, bias)
+
+    expected = gradients(lambda *values: batch_norm(*values, *rest)[0], x, weight, bias)
+    first, second = on_every_rank((2,), ("x",), on_rank).values()
+    found = [torch.cat([first[0], second[0]]), first[1] + second[1], first[2] + second[2],
+             torch.cat([first[3], second[3]])]
+    torch.testing.assert_close(found, expected)

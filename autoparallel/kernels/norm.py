@@ -150,10 +150,84 @@ def _epsilon(given: float | None, wide: Tensor) -> float:
     return torch.finfo(wide.dtype).eps if given is None else given
 
 
-def whole_batch_norm(x: Tensor, weight: Tensor | None, bias: Tensor | None, running_mean: Tensor | None,
-                     running_var: Tensor | None, momentum: float, eps: float) -> tuple[Tensor, ...]:
-    """Batch norm of the whole batch [n, channels, ...] in training: the result, and the new running statistics."""
+class _BatchNormed(torch.autograd.Function):
+    """Batch norm of shards of x [b, c, *], cut along samples or places, by the statistics of all of ``count`` elements
+    of a channel: the result, and of each channel mean and variance, which have no gradients.
+
+    Sums and squares are all-reduced as one, in float64: the variance is their difference. Backward (Ioffe and Szegedy
+    2015) is that by given statistics, and of the sums g, g * normed over all ranks what these share.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor | None, bias: Tensor | None, axes: tuple[Axis, ...], count: int,
+                eps: float) -> tuple[Tensor, Tensor, Tensor]:
+        dims = [d for d in range(x.dim()) if d != 1]
+        variance, mean = torch.var_mean(x.to(torch.promote_types(x.dtype, torch.float32)), dims, correction=0)
+        own = x.numel() // max(1, x.shape[1])
+        sums = _total(torch.stack([mean.double(), variance + mean.double().square()]) * own, axes) / count
+        wide, mean = mean.dtype, sums[0].to(mean.dtype)
+        variance = (sums[1] - sums[0].square()).clamp_(min=0.0).to(wide)
+        ctx.call = axes, count, eps
+        ctx.save_for_backward(x, weight, bias, mean, variance)
+        ctx.mark_non_differentiable(mean, variance)
+        return _by_statistics(x, weight, bias, mean, variance, eps), mean, variance
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor, *_: Tensor | None) -> tuple[Tensor | None, ...]:
+        x, weight, bias, mean, variance = ctx.saved_tensors
+        axes, count, eps = ctx.call
+        if torch.is_grad_enabled():    # differentiated again
+            wanted = [one for one, needed in zip((x, weight, bias), ctx.needs_input_grad, strict=False) if needed]
+            found = iter(torch.autograd.grad(_written_out(x, weight, bias, axes, count, eps), wanted, gradient,
+                                             create_graph=True))
+            return *(next(found) if needed else None for needed in ctx.needs_input_grad[:3]), None, None, None
+        scale = torch.rsqrt(variance + eps)
+        factor = scale if weight is None else scale * weight
+        of_x, of_weight, of_bias = aten.native_batch_norm_backward(
+            gradient, x, None if weight is None else weight.to(mean.dtype), mean, variance, mean, scale, False, eps,
+            [ctx.needs_input_grad[0], True, True])
+        if ctx.needs_input_grad[0]:
+            sums = _total(torch.stack([of_weight, of_bias]), axes) / count
+            shape = [1, -1] + [1] * (x.dim() - 2)
+            along = -factor * scale * sums[0]
+            of_x = torch.addcmul(of_x - (factor * sums[1] + along * mean).view(shape), x, along.view(shape))
+        return (of_x if of_x is None else of_x.to(x.dtype),
+                of_weight.to(weight.dtype) if ctx.needs_input_grad[1] else None,
+                of_bias.to(bias.dtype) if ctx.needs_input_grad[2] else None, None, None, None)
+
+
+def _by_statistics(x: Tensor, weight: Tensor | None, bias: Tensor | None, mean: Tensor, variance: Tensor, eps: float
+                   ) -> Tensor:
+    scales = (None if vector is None else vector.to(mean.dtype) for vector in (weight, bias))
+    made: Tensor = torch.batch_norm(x, *scales, mean, variance, False, 0.0, eps, torch.backends.cudnn.enabled)
+    return made
+
+
+def _written_out(x: Tensor, weight: Tensor | None, bias: Tensor | None, axes: tuple[Axis, ...], count: int, eps: float
+                 ) -> Tensor:
+    """Batch norm of shards in ops that torch differentiates as often as is wanted."""
+    dims, shape = [d for d in range(x.dim()) if d != 1], [1, -1] + [1] * (x.dim() - 2)
+    wide = x.to(torch.promote_types(x.dtype, torch.float32))
+    centred = wide - (_Total.apply(wide.sum(dims), axes) / count).view(shape)
+    variance = _Total.apply(centred.square().sum(dims), axes) / count
+    made = centred * torch.rsqrt(variance + eps).view(shape)
+    made = made if weight is None else made * weight.view(shape)
+    return (made if bias is None else made + bias.view(shape)).to(x.dtype)
+
+
+def batch_norm_of_shards(x: Tensor, weight: Tensor | None, bias: Tensor | None, running_mean: Tensor | None,
+                         running_var: Tensor | None, momentum: float, eps: float, *, op: Any, axes: tuple[str, ...],
+                         dims: tuple[int, ...], sizes: tuple[tuple[int, int], ...]) -> list[Tensor]:
+    """`ops.batch_norm` on shards of samples or places: dim ``dims[i]`` of x is cut over axis ``axes[i]``, its global
+    lengths are ``sizes[i]`` (input, result)."""
+    whole = list(x.shape)
+    for dim, (size, _) in zip(dims, sizes, strict=True):
+        whole[dim] = size
+    count = math.prod(whole) // whole[1]
+    along = tuple(groups.current(name) for name in axes)  # resolved here: backward may run outside groups.use
+    made, mean, variance = _BatchNormed.apply(x, weight, bias, along, count, eps)
     if running_mean is None or running_var is None:
-        return (torch.nn.functional.batch_norm(x, None, None, weight, bias, True, momentum, eps),)
-    mean, var = running_mean.detach().clone(), running_var.detach().clone()
-    return torch.nn.functional.batch_norm(x, mean, var, weight, bias, True, momentum, eps), mean, var
+        return [made]
+    unbiased = variance * (count / max(1, count - 1))
+    return [made, *(torch.lerp(old.to(new.dtype), new, momentum).to(old.dtype)
+                    for old, new in ((running_mean.detach(), mean), (running_var.detach(), unbiased)))]

@@ -20,7 +20,7 @@ from autoparallel.kernels.collectives import all_reduce_tensor, redistribute
 from autoparallel.kernels.expert_dispatch import dispatched_experts
 from autoparallel.kernels.halo import on_rows, on_windows
 from autoparallel.kernels.linear_sections import cut_sections
-from autoparallel.kernels.norm import norm_of_shards
+from autoparallel.kernels.norm import batch_norm_of_shards, norm_of_shards
 from autoparallel.kernels.ring import ring_attention
 from autoparallel.kernels.softmax import places_of_shards, softmax_of_shards
 from autoparallel.kernels.sparse_rows import local_ids, own_bags, own_ids, own_rows
@@ -130,6 +130,7 @@ VARIANTS = {
     "sections": Variant(cut_sections),
     "rows": Variant(on_rows, cuts=True),
     "norms": Variant(norm_of_shards, cuts=True),
+    "batch norm": Variant(batch_norm_of_shards, cuts=True),
     "softmax": Variant(softmax_of_shards, cuts=True),
     "places": Variant(places_of_shards, (0, None), cuts=True),
 }

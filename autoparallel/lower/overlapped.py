@@ -5,16 +5,16 @@ from __future__ import annotations
 from torch.fx import GraphModule
 
 from autoparallel.lower.activation_pass import overlap_activations
+from autoparallel.lower.norm_kernels import norm_kernels
 from autoparallel.lower.overlap_pass import BlockOf, overlap
 from autoparallel.lower.pieces_pass import in_pieces
-from autoparallel.lower.whole_norms import whole_norms
 from autoparallel.schedule.step_config import Hybrid
 
 
 def overlapped(module: GraphModule, hybrid: Hybrid, block_of: BlockOf | None = None) -> GraphModule:
     """The program with the communication of parameters (``block_of``: as for `overlap`) and of activations
     overlapped."""
-    return overlap_activations(in_pieces(whole_norms(overlap(module, hybrid, block_of)), hybrid), hybrid)
+    return overlap_activations(in_pieces(norm_kernels(overlap(module, hybrid, block_of)), hybrid), hybrid)
 
 
 __all__ = ["overlapped"]

@@ -158,8 +158,9 @@ class _BatchAxis:
 
     def decision_penalties(self, index: int) -> np.ndarray:
         decision, s = self.space.decisions[index], self.space.strategy_sets[index]
-        if decision.kind not in ("parameter", "input"):
-            return np.zeros(len(s.strategies))
+        if decision.kind not in ("parameter", "input"):    # micro-batches exchange nothing inside an op
+            exchanges = np.array([bool(axis_strategy.inside) for axis_strategy in s.axis_strategies])
+            return np.asarray(exchanges[s.array].any(axis=1), float)
         shape = s.output_metas[0].shape
         cut = decision.kind == "input" and bool(shape) and shape[0] == self.batch
         return np.array([s.output_layout(x)[0] != Placement("S", 0) if cut else s.output_layout(x)[0].is_shard

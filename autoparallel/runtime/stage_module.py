@@ -26,6 +26,7 @@ from autoparallel.kernels.regather import regathering
 from autoparallel.lower.activation_pass import overlap_activations
 from autoparallel.lower.emit import Program
 from autoparallel.lower.multi_copy_pass import in_copies
+from autoparallel.lower.norm_kernels import norm_kernels
 from autoparallel.lower.overlap_pass import ended_together, overlap
 from autoparallel.lower.parameter_reads import (
     SplitProgram,
@@ -38,7 +39,6 @@ from autoparallel.lower.parameter_reads import (
 )
 from autoparallel.lower.pieces_pass import in_pieces
 from autoparallel.lower.recompute_pass import gather_again, gather_once, gathers_of_stored, with_recompute
-from autoparallel.lower.whole_norms import whole_norms
 from autoparallel.plans import Hybrid
 from autoparallel.runtime.offload.gradients import HostGradients
 from autoparallel.runtime.scaler import scaled
@@ -53,7 +53,7 @@ def split_step(program: Program, hybrid: Hybrid, backend: str = EAGER) -> SplitP
     micro_batch = split.micro_batch
     if hybrid.overlaps_each:
         micro_batch = overlap(micro_batch, hybrid, gathered_blocks(hybrid))
-    micro_batch = overlap_activations(in_pieces(whole_norms(micro_batch), hybrid), hybrid)
+    micro_batch = overlap_activations(in_pieces(norm_kernels(micro_batch), hybrid), hybrid)
     if hybrid.copies > 1:
         values = len(split.reads.graph.output_node().args[0])  # type: ignore[arg-type]
         micro_batch = in_copies(micro_batch, values, hybrid)

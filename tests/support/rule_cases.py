@@ -21,7 +21,7 @@ def case_of(op: Any, *args: Any) -> Case:
     draws = tuple(tuple(torch.randn(s, generator=generator, dtype=torch.float64) for s in shapes) for _ in range(2))
     made = op(*(draws[0][a.node] if isinstance(a, Ref) else a for a in refs))
     outputs = tuple(TensorMeta(tuple(t.shape), t.dtype, t.is_floating_point())
-                    for t in (made if isinstance(made, tuple) else (made,)))
+                    for t in (made if isinstance(made, (tuple, list)) else (made,)))
     return Case(*alone(Node(0, "op", "op", op, refs, {}, outputs), metas), draws)
 
 

@@ -1,7 +1,8 @@
-"""Norms over the batch as sums and element-wise ops, their running statistics as buffer updates."""
+"""Norms over the batch, their running statistics as buffer updates."""
 
 from __future__ import annotations
 
+import operator
 from typing import Any
 
 import torch
@@ -9,32 +10,41 @@ from torch.fx import Graph
 
 from autoparallel.capture.passes.editing import Node, argument, emit, replace
 from autoparallel.errors import CaptureError
+from autoparallel.ops.batch_norm import batch_norm
 
 aten = torch.ops.aten
 
 
-def batch_norm(graph: Graph, mutations: dict[str, Node]) -> None:
-    """Batch norm into sums and element-wise ops: a batch cut over ranks then gives synchronised statistics by itself.
-    And so instance norm, where it has running statistics.
-
-    These, which the op updates behind its schema's back, become buffer updates like any other. As the op does, it
-    computes in float32 what has less.
+def norms_in_training(graph: Graph, mutations: dict[str, Node]) -> None:
+    """Batch norm in training into `ops.batch_norm`, and instance norm with running statistics into sums and
+    element-wise ops: the statistics, which their schemas do not say they update, become buffer updates like any other.
     """
     for node in list(graph.nodes):
+        whole = node.target is aten.batch_norm.default and argument(node, "training")
         instances = node.target is aten.instance_norm.default and argument(node, "running_mean") is not None
-        if node.target is aten.batch_norm.default or instances:
+        if whole or instances:
             with graph.inserting_before(node):
-                new = _batch_norm(graph, node, mutations)
+                new = (_batch_norm if whole else _instance_norm)(graph, node, mutations)
             replace(node, new, mutations)
 
 
 def _batch_norm(graph: Graph, node: Node, mutations: dict[str, Node]) -> Node:
+    x, weight, bias, *running = node.args[:5]
+    now = [None if buffer is None else mutations.get(buffer.name, buffer) for buffer in running]
+    made = emit(graph, node, batch_norm, x, weight, bias, *now, *node.args[6:8])
+    result = emit(graph, node, operator.getitem, made, 0)
+    for number, buffer in enumerate(running, 1):
+        if buffer is not None:
+            mutations[buffer.name] = emit(graph, node, operator.getitem, made, number)
+    return result
+
+
+def _instance_norm(graph: Graph, node: Node, mutations: dict[str, Node]) -> Node:
+    """As the op does, in float32 what has less."""
     x, weight, bias, running_mean, running_var, training, momentum, eps = node.args[:8]
     value = x.meta["val"]
-    channels, one_each = value.shape[1], node.target is aten.instance_norm.default
-    instances = value.shape[0] if one_each else 1
-    dims = [d for d in range(value.dim()) if d != 1 and not (one_each and d == 0)]
-    count = value.numel() // channels // instances
+    instances, channels = value.shape[:2]
+    dims, count = list(range(2, value.dim())), value.numel() // channels // instances
 
     def e(target: Any, *args: Any) -> Node:
         return emit(graph, node, target, *args)
@@ -52,16 +62,13 @@ def _batch_norm(graph: Graph, node: Node, mutations: dict[str, Node]) -> Node:
         centred = e(aten.sub.Tensor, x, mean)
         squares = e(aten.sum.dim_IntList, e(aten.mul.Tensor, centred, centred), dims, True)
         variance = e(aten.mul.Tensor, squares, 1.0 / count)
-        if running_mean is not None:
-            unbiased = 1.0 / max(1, count - 1)
-            for buffer, statistic, scale in ((running_mean, mean, 1.0), (running_var, squares, unbiased)):
-                batch = e(aten.detach.default, statistic)
-                if one_each:
-                    batch = e(aten.mul.Tensor, e(aten.sum.dim_IntList, batch, [0], True), 1.0 / instances)
-                batch = e(aten.reshape.default, batch, [channels])
-                kept = e(aten.mul.Tensor, mutations.get(buffer.name, buffer), 1.0 - momentum)
-                new = e(aten.add.Tensor, kept, e(aten.mul.Tensor, batch, scale * momentum))
-                mutations[buffer.name] = as_type(new, buffer.meta["val"].dtype)
+        unbiased = 1.0 / max(1, count - 1)
+        for buffer, statistic, scale in ((running_mean, mean, 1.0), (running_var, squares, unbiased)):
+            batch = e(aten.sum.dim_IntList, e(aten.detach.default, statistic), [0], True)
+            batch = e(aten.reshape.default, e(aten.mul.Tensor, batch, 1.0 / instances), [channels])
+            kept = e(aten.mul.Tensor, mutations.get(buffer.name, buffer), 1.0 - momentum)
+            new = e(aten.add.Tensor, kept, e(aten.mul.Tensor, batch, scale * momentum))
+            mutations[buffer.name] = as_type(new, buffer.meta["val"].dtype)
     else:
         mean, variance = wide(running_mean), wide(running_var)
         centred = e(aten.sub.Tensor, x, mean)

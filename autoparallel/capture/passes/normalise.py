@@ -18,7 +18,7 @@ from torch.fx import Node as FxNode
 
 from autoparallel.capture.passes.attention_masks import drop_masks
 from autoparallel.capture.passes.autocast import explicit_casts
-from autoparallel.capture.passes.batch_norm import batch_norm, refuse_given_statistics
+from autoparallel.capture.passes.batch_norm import norms_in_training, refuse_given_statistics
 from autoparallel.capture.passes.compositions import COMPOSITIONS, DECOMPOSED, Rewrite
 from autoparallel.capture.passes.dtype_check import refuse_types
 from autoparallel.capture.passes.editing import Node, argument, emit, replace, source_line
@@ -456,7 +456,7 @@ WRITTEN = (aten.copy.default, aten.fill.Scalar, aten.fill.Tensor)
 
 PASSES: list[Callable[[Graph, dict[str, Node]], None]] = [
     drop_asserts,
-    batch_norm,
+    norms_in_training,
     gather_bags,
     _each(COMPOSITIONS),
     _each(DECOMPOSED),

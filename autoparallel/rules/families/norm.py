@@ -1,5 +1,4 @@
-"""Layer, RMS, group and instance norm: what is normalised over stays whole, or is cut by a variant that adds up the
-statistics. (Batch norm is taken apart at capture.)"""
+"""Norms: what is normalised over stays whole, or is cut by a variant that adds up the statistics."""
 
 from __future__ import annotations
 
@@ -8,7 +7,7 @@ from math import prod
 
 import torch
 
-from autoparallel.layout import REPLICATE, Placement, shard
+from autoparallel.layout import INVARIANT, REPLICATE, Placement, shard
 from autoparallel.rules.registry import OpView, rule_for
 from autoparallel.rules.rule import AxisStrategy, Exchange, Rule, einsum_rule
 
@@ -68,6 +67,36 @@ def batch_norm(op: OpView) -> Rule | None:
     return einsum_rule(f"x[., c, {space}], weight[c], bias[c] -> y[., c, {space}], mean[c], deviation[c]", op.shapes,
                        [meta.shape for meta in op.outputs], flops_per_point=8.0, op_class="reduction",
                        saves=frozenset(range(len(op.inputs[:2]))))
+
+
+@rule_for("autoparallel::batch_norm")
+def batch_norm_in_training(op: OpView) -> Rule:
+    """Channels are cut with their running statistics. Samples and places are cut where ranks add up the statistics."""
+    x, results = op.inputs[0], len(op.outputs)
+    vectors, channels = len(op.inputs) - 1, x.shape[1]
+    sizes = {"c": channels} if channels != 1 else {}
+    c = "c" if sizes else None
+    names = (None, c, *(None,) * (len(x.shape) - 2))
+    numbers = 2 * channels / max(x.num_elements, 1)
+    exchanged = (Exchange("all_reduce", 0, 8.0 * numbers, whole=True),
+                 Exchange("all_reduce", 0, 4.0 * numbers, 0, int(x.requires_grad), whole=True))
+    cut = tuple(AxisStrategy(f"batch norm d{d}", (shard(d), *(REPLICATE,) * vectors),
+                             (shard(d), *(INVARIANT,) * (results - 1)), f"d{d}", variant="batch norm", inside=exchanged)
+                for d, size in enumerate(x.shape) if d != 1 and size != 1)
+    saved = 2 if op.arg("weight") is not None else 1
+    return Rule((names, *((c,),) * vectors), (names, *((c,),) * (results - 1)), sizes, flops=8.0 * x.num_elements,
+                op_class="reduction", saves=frozenset(range(saved)), extra_bytes={0: 4.0 * numbers}, variants=cut)
+
+
+@rule_for(aten.batch_norm.default)
+def batch_norm_in_eval(op: OpView) -> Rule | None:
+    """By running statistics, each element by itself. (In training capture has it as `autoparallel::batch_norm`.)"""
+    if op.arg("training"):
+        return None
+    dims = ", ".join(["b", "c", *(f"s{d}" for d in range(len(op.out.shape) - 2))])
+    given = [f"{name}[c]" for name in ("weight", "bias", "running_mean", "running_var") if op.arg(name) is not None]
+    return einsum_rule(f"{', '.join([f'x[{dims}]', *given])} -> y[{dims}]", op.shapes, [op.out.shape],
+                       flops_per_point=4.0, op_class="elementwise", saves=frozenset(range(len(op.inputs))))
 
 
 def _scales(op: OpView) -> tuple[frozenset[int], ...]:
