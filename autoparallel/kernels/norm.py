@@ -163,7 +163,7 @@ class _BatchNormed(torch.autograd.Function):
                 eps: float) -> tuple[Tensor, Tensor, Tensor]:
         dims = [d for d in range(x.dim()) if d != 1]
         variance, mean = torch.var_mean(x.to(torch.promote_types(x.dtype, torch.float32)), dims, correction=0)
-        own = x.numel() // max(1, x.shape[1])
+        own = x.numel() // x.shape[1]
         sums = _total(torch.stack([mean.double(), variance + mean.double().square()]) * own, axes) / count
         wide, mean = mean.dtype, sums[0].to(mean.dtype)
         variance = (sums[1] - sums[0].square()).clamp_(min=0.0).to(wide)
@@ -198,8 +198,8 @@ class _BatchNormed(torch.autograd.Function):
 
 def _by_statistics(x: Tensor, weight: Tensor | None, bias: Tensor | None, mean: Tensor, variance: Tensor, eps: float
                    ) -> Tensor:
-    scales = (None if vector is None else vector.to(mean.dtype) for vector in (weight, bias))
-    made: Tensor = torch.batch_norm(x, *scales, mean, variance, False, 0.0, eps, torch.backends.cudnn.enabled)
+    weight, bias = (None if vector is None else vector.to(mean.dtype) for vector in (weight, bias))
+    made: Tensor = torch.batch_norm(x, weight, bias, mean, variance, False, 0.0, eps, torch.backends.cudnn.enabled)
     return made
 
 
