@@ -126,6 +126,8 @@ SAMPLES: dict[str, Callable[[], list[OpCall]]] = {
         call(aten.scaled_dot_product_attention.default, f(2, 2, 4, 6, 2), f(2, 2, 4, 6, 2), f(2, 2, 4, 6, 2),
              mask(2, 1, 1, 6, 6)),
         call(aten.scaled_dot_product_attention.default, f(2, 8, 5, 2), f(2, 4, 5, 2), f(2, 4, 5, 2), enable_gqa=True),
+        call(aten.scaled_dot_product_attention.default, f(2, 6, 5, 2), f(2, 2, 7, 2), f(2, 2, 7, 3), f(1, 6, 5, 7),
+             enable_gqa=True),
         call(aten.scaled_dot_product_attention.default, f(2, 4, 5, 2), f(2, 4, 5, 2), f(2, 4, 5, 2), mask(2, 1, 5, 5)),
         call(aten.scaled_dot_product_attention.default, f(2, 4, 5, 2), f(2, 4, 5, 2), f(2, 4, 5, 2), f(4, 5, 5)),
         call(aten.scaled_dot_product_attention.default, f(2, 4, 5, 2), f(2, 4, 5, 2), f(2, 4, 5, 2), f(5, 5)),
@@ -341,6 +343,9 @@ def run_rank(
         return [variants.vocabulary_embedding(*inputs, *made.args[2:3], start=start, length=len(made.inputs[0]))]
     if strategy.variant == "queries":
         return [variants.causal_queries(*inputs, start=start, **made.kwargs)]
+    if strategy.variant == "heads":
+        shards = start, made.inputs[0].shape[1], 0, made.inputs[1].shape[1]
+        return [variants.heads_of_groups(*inputs, shards=shards, axes=[], **made.kwargs)]
     return made.run(inputs, sizes)
 
 

@@ -85,7 +85,7 @@ def test_attention_of_three_dims_is_cut_by_the_first() -> None:
 
 
 def test_attention_with_grouped_queries() -> None:
-    """Batch, heads, queries; the shards of the heads must divide the key-value heads too."""
+    """Batch, heads, queries; the shards of the heads must divide the key-value heads too, or read all of these."""
     attention = call(aten.scaled_dot_product_attention.default, f(2, 8, 5, 4), f(2, 4, 5, 4), f(2, 4, 5, 4),
                      enable_gqa=True)
     assert table(attention) == [
@@ -95,6 +95,7 @@ def test_attention_with_grouped_queries() -> None:
         "b: S(0) S(0) S(0) -> S(0)",
         "h: S(1) S(1) S(1) -> S(1)",
         "s: S(2) R R -> S(2)",
+        "heads: S(1) R R -> S(1)",
         "ring: S(2) S(2) S(2) -> S(2)",
     ]
     assert {s.name: s.even for s in attention.rule()[0].axis_strategies()}["h"] == (8, 4)

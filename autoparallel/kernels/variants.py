@@ -6,7 +6,8 @@ on, and with the further keywords that its `Variant` asks for.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections import Counter
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,6 +19,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 from autoparallel.kernels import groups
 from autoparallel.kernels.collectives import all_reduce_tensor, redistribute
 from autoparallel.kernels.expert_dispatch import dispatched_experts
+from autoparallel.kernels.flash import grouped_attention, takes_groups
 from autoparallel.kernels.halo import on_rows, on_windows
 from autoparallel.kernels.linear_sections import cut_sections
 from autoparallel.kernels.norm import batch_norm_of_shards, norm_of_shards
@@ -26,6 +28,8 @@ from autoparallel.kernels.softmax import places_of_shards, softmax_of_shards
 from autoparallel.kernels.sparse_rows import local_ids, own_bags, own_ids, own_rows
 from autoparallel.kernels.tracing import is_traced
 from autoparallel.ops.embedding_bag import embedding_bag
+
+_library = torch.library.Library("autoparallel", "FRAGMENT")
 
 
 def vocabulary_embedding(
@@ -96,13 +100,47 @@ def causal_queries(
 ) -> torch.Tensor:
     """Causal attention of a shard of queries, which begins at query ``start``, over all keys up to the shard's end."""
     seen = start + q.shape[2]
+    k, v = k[:, :, :seen], v[:, :, :seen]
     mask: torch.Tensor
-    if is_traced():
+    if is_traced() or (q.shape[1] != k.shape[1] and not takes_groups(q, k, v)):
         mask = torch.ones(q.shape[2], seen, dtype=torch.bool, device=q.device).tril(start)
     else:
         with _disable_current_modes():  # recompute="selective" is a mode, under which torch cannot make its mask
             mask = causal_lower_right(q.shape[2], seen)
-    return F.scaled_dot_product_attention(q, k[:, :, :seen], v[:, :, :seen], mask, scale=scale, enable_gqa=enable_gqa)
+        return F.scaled_dot_product_attention(q, k, v, mask, scale=scale, enable_gqa=enable_gqa)
+    return grouped_attention(q, k, v, mask, scale=scale)
+
+
+def _heads_of_groups(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, attn_mask: torch.Tensor | None = None, dropout_p: float = 0.0,
+    is_causal: bool = False, *, shards: Sequence[int], axes: Sequence[str], attend: str = "",
+    scale: float | None = None, enable_gqa: bool = True, start: int | None = None,
+) -> torch.Tensor:
+    """Attention of a shard of queries' heads, with those heads of keys and values that serve them.
+
+    ``shards``: the first head of the shard and the number of all heads, of queries and of keys. ``k`` and ``v`` have
+    all heads, or a shard with those that are needed. ``attend``: the variant that takes other axes, which ``axes`` are
+    then; ``start``: as it asks for.
+    """
+    first, heads, first_key, groups = shards
+    served = Counter((first + head) // (heads // groups) - first_key for head in range(q.shape[1]))
+    if len(set(served.values())) == 1:
+        k, v = (x[:, min(served) : max(served) + 1] for x in (k, v))
+    else:
+        k, v = (torch.cat([x[:, n : n + 1].expand(-1, m, -1, -1) for n, m in served.items()], 1) for x in (k, v))
+    if not attend:
+        return grouped_attention(q, k, v, attn_mask, dropout_p, is_causal, scale=scale)
+    rest = {"start": start} if start is not None else {}
+    made: torch.Tensor = VARIANTS[attend].function(q, k, v, attn_mask, dropout_p, is_causal, scale=scale,
+                                                   enable_gqa=True, axes=tuple(axes), **rest)
+    return made
+
+
+_library.define("heads_of_groups(Tensor q, Tensor k, Tensor v, Tensor? attn_mask=None, float dropout_p=0.0, "
+                "bool is_causal=False, *, int[] shards, str[] axes, str attend=\"\", float? scale=None, "
+                "bool enable_gqa=True, int? start=None) -> Tensor")
+_library.impl("heads_of_groups", _heads_of_groups, "CompositeImplicitAutograd")
+heads_of_groups = torch.ops.autoparallel.heads_of_groups.default
 
 
 @dataclass(frozen=True)
@@ -110,13 +148,17 @@ class Variant:
     """The function of a variant, and the keywords that `emit` passes to it.
 
     ``start``: pass the global offset of the shard of this (operand, dim); dim None: the cut one. ``length``: and, as
-    that, the dim's global length. ``cuts``: pass ``op``, ``dims`` (the cut dim of each axis) and ``sizes`` (its global
-    lengths in first operand and result)."""
+    that, the dim's global length. ``shards``: pass, of the first two operands, the global offset of the
+    shard and the global length, of this dim. ``runs``: called with ``attend``, the name of another variant that takes
+    other axes, and the keywords of that. ``cuts``: pass ``op``, ``dims`` (the cut dim of each axis) and ``sizes`` (its
+    global lengths in first operand and result)."""
 
     function: Callable[..., Any]
     start: tuple[int, int | None] | None = None
     length: bool = False
     cuts: bool = False
+    shards: int | None = None
+    runs: bool = False
 
 
 VARIANTS = {
@@ -124,6 +166,7 @@ VARIANTS = {
     "vocabulary of bags": Variant(vocabulary_bags, (0, 0), length=True),
     "classes": Variant(class_cross_entropy, (0, 1), length=True),
     "queries": Variant(causal_queries, (0, 2)),
+    "heads": Variant(heads_of_groups, shards=1, runs=True),
     "ring": Variant(ring_attention),
     "dispatch": Variant(dispatched_experts),
     "windows": Variant(on_windows, cuts=True),

@@ -21,7 +21,7 @@ from autoparallel.kernels.rng import random_op
 from autoparallel.kernels.variants import VARIANTS
 from autoparallel.layout import COLLECTIVES, Layout, Placement, layout_fits, layout_str, local_shape
 from autoparallel.layout.redistribution import ACTIONS
-from autoparallel.lower.emit import Program
+from autoparallel.lower.emit import Program, local_function
 from autoparallel.strategies.space import StrategySpace
 
 aten = torch.ops.aten
@@ -103,15 +103,16 @@ def _check_op(space: StrategySpace, node: FxNode) -> None:
     torch.fx.node.map_arg((node.args, node.kwargs), leaves.append)
     given = [leaf.meta["layout"] for leaf in leaves]
     _expect(node, len(leaves) == len(strategy_set.input_metas), "wrong number of tensors")
-    variant = _VARIANTS.get(node.target, "")
-    if not variant:
-        op = node.args[0] if node.target in (random_op, with_numbers) else node.target
-        _expect(node, op is _graph_node(space, node).target, f"the model's op is {_graph_node(space, node).target}")
+    op: Any = node.args[0] if node.target in (random_op, with_numbers) else node.target
+    variants = {_VARIANTS.get(op, ""), node.kwargs.get("attend", "")}
+    if variants == {""}:
+        made = _graph_node(space, node)
+        _expect(node, op is local_function(made), f"the model's op is {made.target}")
     for axis in range(len(space.mesh_shape)):
         ins = tuple(layout[axis] for layout in given)
         out = node.meta["layout"][axis]
         found = any(
-            axis_strategy.inputs == ins and axis_strategy.outputs[0] == out and axis_strategy.variant in ("", variant)
+            axis_strategy.inputs == ins and axis_strategy.outputs[0] == out and axis_strategy.variant in variants | {""}
             for axis_strategy in strategy_set.axis_strategies
         )
         _expect(node, found, f"no rule takes {[str(p) for p in ins]} to {out} on axis {space.axis_names[axis]}")

@@ -24,9 +24,10 @@ from autoparallel.capture import Ref, TensorMeta
 from autoparallel.capture.graph import Node, on_device
 from autoparallel.capture.numbers import Number
 from autoparallel.kernels.collectives import STEP_FUNCTIONS, item
+from autoparallel.kernels.flash import grouped_attention
 from autoparallel.kernels.numbers import with_numbers
 from autoparallel.kernels.rng import random_op
-from autoparallel.kernels.variants import VARIANTS
+from autoparallel.kernels.variants import VARIANTS, Variant
 from autoparallel.layout import Layout, Step, local_box, local_shape, shards
 from autoparallel.layout.shapes import largest_local_shape, shard_of
 from autoparallel.ops.arguments import aten, fitted
@@ -212,34 +213,46 @@ class _Emitter:
         axis_strategies = [
             self.space.strategy_sets[decision.index].axis_strategies[r] for r in self.strategies[decision.index]
         ]
-        if any(axis_strategy.variant for axis_strategy in axis_strategies):
-            return self._variant(node, axis_strategies, args, kwargs)
-        if node.target is linear_sections:
+        function, is_variant = local_function(node), any(one.variant for one in axis_strategies)
+        if is_variant:
+            function, kwargs = self._variant(node, axis_strategies, args, kwargs)
+        elif node.target is linear_sections:
             args[3] = [size * shape[-1] // node.outputs[0].shape[-1] for size in args[3]]
         rule = self.space.strategy_sets[decision.index].rule
         if rule is not None and rule.random:
             return self.graph.call_function(
-                random_op, (node.target, decision.index, self._shard_number(axis_strategies), *args), kwargs
+                random_op, (function, decision.index, self._shard_number(axis_strategies), *args), kwargs
             )
+        if is_variant:
+            return self.graph.call_function(function, tuple(args), kwargs)
         node_name = node.name if node.name.isidentifier() else None
         positional = tuple((place, arg.form) for place, arg in enumerate(args) if isinstance(arg, Number))
         named = tuple((name, arg.form) for name, arg in kwargs.items() if isinstance(arg, Number))
         if positional or named:
-            args = [node.target, positional, named, *(None if isinstance(arg, Number) else arg for arg in args)]
+            args = [function, positional, named, *(None if isinstance(arg, Number) else arg for arg in args)]
             kwargs = {name: arg for name, arg in kwargs.items() if not isinstance(arg, Number)}
             return self.graph.create_node("call_function", with_numbers, tuple(args), kwargs, name=node_name)
-        return self.graph.create_node("call_function", node.target, tuple(args), kwargs, name=node_name)
+        return self.graph.create_node("call_function", function, tuple(args), kwargs, name=node_name)
 
     def _variant(
         self, node: Node, axis_strategies: Sequence[AxisStrategy], args: list[Any], kwargs: dict[str, Any]
-    ) -> FxNode:
-        taken = [
-            (name, axis_strategy)
-            for name, axis_strategy in zip(self.space.axis_names, axis_strategies, strict=True)
-            if axis_strategy.variant
-        ]
-        (kind,) = {axis_strategy.variant for _, axis_strategy in taken}
-        variant, keywords = VARIANTS[kind], {**kwargs, "axes": tuple(name for name, _ in taken)}
+    ) -> tuple[Callable[..., Any], dict[str, Any]]:
+        """The function of an op's variant and its keyword arguments; of two, one runs the other (`Variant.runs`)."""
+        taken: dict[str, list[tuple[str, AxisStrategy]]] = {}
+        for name, axis_strategy in zip(self.space.axis_names, axis_strategies, strict=True):
+            if axis_strategy.variant:
+                taken.setdefault(axis_strategy.variant, []).append((name, axis_strategy))
+        inner, *outer = sorted(taken, key=lambda kind: VARIANTS[kind].runs)
+        keywords = {**kwargs, "axes": tuple(name for name, _ in taken[inner])}
+        for kind in (inner, *outer):
+            keywords |= self._keywords(VARIANTS[kind], taken[kind], node, args)
+        (kind,) = outer or [inner]
+        return VARIANTS[kind].function, keywords | ({"attend": inner} if outer else {})
+
+    def _keywords(self, variant: Variant, taken: Sequence[tuple[str, AxisStrategy]], node: Node, args: list[Any]
+                  ) -> dict[str, Any]:
+        """What a variant's function asks for, of the axes that take it."""
+        keywords: dict[str, Any] = {}
         if variant.start is not None:
             position, dim = variant.start
             cut = taken[0][1].inputs[position].dim if dim is None else dim
@@ -252,7 +265,10 @@ class _Emitter:
             lengths = tuple((whole[d], made[d] if axis_strategy.outputs[0].is_shard else 1)
                             for d, (_, axis_strategy) in zip(dims, taken, strict=True))
             keywords |= {"op": node.target, "dims": dims, "sizes": lengths}
-        return self.graph.call_function(variant.function, tuple(args), keywords)
+        if variant.shards is not None:
+            keywords["shards"] = tuple(number for x in args[:2] for number in (
+                self._offsets(x)[variant.shards], x.meta["global_meta"].shape[variant.shards]))
+        return keywords
 
     def _shard_number(self, axis_strategies: Sequence[AxisStrategy]) -> int:
         """The index of this rank's shard of a random op; equal on ranks that compute the same shard."""
@@ -265,6 +281,12 @@ class _Emitter:
         """Global offsets of this rank's shard, by dim."""
         meta = operand.meta
         return local_box(meta["global_meta"].shape, meta["layout"], self.space.mesh_shape, self.coordinate)[0]
+
+
+def local_function(node: Node) -> Callable[..., Any]:
+    """What runs an op on local shards: the op itself, but for attention of grouped queries."""
+    grouped = node.target is aten.scaled_dot_product_attention.default and node.kwargs.get("enable_gqa")
+    return grouped_attention if grouped else node.target
 
 
 def _returns_tuple(node: Node) -> bool:

@@ -51,7 +51,8 @@ class AxisStrategy:
     axis cuts ("" for none). ``even`` lists sizes that the number of shards must divide. A ``variant`` names a local
     program other than the op itself (`kernels.variants`), with communication of its own (``inside``); those named in
     ``apart`` cannot stand beside it on another axis. Inputs ``unsaved`` it does not keep for backward, unlike the op.
-    Of a ``triangular`` strategy the last of n shards is the most work: 2 - 1/n times an even share.
+    Of a ``triangular`` strategy the last of n shards is the most work: 2 - 1/n times an even share. An ``inner`` one
+    cuts shards of its factor further: of those that cut the same, only others of its kind may be on a later axis.
     """
 
     name: str
@@ -64,6 +65,7 @@ class AxisStrategy:
     apart: frozenset[str] = frozenset()
     unsaved: frozenset[int] = frozenset()
     triangular: bool = False
+    inner: bool = False
 
 
 @dataclass(frozen=True)

@@ -108,15 +108,19 @@ class StrategySet:
         return (codes[strategies] * space.radices).sum(axis=1)
 
     def _compatible(self, strategy: Strategy) -> bool:
-        """Whether these axis strategies may be combined: none excludes another, and evenly divided sizes stay even."""
+        """Whether these axis strategies may be combined: none excludes another, or stands before one that it is inside
+        of, and evenly divided sizes stay even."""
         for i, r in enumerate(strategy):
+            one, later = self.axis_strategies[r], [self.axis_strategies[o] for o in strategy[i + 1 :]]
+            if one.inner and any(other.factor == one.factor and not other.inner for other in later):
+                return False
             if self.axis_strategies[r].apart and self.axis_strategies[r].apart & {
                 self.axis_strategies[o].name for o in (*strategy[:i], *strategy[i + 1 :])
             }:
                 return False
         shards: dict[str, int] = {}
         for r, n in zip(strategy, self.mesh_shape, strict=True):
-            if factor := self.axis_strategies[r].factor:
+            if (factor := self.axis_strategies[r].factor) and not self.axis_strategies[r].inner:
                 shards[factor] = shards.get(factor, 1) * n
         return all(
             size % shards[self.axis_strategies[r].factor] == 0

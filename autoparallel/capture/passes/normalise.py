@@ -27,6 +27,7 @@ from autoparallel.capture.passes.fuse_embedding_bags import gather_bags
 from autoparallel.capture.passes.fuse_experts import gather_experts
 from autoparallel.capture.passes.fuse_functions import gather_functions
 from autoparallel.capture.passes.fuse_linear_sections import gather_sections
+from autoparallel.capture.passes.group_heads import group_heads
 from autoparallel.capture.passes.mean_losses import AVERAGED_LOSSES
 from autoparallel.capture.passes.vmap_and_grad import batch_regions, expand_gradients
 from autoparallel.capture.remedies import instead, lines_of
@@ -487,6 +488,8 @@ PASSES: list[Callable[[Graph, dict[str, Node]], None]] = [
     _each({aten.reshape.default: lambda graph, node: _collapse_reshape(graph, node)}),
     drop_dead,  # what passes left behind reads what nobody uses
     gather_functions,
+    group_heads,
+    drop_dead,
     gather_sections,
     _each({aten.reshape.default: lambda graph, node: _collapse_reshape(graph, node)}),
 ]

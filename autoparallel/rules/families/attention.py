@@ -1,5 +1,5 @@
 """Scaled dot-product attention: batch, heads and queries may be cut (causal ones by a variant), and the whole sequence
-by ring attention; grouped queries are cut with their key-value head, or all have one."""
+by ring attention; grouped queries are cut with their key-value head, or all have one, or by a variant without it."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def attention(op: OpView) -> Rule | None:
         tuple(inputs), (inputs[0],), sizes, even=even,
         linear=() if dropout else (frozenset({2}),), flops=2.0 * points * (d + e) * causal,
         op_class="attention", saves=saves, saves_output=True, random=dropout > 0, backward_flops=2.5, extra_bytes=extra,
-        variants=_of_sequence(op) if equivalent else (),
+        variants=(*_of_heads(op, inputs), *(_of_sequence(op) if equivalent else ())),
     )
 
 
@@ -53,6 +53,16 @@ def _match(op: OpView) -> bool:
     """Whether queries and keys have the same batch and heads, but for grouped heads."""
     q, k, v = (x[: 1 if op.arg("enable_gqa") else 2] for x in op.shapes[:3])
     return q == k == v
+
+
+def _of_heads(op: OpView, inputs: list[Dims]) -> tuple[AxisStrategy, ...]:
+    """Shards of grouped queries' heads, of any number, which find theirs among all heads of keys and values."""
+    keys, values = (x[-3] if op.arg("enable_gqa") and len(x) == 4 else 1 for x in op.shapes[1:3])
+    if not 1 < keys == values < op.shapes[0][1]:
+        return ()
+    cut = tuple(shard(dims.index("h")) if "h" in dims and place not in (1, 2) else REPLICATE
+                for place, dims in enumerate(inputs))
+    return (AxisStrategy("heads", cut, (shard(1),), "h", variant="heads", inner=True),)
 
 
 def _of_sequence(op: OpView) -> tuple[AxisStrategy, ...]:
