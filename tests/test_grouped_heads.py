@@ -15,6 +15,7 @@ from torch.nn.attention import SDPBackend
 import autoparallel
 from autoparallel.capture import capture
 from autoparallel.kernels import flash
+from autoparallel.pricing import Prices
 from autoparallel.strategies.space import StrategySpace
 from cost_models import Cluster
 from tests.support.ranks import mesh_of
@@ -134,6 +135,37 @@ def test_loss_and_gradients_are_the_models(name: str, repeats: bool, mesh_of_one
     for (name, found), (_, parameter) in zip(parallel.named_parameters(), model.named_parameters(), strict=True):
         made: Any = found.grad
         torch.testing.assert_close(made.full_tensor(), parameter.grad, rtol=1e-4, atol=1e-6, msg=name)
+
+
+class Fused(nn.Module):
+    """Queries, keys and values in one projection; ``turned``: queries and keys as new tensors, as after rotation."""
+
+    def __init__(self, turned: bool) -> None:
+        super().__init__()
+        self.turned, self.layer = turned, nn.Linear(5, (HEADS + 2 * GROUPS) * WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        parts = self.layer(x).split([heads * WIDTH for heads in (HEADS, GROUPS, GROUPS)], -1)
+        q, k, v = (part.unflatten(-1, (-1, WIDTH)).transpose(1, 2) for part in parts)
+        q, k = (q * 2, k * 2) if self.turned else (q, k)
+        return attention(q, repeat_kv(k), repeat_kv(v), is_causal=True)
+
+
+@pytest.mark.parametrize("turned", [True, False])
+def test_of_a_fused_projection_only_the_values_are_kept(turned: bool, mesh_of_one: DeviceMesh) -> None:
+    torch.manual_seed(0)
+    model, x = Fused(turned), torch.randn(2, TOKENS, 5)
+    parallel = autoparallel.compile(model, mesh_of_one, example_inputs=(x,))
+    whole, saved = 4 * 2 * TOKENS * model.layer.out_features, list[int]()
+
+    def note(tensor: Tensor) -> Tensor:
+        saved.append(tensor.untyped_storage().nbytes())
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(note, lambda tensor: tensor):
+        made: Any = parallel(x)
+    assert (whole in saved) != turned
+    torch.testing.assert_close(made.full_tensor() if hasattr(made, "full_tensor") else made, model(x))
 
 
 # --- kernels -----------------------------------------------------------------------------------------------------
@@ -303,6 +335,20 @@ def test_shards_of_heads_with_dropout_draw_numbers_of_their_own(ranks: Any) -> N
     for backend in ("eager", "aot_eager"):
         for found in ranks(4).run(attend_on_ranks, (4,), ("heads",), 2, 0.1, backend, timeout_s=100):
             assert 1e-3 < found["loss"] < 0.5, found
+
+
+def test_rings_are_priced_by_the_heads_that_go_around() -> None:
+    """8 heads of keys: of those a rank sends 4, 2 or 1, where the heads of queries are cut in 2, 4 or 8."""
+    q, k = (torch.empty(1, heads, 4096, 128, dtype=torch.bfloat16, device="meta", requires_grad=True)
+            for heads in (32, 8))
+    found = list[float]()
+    for ranks in (2, 4, 8, 16):
+        space = StrategySpace(capture(Attention(0.0), (q, k, k)), (2, ranks))
+        s = next(s for s in space.strategy_sets if any(one.variant == "ring" for one in s.axis_strategies))
+        inside = Prices(space, Cluster.load("h100-sxm", num_devices=2 * ranks, software="none")).op(s).inside
+        row = s.position[(s.axis_strategy_named("ring"), s.axis_strategy_named("heads"))]
+        found.append(sum(float(one.num_bytes[row]) for one in inside if one.axis == 0 and one.exchange.input == 1))
+    assert found == [size * 2048 * 128 * 2 for size in (4, 2, 1, 1)]
 
 
 def test_heads_are_cut_further_on_later_axes_only() -> None:

@@ -15,6 +15,7 @@ from typing import Any, Protocol
 import numpy as np
 
 from autoparallel.capture import TensorMeta
+from autoparallel.layout import shard
 from autoparallel.pricing.chains import InChain
 from autoparallel.rules.rule import Dims, Rule
 from autoparallel.strategies.space import Spaces, StrategySet
@@ -337,6 +338,20 @@ def share_of_work(s: StrategySet) -> np.ndarray:
     uneven = np.array([one.triangular for one in s.axis_strategies])[s.array]
     shards = np.where(uneven, np.array(s.mesh_shape), 1).prod(axis=1)
     return np.where(shards > 1, 2 - 1 / shards, 1.0) * share
+
+
+def share_read(s: StrategySet, number: int) -> np.ndarray:
+    """The share of an input's shard that the op reads, by strategy: an inner axis strategy (`AxisStrategy.inner`) picks
+    its part of dims that others of its factor cut."""
+    factors = {one.factor for one in s.axis_strategies if one.inner}
+    cuts = [one.inputs[number] for one in s.axis_strategies if one.factor in factors and one.inputs[number].is_shard]
+    if not cuts:
+        return np.ones(len(s.strategies))
+    dim, inner = cuts[0].dim, np.array([one.inner for one in s.axis_strategies])[s.array]
+    outer = np.array([one.inputs[number] == shard(dim) for one in s.axis_strategies])[s.array]
+    parts, whole = (np.where(which, np.array(s.mesh_shape), 1).prod(axis=1) for which in (inner, outer))
+    length = s.input_metas[number].shape[dim] / whole
+    return np.ceil(length / parts) / length
 
 
 def product_sizes(rule: Rule, s: StrategySet) -> tuple[np.ndarray, ...] | None:

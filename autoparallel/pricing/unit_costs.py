@@ -18,7 +18,7 @@ from autoparallel import clock
 from autoparallel.capture import TensorMeta
 from autoparallel.layout import Layout, Step
 from autoparallel.pricing.chains import InChain, chains_of, with_losses
-from autoparallel.pricing.op_costs import OpCosts, costs_of, kept_precision, worst
+from autoparallel.pricing.op_costs import OpCosts, costs_of, kept_precision, share_read, worst
 from autoparallel.pricing.recomputing import Recomputing
 from autoparallel.pricing.redistribution_costs import RedistributionPrices
 from autoparallel.rules.rule import Exchange
@@ -233,6 +233,7 @@ class Prices:
         for number, row in enumerate(s.axis_strategies):
             for exchange in row.inside if not (stored and row.variant == "sections") else ():
                 elements = self.space.spaces(s.input_metas[exchange.input]).local_elements[s.inputs[exchange.input]]
+                elements = elements * share_read(s, exchange.input)
                 for axis, group in enumerate(self.groups):
                     each = np.full(len(elements), group.size) if exchange.ranks else elements
                     num_bytes = each * (group.size if exchange.whole else 1) * exchange.bytes_per_element

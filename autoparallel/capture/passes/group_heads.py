@@ -4,7 +4,8 @@
     attention(q, k, v, enable_gqa=True)
 
 Models repeat each head of keys and values n times (``repeat_kv``, ``repeat_interleave``, ``expand``), before or after
-heads are brought in front, or a cast. As one op no copies are made, kept for backward, or sent to other ranks.
+heads are brought in front, or a cast. As one op no copies are made, kept for backward, or sent to other ranks. Of keys
+or values that are a section of a fused projection, a copy is kept instead of the whole result.
 """
 
 from __future__ import annotations
@@ -36,7 +37,7 @@ def group_heads(graph: Graph, mutations: dict[str, Node]) -> None:
             continue
         for x in (key, value):
             if x not in made:
-                made[x] = _apart(graph, x, _HEADS)
+                made[x] = _alone(graph, x, _apart(graph, x, _HEADS), query)
         node.args = (query, made[key], made[value], *node.args[3:])
         node.kwargs = {name: x for name, x in node.kwargs.items() if name not in ("query", "key", "value")}
         node.kwargs = {**node.kwargs, "enable_gqa": True}
@@ -88,6 +89,22 @@ def _apart(graph: Graph, x: Node, dim: int) -> Node:
         source: Node = wide.args[0]
         same = list(source.meta["val"].shape) == shape
         return source if same else emit(graph, x, aten.reshape.default, source, shape)
+
+
+def _alone(graph: Graph, x: Node, single: Node, query: Node) -> Node:
+    """A copy of a section, if backward keeps nothing else of the whole."""
+    whole = _section_of(single)
+    if whole is None or whole is _section_of(query) or x.meta.get("no_grad"):
+        return single
+    with graph.inserting_before(x):
+        return emit(graph, x, aten.clone.default, single)
+
+
+def _section_of(x: Node) -> Node | None:
+    """The tensor that ``x`` is a view of a part of; None if it is none."""
+    while x.target in (aten.reshape.default, aten.permute.default):
+        x = x.args[0]
+    return x.args[0] if x.target in (aten.slice.Tensor, aten.select.int) else None
 
 
 __all__ = ["group_heads"]

@@ -15,6 +15,7 @@ aten = torch.ops.aten
 #: Ops linear in these groups of tensor inputs (by position): a sum over ranks passes through them.
 LINEAR: dict[object, tuple[tuple[int, ...], ...]] = {
     aten.detach.default: ((0,),),
+    aten.clone.default: ((0,),),
     aten.neg.default: ((0,),),
     aten.mul.Tensor: ((0,), (1,)),
     aten.mul.Scalar: ((0,),),
@@ -44,7 +45,8 @@ FILLED = {aten.masked_fill.Scalar: "value", aten.where.ScalarOther: "other", ate
 #: Ops whose backward needs neither input nor output.
 NOTHING_SAVED = {aten.add.Tensor, aten.sub.Tensor, aten.neg.default, aten.to.dtype, aten.add.Scalar, aten.sub.Scalar,
                  aten.mul.Scalar, aten.div.Scalar, aten.rsub.Tensor, aten.rsub.Scalar, aten.lerp.Scalar,
-                 aten.real.default, aten.imag.default, aten.deg2rad.default, aten.rad2deg.default}
+                 aten.real.default, aten.imag.default, aten.deg2rad.default, aten.rad2deg.default,
+                 aten.clone.default}
 #: Ops that choose between their inputs by a mask, which is all that they save.
 CHOICES = {aten.where.self, aten.where.ScalarOther, aten.where.ScalarSelf, aten.masked_fill.Scalar,
            aten.masked_fill.Tensor}
@@ -53,6 +55,7 @@ OUTPUT_SAVED = {aten.relu.default, aten.tanh.default, aten.sigmoid.default, aten
 
 #: Ops that torch runs for an input's gradient, where it is not one (its derivatives.yaml: x^n has g * (n * x^(n-1))).
 GRADIENT_OPS = {aten.add.Tensor: 0, aten.add.Scalar: 0, aten.sub.Scalar: 0, aten.detach.default: 0,
+                aten.clone.default: 0,
                 aten.pow.Tensor_Scalar: 3, aten.rsqrt.default: 3, aten.reciprocal.default: 3, aten.cos.default: 3,
                 aten.sqrt.default: 2, aten.sin.default: 2, aten.abs.default: 2}
 
