@@ -92,7 +92,7 @@ def _for_kernel(kernel: str, x: Tensor, q: Tensor) -> Tensor:
 
 def _for_heads(x: Tensor, heads: int) -> Tensor:
     """Keys or values [batch, groups, ...] of grouped queries, repeated to ``heads``."""
-    return x if x.shape[1] == heads else x.repeat_interleave(heads // x.shape[1], dim=1)
+    return x if x.shape[1] == heads else x.unsqueeze(2).expand(-1, -1, heads // x.shape[1], -1, -1).flatten(1, 2)
 
 
 def _of_groups(gradient: Tensor, groups: int) -> Tensor:
@@ -107,7 +107,7 @@ def _grouped_attention(q: Tensor, k: Tensor, v: Tensor, attn_mask: Tensor | None
     """`scaled_dot_product_attention` of queries [batch, heads, queries, d], whose keys and values have fewer heads,
     [batch, groups, keys, d]: each serves heads / groups of the queries' in a row.
 
-    Where torch has a kernel for repeated heads only, it runs on copies, which backward makes again."""
+    Where torch has a kernel for repeated heads only, it runs on copies, which backward makes for itself."""
     attend = partial(F.scaled_dot_product_attention, dropout_p=dropout_p, is_causal=is_causal, scale=scale)
     call = attn_mask, dropout_p, is_causal
     if q.dim() != 4 or q.shape[1] == k.shape[1] == v.shape[1] or takes_groups(q, k, v, *call):
@@ -156,18 +156,18 @@ def _bias(mask: Tensor, q: Tensor, k: Tensor) -> Tensor:
 
 
 class _Repeated(torch.autograd.Function):
-    """Attention on keys and values that are repeated forward, and again backward."""
+    """Attention on keys and values that are repeated inside of forward and of backward, where the kernel asks for it."""
 
     @staticmethod
     def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, dropout_p: float, causal: bool,
                 scale: float | None) -> Tensor:
         ctx.call = dropout_p, causal, scale
-        key, value = (_for_heads(x, q.shape[1]) for x in (k, v))
         state: Sequence[Tensor]
-        if q.device.type == "cpu":
-            out, *state = aten._scaled_dot_product_flash_attention_for_cpu(q, key, value, dropout_p, causal,
-                                                                           attn_mask=bias, scale=scale)
+        if q.device.type == "cpu":    # as exact forward with groups
+            out, *state = aten._scaled_dot_product_flash_attention_for_cpu(q, k, v, dropout_p, causal, attn_mask=bias,
+                                                                           scale=scale)
         else:
+            key, value = (_for_heads(x, q.shape[1]) for x in (k, v))
             out, *state = aten._scaled_dot_product_efficient_attention(q, key, value, bias, True, dropout_p, causal,
                                                                        scale=scale)
         ctx.save_for_backward(q, k, v, bias, out, *state)
