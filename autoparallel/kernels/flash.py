@@ -120,7 +120,8 @@ def _grouped_attention(q: Tensor, k: Tensor, v: Tensor, attn_mask: Tensor | None
             return made
         case _, SDPBackend.MATH:
             return attend(q, k, v, attn_mask, enable_gqa=True)
-    return attend(q, *(_for_heads(x, q.shape[1]) for x in (k, v)), attn_mask)
+    key, value = (_for_heads(x, q.shape[1]) for x in (k, v))
+    return attend(q, key, value, attn_mask)
 
 
 _library.define("grouped_attention(Tensor q, Tensor k, Tensor v, Tensor? attn_mask=None, float dropout_p=0.0, "
@@ -156,7 +157,7 @@ def _bias(mask: Tensor, q: Tensor, k: Tensor) -> Tensor:
 
 
 class _Repeated(torch.autograd.Function):
-    """Attention on keys and values that are repeated inside of forward and of backward, where the kernel asks for it."""
+    """Attention on keys and values that are repeated inside forward and backward, where the kernel asks for it."""
 
     @staticmethod
     def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, dropout_p: float, causal: bool,

@@ -213,7 +213,8 @@ class _Emitter:
         axis_strategies = [
             self.space.strategy_sets[decision.index].axis_strategies[r] for r in self.strategies[decision.index]
         ]
-        function, is_variant = local_function(node), any(one.variant for one in axis_strategies)
+        function: Any = local_function(node)
+        is_variant = any(axis_strategy.variant for axis_strategy in axis_strategies)
         if is_variant:
             function, kwargs = self._variant(node, axis_strategies, args, kwargs)
         elif node.target is linear_sections:

@@ -11,11 +11,9 @@ or values that are a section of a fused projection, a copy is kept instead of th
 from __future__ import annotations
 
 import math
-from typing import Any
 
 import torch
 from torch.fx import Graph
-from torch.fx import Node as FxNode
 
 from autoparallel.capture.passes.editing import Node, argument, emit
 
@@ -43,10 +41,10 @@ def group_heads(graph: Graph, mutations: dict[str, Node]) -> None:
         node.kwargs = {**node.kwargs, "enable_gqa": True}
 
 
-def _repeats(x: Any, dim: int, like: Node) -> int:
+def _repeats(x: Node, dim: int, like: Node) -> int:
     """How many times in a row ``x`` has each part along ``dim``; 1 where no repetition is seen. Gradients flow through
     its ops as through ``like``."""
-    if not isinstance(x, FxNode) or bool(x.meta.get("no_grad")) != bool(like.meta.get("no_grad")):
+    if bool(x.meta.get("no_grad")) != bool(like.meta.get("no_grad")):
         return 1
     if x.target is aten.permute.default:
         return _repeats(x.args[0], x.args[1][dim], like)
