@@ -246,6 +246,9 @@ def test_the_kernel_of_repeated_heads_on_a_gpu_is_called_as_it_asks(mask: str) -
         given += [learned] if mask == "numbers" else []
         bias = flash._bias(learned, q, k)
         assert bias.shape == (2, HEADS, 6, 6) and bias.stride()[-2:] == (8, 1) and bias.stride(1) == 0
+        for odd in (torch.zeros(6, 20)[:, 2:18], torch.zeros(16, 6).T, torch.zeros(6, 1)):
+            made = flash._bias(odd.to("meta"), q, torch.empty(2, GROUPS, 16, 16, device="meta"))
+            assert made.shape == (2, HEADS, 6, 16) and made.stride(-1) == 1 and made.stride(-2) % 8 == 0
     made = flash._Repeated.apply(q, k, v, bias, 0.0, not mask, None)
     assert made.shape == q.shape
     for x, gradient in zip(given, torch.autograd.grad(made.sum(), given), strict=True):

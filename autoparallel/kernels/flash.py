@@ -132,7 +132,10 @@ grouped_attention = torch.ops.autoparallel.grouped_attention.default
 
 def takes_groups(q: Tensor, k: Tensor, v: Tensor, attn_mask: Tensor | None = None, dropout_p: float = 0.0,
                  is_causal: bool = False) -> bool:
-    """Whether torch has a kernel for grouped queries, whose gradients are as exact as those of repeated heads."""
+    """Whether torch has a kernel for grouped queries, whose gradients are as exact as those of repeated heads. (On
+    devices other than CPUs and CUDA's it is left to torch.)"""
+    if q.device.type not in ("cpu", "cuda"):
+        return True
     if _sums_in_16_bits(q) and torch.is_grad_enabled() and (k.requires_grad or v.requires_grad):
         return False
     return _chosen(q, k, v, attn_mask, dropout_p, is_causal, enable_gqa=True) is not SDPBackend.MATH
@@ -145,15 +148,17 @@ def _chosen(*call: Any, enable_gqa: bool = False) -> SDPBackend:
 
 
 def _bias(mask: Tensor, q: Tensor, k: Tensor) -> Tensor:
-    """A mask as the numbers that the kernel of the device adds: on CUDA one for each score, in rows that start on 16
-    bytes."""
+    """A mask as the numbers that the kernel of the device adds: on CUDA one for each score, in rows that start on a
+    multiple of 8 of them."""
     if mask.dtype == torch.bool:
         mask = torch.zeros_like(mask, dtype=q.dtype).masked_fill(~mask, -torch.inf)
     if q.device.type == "cpu":
         return mask
-    short = -mask.shape[-1] % 8
-    padded = F.pad(mask, (0, short))[..., : mask.shape[-1]] if short else mask
-    return padded.expand(*q.shape[:3], k.shape[2])
+    keys = k.shape[2]
+    mask = mask.expand(*mask.shape[:-1], keys)
+    if mask.stride(-1) != 1 or any(stride % 8 for stride in mask.stride()[:-1]):
+        mask = F.pad(mask, (0, 8 - keys % 8))[..., :keys]
+    return mask.expand(*q.shape[:3], keys)
 
 
 class _Repeated(torch.autograd.Function):
