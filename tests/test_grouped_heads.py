@@ -279,24 +279,40 @@ def test_traced_programs_keep_no_copies_either() -> None:
 # --- shards ------------------------------------------------------------------------------------------------------
 
 
-def attend_on_ranks(mesh_shape: tuple[int, ...], strategy: tuple[str, ...], groups: int, dropout: float,
-                    backend: str) -> dict[str, float]:
-    """Largest difference from one process, of the loss and of each gradient; with dropout, of its zeros."""
-    generator = torch.Generator().manual_seed(0)
-    given = [torch.randn(2, heads, 8, 16, generator=generator, requires_grad=True) for heads in (8, groups, groups)]
-    model = Attention(dropout)
+class Attention(nn.Module):
+    """Causal attention; the sum of its squares, or the sum of each head, [heads]."""
+
+    def __init__(self, dropout: float = 0.0, by_head: bool = False) -> None:
+        super().__init__()
+        self.dropout, self.by_head = dropout, by_head
+
+    def forward(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        key, value = (repeat_kv(x, q.shape[1] // x.shape[1]) for x in (k, v))
+        made = attention(q, key, value, is_causal=True, dropout_p=self.dropout)
+        return made.sum((0, 2, 3)) if self.by_head else made.square().sum()
+
+
+def on_mesh(model: nn.Module, given: list[Tensor], mesh_shape: tuple[int, ...], strategy: tuple[str, ...],
+            backend: str) -> Any:
+    """The parallel module whose attention is cut by ``strategy``."""
     mesh = mesh_of(*mesh_shape)
     plan = autoparallel.plan(model, Cluster.load("local-cpu", num_devices=4), example_inputs=tuple(given),
                              mesh_shape=mesh_shape, axis_names=mesh.mesh_dim_names)
     name = next(n for n in plan.strategies if n.startswith("scaled_dot_product_attention") and ":" not in n)
     plan = dataclasses.replace(plan, strategies={**plan.strategies, name: strategy})
-    parallel = autoparallel.compile(model, mesh, example_inputs=tuple(given), plan=plan, backend=backend)
+    return autoparallel.compile(model, mesh, example_inputs=tuple(given), plan=plan, backend=backend, outputs="whole")
+
+
+def attend_on_ranks(mesh_shape: tuple[int, ...], strategy: tuple[str, ...], groups: int, backend: str
+                    ) -> dict[str, float]:
+    """Largest difference from one process, of the loss and of each gradient."""
+    generator = torch.Generator().manual_seed(0)
+    given = [torch.randn(2, heads, 8, 16, generator=generator, requires_grad=True) for heads in (HEADS, groups, groups)]
+    model = Attention()
+    parallel = on_mesh(model, given, mesh_shape, strategy, backend)
     leaves = [x.detach().clone().requires_grad_() for x in given]
-    loss = parallel(*leaves)
+    loss, expected = parallel(*leaves), model(*given)
     loss.backward()
-    if dropout:
-        model = Attention(0.0)
-    expected = model(*given)
     wanted = torch.autograd.grad(expected, given)
     found = {"loss": float((loss.detach() - expected.detach()).abs() / expected.detach().abs())}
     for letter, leaf, gradient in zip("qkv", leaves, wanted, strict=True):
@@ -305,39 +321,41 @@ def attend_on_ranks(mesh_shape: tuple[int, ...], strategy: tuple[str, ...], grou
     return found
 
 
-class Attention(nn.Module):
-    """The loss of a causal one; with dropout, the sum of values that are all one, which dropout keeps in the mean."""
-
-    def __init__(self, dropout: float) -> None:
-        super().__init__()
-        self.dropout = dropout
-
-    def forward(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        times = q.shape[1] // k.shape[1]
-        key, value = repeat_kv(k, times), repeat_kv(v, times)
-        return attention(q, key, value, is_causal=True, dropout_p=self.dropout).square().sum()
-
-
 @pytest.mark.parametrize(("mesh_shape", "strategy", "groups"), [
     ((4,), ("heads",), 2), ((2, 2), ("h", "heads"), 2), ((2, 2), ("heads", "heads"), 2), ((4,), ("h",), 4),
     ((2, 2), ("ring", "heads"), 2), ((2, 2), ("heads", "queries"), 2), ((2, 2), ("b", "heads"), 4),
 ])
 def test_more_ranks_than_heads_of_keys(ranks: Any, mesh_shape: tuple[int, ...], strategy: tuple[str, ...],
                                        groups: int) -> None:
-    for found in ranks(4).run(attend_on_ranks, mesh_shape, strategy, groups, 0.0, "eager", timeout_s=100):
+    for found in ranks(4).run(attend_on_ranks, mesh_shape, strategy, groups, "eager", timeout_s=100):
         assert max(found.values()) < 1e-5, found
 
 
 def test_more_ranks_than_heads_of_keys_compiled(ranks: Any) -> None:
-    for found in ranks(4).run(attend_on_ranks, (2, 2), ("h", "heads"), 2, 0.0, "aot_eager", timeout_s=100):
+    for found in ranks(4).run(attend_on_ranks, (2, 2), ("h", "heads"), 2, "aot_eager", timeout_s=100):
         assert max(found.values()) < 1e-5, found
 
 
-def test_shards_of_heads_with_dropout_draw_numbers_of_their_own(ranks: Any) -> None:
-    """Runs, on the kernel of a random op, and its mean over many draws is that without dropout only roughly."""
-    for backend in ("eager", "aot_eager"):
-        for found in ranks(4).run(attend_on_ranks, (4,), ("heads",), 2, 0.1, backend, timeout_s=100):
-            assert 1e-3 < found["loss"] < 0.5, found
+def drop_on_ranks(strategy: tuple[str, ...], backend: str) -> tuple[list[float], list[float]]:
+    """By head, sums of attention with dropout of equal heads: on the ranks, and without dropout in this process."""
+    generator = torch.Generator().manual_seed(0)
+    one = torch.rand(64, 1, 8, 16, generator=generator)
+    given = [one.repeat(1, heads, 1, 1).requires_grad_() for heads in (HEADS, 2, 2)]
+    model = Attention(dropout=0.25, by_head=True)
+    made = on_mesh(model, given, (4,), strategy, backend)(*given)
+    made.sum().backward()
+    assert all(x.grad is not None and x.grad.abs().sum() > 0 for x in given)
+    return made.tolist(), Attention(by_head=True)(*given).tolist()
+
+
+@pytest.mark.parametrize("strategy", [("heads",), ("b",)])
+@pytest.mark.parametrize("backend", ["eager", "aot_eager"])
+def test_shards_of_heads_with_dropout_draw_numbers_of_their_own(ranks: Any, strategy: tuple[str, ...], backend: str
+                                                                ) -> None:
+    found = ranks(4).run(drop_on_ranks, strategy, backend, timeout_s=100)
+    sums, without = found[0]
+    assert all(one == found[0] for one in found) and len(set(sums)) == HEADS
+    assert all(abs(a / b - 1) < 0.05 for a, b in zip(sums, without, strict=True)), "dropout keeps the mean"
 
 
 def test_rings_are_priced_by_the_heads_that_go_around() -> None:
@@ -346,7 +364,7 @@ def test_rings_are_priced_by_the_heads_that_go_around() -> None:
             for heads in (32, 8))
     found = list[float]()
     for ranks in (2, 4, 8, 16):
-        space = StrategySpace(capture(Attention(0.0), (q, k, k)), (2, ranks))
+        space = StrategySpace(capture(Attention(), (q, k, k)), (2, ranks))
         s = next(s for s in space.strategy_sets if any(one.variant == "ring" for one in s.axis_strategies))
         inside = Prices(space, Cluster.load("h100-sxm", num_devices=2 * ranks, software="none")).op(s).inside
         row = s.position[(s.axis_strategy_named("ring"), s.axis_strategy_named("heads"))]
@@ -356,7 +374,7 @@ def test_rings_are_priced_by_the_heads_that_go_around() -> None:
 
 def test_heads_are_cut_further_on_later_axes_only() -> None:
     q, k = torch.randn(2, 8, 8, 16, requires_grad=True), torch.randn(2, 2, 8, 16, requires_grad=True)
-    space = StrategySpace(capture(Attention(0.0), (q, k, k)), (2, 2))
+    space = StrategySpace(capture(Attention(), (q, k, k)), (2, 2))
     s = next(s for decision, s in zip(space.decisions, space.strategy_sets, strict=True)
              if decision.name == "scaled_dot_product_attention")
     pairs = {s.names(strategy) for strategy in s.strategies}
