@@ -67,7 +67,9 @@ class Reductions:
 
         def finished() -> Gradients:
             parts = iter(finish().view(-1).split([form[0].numel() for form in forms if form is not None]))
-            return tuple(None if form is None else next(parts).view(form[0]).to(form[1]) for form in forms)
+            made = (None if form is None else next(parts).view(form[0]) for form in forms)
+            return tuple(g if form is None or g is None or g.dtype == form[1] else g.to(form[1])
+                         for g, form in zip(made, forms, strict=True))
 
         return finished
 
@@ -174,7 +176,7 @@ class Moved:
 
 @dataclass
 class _Pending:
-    """State that `_Begin` and `_End` share outside autograd's graph, whose edges between them carry placeholders only.
+    """State that `_Begin` and `_End` share outside autograd's graph, whose edges between them carry no gradients.
 
     ``values``, ``gradients``: await the issued communication. ``early``: which gradients `issue_gradients` sent before
     backward reached `end`, and the function that awaits them."""
@@ -202,7 +204,7 @@ class _Begin(torch.autograd.Function):
         ctx.pending = pending
         ctx.set_materialize_grads(False)
         pending.values = pending.sending.forward(values)
-        return tuple(x.view_as(x) for x in values)
+        return values    # autograd makes views of them
 
     @staticmethod
     def backward(ctx: Any, *gradients: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
@@ -213,7 +215,7 @@ class _Begin(torch.autograd.Function):
 class _End(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, pending: _Pending, *values: torch.Tensor) -> Values:
-        ctx.pending, ctx.shapes = pending, [(x.shape, x.device) for x in values]
+        ctx.pending = pending
         ctx.set_materialize_grads(False)  # a value read only under no_grad has no gradient, rather than zeros
         assert pending.values is not None
         finish, pending.values = pending.values, None
@@ -224,10 +226,7 @@ class _End(torch.autograd.Function):
         if torch.is_grad_enabled():
             return None, *ctx.pending.sending.backward_at_once(gradients)
         ctx.pending.gradients = ctx.pending.send(gradients)
-        zeros = {(g.dtype, device): torch.zeros((), dtype=g.dtype, device=device)  # placeholders, see `_Pending`
-                 for g, (_, device) in zip(gradients, ctx.shapes, strict=True) if g is not None}
-        return None, *(None if g is None else zeros[g.dtype, device].expand(shape)
-                       for g, (shape, device) in zip(gradients, ctx.shapes, strict=True))
+        return (None,) * (1 + len(gradients))
 
 
 @dataclass(frozen=True)
