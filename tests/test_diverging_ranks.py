@@ -77,13 +77,15 @@ class Counted(nn.Module):
         return x.square().mean()
 
 
-def compares_beside() -> list[Any]:
-    """A call that is late on rank 1, with seconds to the first product and to the end; then one that differs there."""
+def compares_beside(sharded: bool) -> list[Any]:
+    """A call that is late on rank 1, with seconds to the first product and to the end; then one that differs there.
+    ``sharded``: its argument is a DTensor that lies as the program reads it."""
     from torch.utils._python_dispatch import TorchDispatchMode
 
     rank, x, began = torch.distributed.get_rank(), torch.randn(8, 32), 0.0
     products: list[float] = []
     parallel = autoparallel.compile(Counted(), mesh_of(2), example_inputs=(x,), baseline="ddp", check_inputs=0)
+    x = parallel.shard_batch((x,))[0] if sharded else x
     parallel.step(x)
 
     class Timed(TorchDispatchMode):
@@ -107,9 +109,10 @@ def compares_beside() -> list[Any]:
 
 
 @pytest.mark.ranks
-def test_ranks_compare_a_call_beside_its_computation_and_before_its_first_collective(ranks: Any) -> None:
+@pytest.mark.parametrize("sharded", [False, True])
+def test_ranks_compare_a_call_beside_its_computation_and_before_its_first_collective(ranks: Any, sharded: bool) -> None:
     """A call that differs changes no buffer and no count of calls."""
-    for rank, (product_s, seconds, told, same, after) in enumerate(ranks(2).run(compares_beside)):
+    for rank, (product_s, seconds, told, same, after) in enumerate(ranks(2).run(compares_beside, sharded)):
         assert seconds > 1.0 and (rank == 1 or product_s < 0.5), (product_s, seconds)
         assert told[0] == "InputError" and "in eval mode on rank 1" in told[1], told
         assert same and after == ""

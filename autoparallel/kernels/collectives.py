@@ -417,6 +417,29 @@ class _Redistribute(torch.autograd.Function):
         return back.to(gradient.dtype), None, None, None, None, None, None
 
 
+class _SumNumbers(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, axis: Axis, source: Placement, target: Placement, *values: torch.Tensor
+                ) -> tuple[torch.Tensor, ...]:
+        ctx.step = axis, source, target
+        ctx.set_materialize_grads(False)
+        summed = begin_all_reduce(torch.cat([value.reshape(1) for value in values]), axis)()
+        made = tuple(part.clone().view(value.shape) for part, value in zip(summed.split(1), values, strict=True))
+        ctx.mark_non_differentiable(*(x for x, graded in zip(made, ctx.needs_input_grad[3:], strict=True)
+                                      if not graded))
+        return made
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
+        axis, source, target = ctx.step
+        return None, None, None, *(None if g is None else act(g, axis, dual(target), dual(source)) for g in gradients)
+
+
+def all_reduce_numbers(axis: str, source: str, target: str, *values: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    """`all_reduce` of several tensors of one element and one dtype, in one message."""
+    return _SumNumbers.apply(groups.current(axis), Placement.parse(source), Placement.parse(target), *values)
+
+
 def act(x: torch.Tensor, axis: Axis, source: Placement, target: Placement, source_sizes: Sizes = (),
         target_sizes: Sizes = (), sum_dtype: torch.dtype | None = None) -> torch.Tensor:
     """`redistribute` on an `Axis` and parsed placements."""

@@ -6,6 +6,7 @@ from torch.fx import GraphModule
 
 from autoparallel.lower.activation_pass import overlap_activations
 from autoparallel.lower.norm_kernels import norm_kernels
+from autoparallel.lower.number_sums import sum_numbers_together
 from autoparallel.lower.overlap_pass import BlockOf, overlap
 from autoparallel.lower.pieces_pass import in_pieces
 from autoparallel.schedule.step_config import Hybrid
@@ -13,8 +14,9 @@ from autoparallel.schedule.step_config import Hybrid
 
 def overlapped(module: GraphModule, hybrid: Hybrid, block_of: BlockOf | None = None) -> GraphModule:
     """The program with the communication of parameters (``block_of``: as for `overlap`) and of activations
-    overlapped."""
-    return overlap_activations(in_pieces(norm_kernels(overlap(module, hybrid, block_of)), hybrid), hybrid)
+    overlapped, and sums of numbers together."""
+    norms = norm_kernels(overlap(module, hybrid, block_of))
+    return sum_numbers_together(overlap_activations(in_pieces(norms, hybrid), hybrid))
 
 
 __all__ = ["overlapped"]

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import cache
+
 import torch
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
@@ -33,12 +35,19 @@ def local_input(value: Tensor, mesh: DeviceMesh, layout: Layout, device: torch.d
     return _redistributed(DTensor.from_local(value, mesh, whole, run_check=False), layout)
 
 
+_as_torchs = cache(to_torch)    # asked for each input at each call
+
+
+def lies_as_read(value: DTensor, layout: Layout) -> bool:
+    """Whether a program reads a DTensor's shard as it is, without communication in forward or backward."""
+    return value.placements == _as_torchs(layout) and not value.requires_grad
+
+
 def _redistributed(value: DTensor, layout: Layout) -> Tensor:
-    wanted = to_torch(layout)
-    if value.placements == wanted and not value.requires_grad:
+    if lies_as_read(value, layout):
         with torch.no_grad():  # to_local without an autograd node
             return value.to_local()
-    return value.redistribute(placements=wanted).to_local()
+    return value.redistribute(placements=to_torch(layout)).to_local()
 
 
-__all__ = ["local_input"]
+__all__ = ["lies_as_read", "local_input"]

@@ -27,6 +27,7 @@ from autoparallel.lower.activation_pass import overlap_activations
 from autoparallel.lower.emit import Program
 from autoparallel.lower.multi_copy_pass import in_copies
 from autoparallel.lower.norm_kernels import norm_kernels
+from autoparallel.lower.number_sums import sum_numbers_together
 from autoparallel.lower.overlap_pass import ended_together, overlap
 from autoparallel.lower.parameter_reads import (
     SplitProgram,
@@ -84,7 +85,7 @@ def _compiled_by(backend: str, program: GraphModule, hybrid: Hybrid, overlaps: b
     regathers = hybrid.zero_stage == 3
     how = Lowering(backend == INDUCTOR, regathers, hybrid.recompute, _recomputed(hybrid), hybrid.bucket_bytes,
                    hybrid.saved_on)
-    program = in_pieces(program, hybrid)
+    program = sum_numbers_together(in_pieces(program, hybrid))
     in_parts = in_blocks(program, hybrid)
     if not in_parts and not hybrid.gathers_once:
         return compiled(program, how)

@@ -22,6 +22,7 @@ from autoparallel.runtime.failing import Closed
 from autoparallel.runtime.form import Compiled, as_plain, form_of
 from autoparallel.runtime.guards import Guards
 from autoparallel.runtime.inputs import form_text
+from autoparallel.runtime.local_inputs import lies_as_read
 from autoparallel.runtime.placing import place
 from autoparallel.runtime.state import State
 
@@ -71,7 +72,13 @@ def trace(module: nn.Module, state: State, args: Sequence[Any], kwargs: Mapping[
 
 def _computes_first(compiled: Compiled, leaves: Sequence[Any]) -> bool:
     """Whether a call may begin while ranks still compare it: all that it sends goes through `kernels.collectives`."""
-    return compiled.sends_by_kernels and not any(isinstance(leaf, DTensor) for leaf in leaves)
+    if not compiled.sends_by_kernels or not any(isinstance(leaf, DTensor) for leaf in leaves):
+        return compiled.sends_by_kernels
+    program = compiled.program
+    read = {int(decision.path): layout for decision, layout in
+            zip(program.placeholders, program.placeholder_layouts, strict=True) if decision.kind == "input"}
+    return all(place in read and lies_as_read(leaf, read[place])
+               for place, leaf in enumerate(leaves) if isinstance(leaf, DTensor))
 
 
 def _compiled(module: nn.Module, state: State, key: Any, leaves: Sequence[Any], spec: pytree.TreeSpec, plain: bool
