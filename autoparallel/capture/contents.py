@@ -167,6 +167,12 @@ def fields_of(value: Any) -> dict[str, Any]:
     return {**object.__getattribute__(value, "__dict__"), **slots} if hasattr(value, "__dict__") else slots
 
 
+def fields_in_dict(value: Any) -> bool:
+    """Whether the `fields_of` an object are what its ``__dict__`` has."""
+    return not isinstance(value, (*_CONTAINERS, *_FUNCTIONS, threading.local)) and hasattr(value, "__dict__") \
+        and not _slots(type(value))
+
+
 @functools.lru_cache(maxsize=1024)
 def _slots(kind: Any) -> tuple[str, ...]:
     """Names of the slots of a class."""

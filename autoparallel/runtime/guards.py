@@ -20,7 +20,16 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from autoparallel.capture.contents import CachedFunction, Missing, cached_by, description, inside, is_mutable
+from autoparallel.capture.contents import (
+    CachedFunction,
+    Missing,
+    cached_by,
+    description,
+    fields_in_dict,
+    has_fields,
+    inside,
+    is_mutable,
+)
 from autoparallel.capture.dependencies import ALL, INTERNAL, Dependencies, hooks_of_all
 from autoparallel.capture.settings import reader
 from autoparallel.capture.variables import HOOKS, Variable
@@ -188,6 +197,36 @@ class _Contents:
 _MOST_PARTS = 1000
 
 
+class _Inside:
+    """What was in containers, compared object by object; that of dicts, and of plain objects' attributes, by loops in C:
+    this runs at every call."""
+
+    def __init__(self, values: Sequence[_Contents]) -> None:
+        self.odd = [value for value in values if value.parts is None]
+        parts = [part for value in values for part in value.parts or ()]
+        dicts = [part for part in parts if type(part[0]) is dict]
+        objects = [part for part in parts if has_fields(part[0]) and fields_in_dict(part[0])]
+        self.dicts, self.objects = [part[0] for part in dicts], [part[0] for part in objects]
+        known = {id(container) for container, _ in (*dicts, *objects)}
+        self.others = [part for part in parts if id(part[0]) not in known]
+        found = [found for _, found in (*dicts, *objects)]    # names, then values, as `inside` gives them
+        self.counts = [len(each) // 2 for each in found]
+        self.found = [*chain.from_iterable(each[:n] for each, n in zip(found, self.counts, strict=True)),
+                      *chain.from_iterable(each[n:2 * n] for each, n in zip(found, self.counts, strict=True))]
+
+    def _tables(self) -> list[dict[Any, Any]]:
+        return [*self.dicts, *map(object.__getattribute__, self.objects, repeat("__dict__"))]
+
+    def is_unchanged(self) -> bool:
+        tables = self._tables()
+        return (list(map(len, tables)) == self.counts and all(map(is_, _names_and_values(tables), self.found))
+                and all(map(_has, self.others)) and all(map(_Contents.hold, self.odd)))
+
+
+def _names_and_values(tables: Sequence[dict[Any, Any]]) -> Iterator[Any]:
+    return chain(chain.from_iterable(tables), chain.from_iterable(map(dict.values, tables)))
+
+
 def _has(part: tuple[Any, tuple[Any, ...]]) -> bool:
     """Whether a container has the very objects that it had."""
     now = tuple(inside(part[0]))
@@ -226,13 +265,14 @@ class _Seen:
 
 
 class _Variables:
-    """Variables as they were at the time of a trace. Those in which nothing can change are compared object by object,
-    by loops in C: this runs at every call."""
+    """Variables as they were at the time of a trace. Those of namespaces, and what is in them, are compared object by
+    object, by loops in C: this runs at every call."""
 
     def __init__(self, seen: Sequence[_Seen]) -> None:
         self.seen = seen
-        fixed = [one for one in seen if one.contents is None and not one.cached and type(one.variable.holder) in _GET]
-        self.others = [one for one in seen if one not in fixed]
+        fixed = [one for one in seen if not one.cached and type(one.variable.holder) in _GET]
+        self.others = [one for one in seen if one.cached or type(one.variable.holder) not in _GET]
+        self.inside = _Inside([one.contents for one in fixed if one.contents is not None])
         self.fixed = [(get, *zip(*((one.variable.holder, one.variable.name, one.value) for one in fixed
                                    if type(one.variable.holder) is kind), strict=True))
                       for kind, get in _GET.items() if any(type(one.variable.holder) is kind for one in fixed)]
@@ -241,8 +281,9 @@ class _Variables:
         return self  # as of `_Seen`
 
     def are_unchanged(self) -> bool:
-        return all(all(map(is_, map(get, holders, names, repeat(Missing)), values))
-                   for get, holders, names, values in self.fixed) and all(map(_Seen.holds, self.others))
+        same = all(all(map(is_, map(get, holders, names, repeat(Missing)), values))
+                   for get, holders, names, values in self.fixed) and self.inside.is_unchanged()
+        return all(map(_Seen.holds, self.others if same else self.seen))
 
 
 #: How a variable of a namespace is read, by its type.
@@ -274,6 +315,7 @@ class Guards:
         contents = {id(value): (value, f"{path}.{name}".strip(".")) for _, path, name, value in self.attributes
                     if is_mutable(value)}
         self.contents = [(_Contents(value), name) for value, name in contents.values()]
+        self.inside = _Inside([value for value, _ in self.contents])
 
     def holders(self) -> list[Any]:
         """The containers in here of the original's modules and their attributes."""
@@ -288,7 +330,7 @@ class Guards:
         now = map(dict.get, map(_namespace, self.owners), self.names, repeat(Missing))
         return (all(map(is_, now, self.values)) and all(map(is_, map(_order, self.modules), self.orders))
                 and all(len(names) == count for names, count, _ in self.sizes)
-                and all(contents.hold() for contents, _ in self.contents)
+                and (self.inside.is_unchanged() or all(contents.hold() for contents, _ in self.contents))
                 and self.variables.are_unchanged() and not self.had_hooks and not any(self.hook_tables)
                 and all(mode() == answer for mode, _, answer in self.modes) and not hooks_of_all()
                 and (self.strides is None or _strides(leaves) == self.strides))
