@@ -198,8 +198,8 @@ _MOST_PARTS = 1000
 
 
 class _Inside:
-    """What was in containers, compared object by object; that of dicts, and of plain objects' attributes, by loops in C:
-    this runs at every call."""
+    """What was in containers, compared object by object: that of dicts and of plain objects by loops in C, as this runs
+    at every call."""
 
     def __init__(self, values: Sequence[_Contents]) -> None:
         self.odd = [value for value in values if value.parts is None]
