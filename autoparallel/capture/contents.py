@@ -169,8 +169,9 @@ def fields_of(value: Any) -> dict[str, Any]:
 
 def fields_in_dict(value: Any) -> bool:
     """Whether the `fields_of` an object are what its ``__dict__`` has."""
-    return not isinstance(value, (*_CONTAINERS, *_FUNCTIONS, threading.local)) and hasattr(value, "__dict__") \
-        and not _slots(type(value))
+    kind: Any = type(value)
+    odd = isinstance(value, (*_CONTAINERS, *_FUNCTIONS, threading.local))
+    return not odd and hasattr(value, "__dict__") and not _slots(kind)
 
 
 @functools.lru_cache(maxsize=1024)
