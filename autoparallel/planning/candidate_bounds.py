@@ -54,6 +54,8 @@ class CandidateBounds:
         self._fetches: dict[tuple[object, ...], float] = {}
         #: By pipeline and micro-batches, of which candidates have a few hundred.
         self._in_flight: dict[tuple[object, ...], np.ndarray] = {}
+        #: By what `forced_again_s` depends on, which candidates share that differ in their ZeRO stage.
+        self._forced: dict[tuple[object, ...], float] = {}
 
     def least_bytes(self, candidate: Candidate, times: float = 1.0) -> float:
         """A lower bound of peak bytes, were activations ``times`` as large: state and tensors live between forward and
@@ -131,18 +133,29 @@ class CandidateBounds:
         h, again_s = candidate.hybrid, self.again_s(candidate)
         if not again_s or h.replicas:
             return 0.0
-        devices, ranks = math.prod(candidate.mesh_shape), h.pipeline_ranks
+        devices, limit = math.prod(candidate.mesh_shape), self.limit_of(candidate)
+        key = (h.recompute, h.saved_on, h.offload, h.on_host, h.cached, self._flight_key(h), devices, limit, work_s)
+        if key not in self._forced:
+            self._forced[key] = self._forced_s(h, devices, limit, again_s, work_s)
+        return self._forced[key]
+
+    def _forced_s(self, h: Hybrid, devices: int, limit: float, again_s: float, work_s: float) -> float:
+        """`forced_again_s` of a step configuration on stages of so many devices, of which all blocks would run again in
+        ``again_s``."""
+        ranks = h.pipeline_ranks
         keeping, again = self._kept(without_recompute(h)), self._kept(h)
         per_share = devices * h.micro_batches
         most, least = (kept["micro_batch", True] / per_share * self.least_in_flight(h) for kept in (keeping, again))
-        state, limit = keeping["state", True] / devices, self.limit_of(candidate)
+        state = keeping["state", True] / devices
         if ranks == 1:
             limit -= keeping["state", False] / devices + again["micro_batch", False] / per_share
         each = np.maximum(most - least, 1.0)    # bytes that recompute saves of a share
+        more_s, per_share_s = again_s * limit / each, work_s + again_s * (state + most) / each
+        fitting = limit / np.maximum(state + least, 1.0)
 
         def shares(seconds: float) -> float:
-            forced = (seconds + again_s * limit / each) / (work_s + again_s * (state + most) / each)
-            return float(np.minimum(np.minimum(seconds / work_s, forced), limit / np.maximum(state + least, 1.0)).sum())
+            forced = (seconds + more_s) / per_share_s
+            return float(np.add.reduce(np.minimum(np.minimum(seconds / work_s, forced), fitting)))
 
         low, high = work_s / ranks, (work_s + again_s)
         if shares(low) >= 1.0 or shares(high) < 1.0:    # nothing is forced; or no plan fits, which is not for here
@@ -211,12 +224,16 @@ class CandidateBounds:
     def least_in_flight(self, h: Hybrid) -> np.ndarray:
         """By pipeline rank, the least number of micro-batches whose activations one of its stages holds at its fullest.
         Candidates that differ in ZeRO, recompute and sharding share it."""
-        key = h.schedule, h.stages, h.pipeline_ranks, h.replicas, h.micro_batches, h.copies
+        key = self._flight_key(h)
         if key not in self._in_flight:
             groups = len(h.groups)
             least = [min(in_flight(h, stage) for stage in range(group, h.stages, groups)) for group in range(groups)]
             self._in_flight[key] = np.repeat(np.array(least, float), h.groups)
         return self._in_flight[key]
+
+    @staticmethod
+    def _flight_key(h: Hybrid) -> tuple[object, ...]:
+        return h.schedule, h.stages, h.pipeline_ranks, h.replicas, h.micro_batches, h.copies
 
     def _least_compute(self, shards: int) -> tuple[float, float]:
         """Seconds (forward, backward) of the program's ops, each divided evenly into ``shards``."""

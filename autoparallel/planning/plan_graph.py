@@ -123,6 +123,7 @@ def _plan_plainly(split: Splits, cluster: Cluster, mesh_shape: Sequence[int] | N
         return _plan_fitting(split, cluster, mesh_shape, options, error)
 
 
+@collected_later()
 def _plan_jointly(split: Splits, cluster: Cluster, mesh_shape: Sequence[int] | None, options: Options) -> Plan:
     """The joint search's plan, or what is faster of a usual plan by hand and the best plan of a plain step, as far as
     the options allow these.

@@ -18,7 +18,7 @@ from autoparallel.pricing.counts import ExecutionCounts
 from autoparallel.pricing.gradient_memory import GradientMemory
 from autoparallel.pricing.live_intervals import Liveness
 from autoparallel.pricing.pipeline_buffers import Buffer
-from autoparallel.pricing.step_cost import ALL_EXPOSED, Exposed, StepCosts
+from autoparallel.pricing.step_cost import ALL_EXPOSED, Exposed, Picked, StepCosts
 from autoparallel.pricing.unit_costs import Prices
 from autoparallel.pricing.window_memory import WindowMemory
 from autoparallel.search.model.interned import firsts, paired
@@ -274,19 +274,21 @@ class _Builder:
 
     def _edge(self, use: TensorUse, copies: float | None = None) -> Edge:
         """An edge; different classes may share costs or usages. ``copies``: of what it holds (None: without memory)."""
-        rows, columns = self.chosen[use.source], self.chosen[use.target]
+        rows, columns = self._picked(use.source), self._picked(use.target)
         seconds = self.costs.use_s(use, rows, columns)
         if copies is None:
             return Edge(use.source, use.target, seconds)
-        key, of_parameter = self.costs.use_key(use, rows, columns), self.counts.of_parameter[use.source]
+        key, of_parameter = self.costs.use_key(use), self.counts.of_parameter[use.source]
 
         def held() -> np.ndarray | None:
-            usages = self.costs.copy_bytes(use)[rows[:, None], columns] * copies
+            usages = self.costs.copy_bytes(use)[rows.numbers[:, None], columns.numbers] * copies
             return usages if usages.any() else None
 
-        return Edge(use.source, use.target, seconds,
-                    self.memo.once(("copies", key, copies, of_parameter, self.costs.parameters.fetches(use)),
-                                   held))
+        return Edge(use.source, use.target, seconds, self.memo.once(
+            ("copies", key, rows.pick, columns.pick, copies, of_parameter, self.costs.parameters.fetches(use)), held))
+
+    def _picked(self, index: int) -> Picked:
+        return Picked(self.chosen[index], int(self.picks[index]))
 
     def _buffer(self, buffer: Buffer) -> Edge:
         """A zero-cost edge with the bytes of a message buffer, by the layout of the value sent."""
@@ -299,7 +301,7 @@ class _Builder:
 
     def _gathered(self, use: TensorUse) -> Iterator[Edge]:
         """A zero-cost edge with the bytes of intermediate results of a parameter's gathers."""
-        usages = self.costs.gathered_bytes(use, self.chosen[use.source], self.chosen[use.target])
+        usages = self.costs.gathered_bytes(use, self._picked(use.source), self._picked(use.target))
         if usages.any():
             yield Edge(use.source, use.target, np.zeros(usages.shape), usages, self.live.gathered_interval(use))
 

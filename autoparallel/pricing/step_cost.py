@@ -70,6 +70,13 @@ class Move(NamedTuple):
     kind: int
 
 
+class Picked(NamedTuple):
+    """Strategy numbers of a decision; equal ones have an equal number ``pick``."""
+
+    numbers: np.ndarray
+    pick: int
+
+
 def prices_of(prices: Prices, counts: ExecutionCounts, index: int, stage: int | None = None) -> Prices:
     """The unit costs of a decision on the devices of the stage (default: on the slowest of all its stages)."""
     if counts.one_for_all or counts.hybrid.stages == 1:
@@ -212,12 +219,12 @@ class StepCosts:
 
     # --- uses -------------------------------------------------------------------------------------------------------
 
-    def use_key(self, use: TensorUse, rows: np.ndarray, columns: np.ndarray) -> tuple[object, ...]:
-        """A key that equivalent uses between these choices share."""
-        source, target = self.space.strategy_sets[use.source], self.space.strategy_sets[use.target]
-        return id(source), rows.tobytes(), use.output, id(target), columns.tobytes(), use.position
+    def use_key(self, use: TensorUse) -> tuple[object, ...]:
+        """A key that equivalent uses share."""
+        return id(self.space.strategy_sets[use.source]), use.output, id(self.space.strategy_sets[use.target]), \
+            use.position
 
-    def use_s(self, use: TensorUse, rows: np.ndarray, columns: np.ndarray) -> np.ndarray:
+    def use_s(self, use: TensorUse, rows: Picked, columns: Picked) -> np.ndarray:
         """Seconds of a use per step, by (row choice, column choice)."""
         forward, again, backward = self.counts.use_times(use)
         there, back = self.exposed.of(use, self.counts.of_parameter[use.source])
@@ -237,14 +244,17 @@ class StepCosts:
                 found = found + (there + back)[:, None]
             if self.lookups.is_table(use.source) or use.source in self.counts.sparse.density:
                 found = np.where(as_stored(self.space, use), found, np.inf)
-            every = [np.array_equal(some, np.arange(size))
-                     for some, size in zip((rows, columns), found.shape, strict=True)]
-            return found if all(every) else found[rows[:, None], columns]
+            every = [self._are_all(some, size) for some, size in zip((rows, columns), found.shape, strict=True)]
+            return found if all(every) else found[rows.numbers[:, None], columns.numbers]
 
-        key = "use", self.use_key(use, rows, columns), counted, sums, summing, moves, skips is not None, \
+        key = "use", self.use_key(use), rows.pick, columns.pick, counted, sums, summing, moves, skips is not None, \
             id(self.counts.away[use.source]), self.lookups.place(use.source), \
             self.counts.sparse.density.get(use.source)
         return self.memo.once(key, seconds)
+
+    def _are_all(self, picked: Picked, size: int) -> bool:
+        """Whether these are the numbers of all strategies, in order."""
+        return self.memo.once(("all", picked.pick, size), lambda: np.array_equal(picked.numbers, np.arange(size)))
 
     def sums_s(self, use: TensorUse) -> np.ndarray:
         """Seconds per step of accumulating a parameter's gradients over micro-batches (two reads and a write each; with
@@ -278,7 +288,7 @@ class StepCosts:
         local_shard = self._sums_bytes(use.meta, source.outputs[use.output])
         return np.where(copies > 0, copies + np.maximum(whole[None, :] - local_shard[:, None], 0.0), 0.0)
 
-    def gathered_bytes(self, use: TensorUse, rows: np.ndarray, columns: np.ndarray) -> np.ndarray:
+    def gathered_bytes(self, use: TensorUse, rows: Picked, columns: Picked) -> np.ndarray:
         """Bytes of intermediate results of a parameter's gathers, and of the fetched shard that is gathered; by (row
         choice, column choice)."""
         def found() -> np.ndarray:
@@ -286,9 +296,10 @@ class StepCosts:
             if self.parameters.fetches(use):
                 copies = self.prices.redistribution.use_copies(use)
                 gathered = gathered + np.where(copies > 0, self.parameters.bytes_of(use)[:, None], 0.0)
-            return gathered[rows[:, None], columns]
+            return gathered[rows.numbers[:, None], columns.numbers]
 
-        return self.memo.once(("shards", self.use_key(use, rows, columns), self.parameters.fetches(use)), found)
+        return self.memo.once(("shards", self.use_key(use), rows.pick, columns.pick, self.parameters.fetches(use)),
+                              found)
 
     def moves(self, strategies: Sequence[Strategy]) -> Sequence[Move]:
         """The redistributions of a plan, ordered by target. Uses without a redistribution are left out, unless they

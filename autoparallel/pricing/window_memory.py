@@ -41,7 +41,7 @@ class WindowMemory:
         """Zero-cost edges with these bytes, for the strategy numbers ``chosen`` by decision."""
         for use, gradient, interval in self.held:
             rows, columns = chosen[use.source], chosen[use.target]
-            key = "window", gradient, costs.use_key(use, rows, columns)
+            key = "window", gradient, costs.use_key(use)
             usages = costs.memo.once(key, lambda use=use, gradient=gradient: (  # type: ignore[misc]
                 _gradient_bytes if gradient else _ahead_bytes)(costs, use))
             if usages.any():

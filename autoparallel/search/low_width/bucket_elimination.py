@@ -14,6 +14,7 @@ import hashlib
 import heapq
 import itertools
 import math
+import threading
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -29,6 +30,8 @@ CHUNK_CELLS = 1_000_000
 KEPT_CELLS = 10_000_000
 HOPELESS_CELLS = 1e10
 WHOLE_NODES = 5_000  # beyond, a second order takes seconds
+SCRATCH_CELLS = 5_000  # sums from so many cells on are written where others were before
+_SCRATCH = threading.local()
 
 
 @dataclass(frozen=True)
@@ -239,17 +242,32 @@ class Tables:
         shape, cells = step.slot.shape, math.prod(step.slot.shape)
         parts = self._parts(step.factors, len(shape))
         if cells <= CHUNK_CELLS or len(shape) == 1:
-            least = np.minimum.reduce(functools.reduce(np.add, parts), axis=0)
+            total = functools.reduce(np.add, parts) if cells < SCRATCH_CELLS else _added(parts)
+            least = np.minimum.reduce(total, axis=0)
             return least if least.shape == shape[1:] else np.broadcast_to(least, shape[1:])
         rows = max(1, int(CHUNK_CELLS * shape[1] / cells))
         pieces = []
         for low in range(0, shape[1], rows):
             self.look_at_clock()
             some = [part if part.shape[1] == 1 else part[:, low:low + rows] for part in parts]
-            pieces.append(functools.reduce(np.add, some).min(axis=0))
+            pieces.append(np.minimum.reduce(_added(some), axis=0))
         full = shape[1:]
         return np.concatenate([np.broadcast_to(piece, (min(rows, full[0] - low), *full[1:])) for piece, low
                                in zip(pieces, range(0, full[0], rows), strict=True)])
+
+
+def _added(parts: Sequence[np.ndarray]) -> np.ndarray:
+    """The sum of tables, in memory that the next such sum of this thread overwrites: new memory for each takes as long
+    as adding up."""
+    *some, last = parts
+    if not some:
+        return last
+    first = functools.reduce(np.add, some)
+    shape = tuple(map(max, first.shape, last.shape))
+    room: np.ndarray | None = getattr(_SCRATCH, "room", None)
+    if room is None or room.size < math.prod(shape):
+        room = _SCRATCH.room = np.empty(max(math.prod(shape), CHUNK_CELLS))
+    return np.add(first, last, out=room[: math.prod(shape)].reshape(shape))
 
 
 @functools.lru_cache(maxsize=4096)
