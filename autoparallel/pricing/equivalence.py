@@ -24,29 +24,35 @@ class Equivalence:
     @cached_property
     def decisions(self) -> np.ndarray:
         """The equivalence class of each decision: equal numbers mean equal costs."""
+        counts = self.counts
+        if counts.in_one:
+            return self.anywhere
+        return _equivalent([self.anywhere, numbered(counts.stages_of) if counts.alike is None else counts.alike,
+                            [index in counts.unused for index in range(len(self.space))]])
+
+    @cached_property
+    def anywhere(self) -> np.ndarray:
+        """The same, as if all decisions ran on one stage."""
         counts, count = self.counts, len(self.space)
-        facts: list[Sequence[Any] | np.ndarray] = [_numbered(map(id, self.space.strategy_sets)), self.readers,
+        facts: list[Sequence[Any] | np.ndarray] = [numbered(map(id, self.space.strategy_sets)), self.readers,
                                                    counts.of_parameter]
         facts += [fact for fact in (counts.multiplicities, counts.held) if len(set(fact)) > 1]  # of a reduced model
         facts.append([index in self.space.differentiated for index in range(count)])
         if counts.hybrid.offload.groups:
-            facts.append(_numbered(counts.away))
+            facts.append(numbered(counts.away))
         if any(self.prices.chains):
-            facts.append(_numbered(self.prices.chains))
+            facts.append(numbered(self.prices.chains))
         if self.prices.cluster.profile is not None:  # hosts launch ahead in blocks only
             facts.append([bool(block) for block in self.space.blocks])
         if counts.lookups.names:
             facts.append([index in counts.lookups.tables or index in counts.lookups.ops for index in range(count)])
         if counts.lookups.cached:
-            facts.append(_numbered(map(counts.lookups.cached.get, range(count))))
+            facts.append(numbered(map(counts.lookups.cached.get, range(count))))
         if counts.sparse.density:
             facts.append([counts.sparse.density.get(index, -1.0) for index in range(count)])
-        if not counts.in_one:
-            facts += [_numbered(counts.stages_of) if counts.alike is None else counts.alike,
-                      [index in counts.unused for index in range(count)]]
         if counts.hybrid.recompute != "none":
             facts += [[index in counts.blocks.runs_again for index in range(count)],
-                      _numbered(map(counts.offloads, range(count)))]
+                      numbered(map(counts.offloads, range(count)))]
         return _equivalent(facts)
 
     @cached_property
@@ -56,7 +62,7 @@ class Equivalence:
         facts: list[Sequence[Any] | np.ndarray] = [self.decisions[sources], outputs, self.decisions[targets],
                                                    positions]
         if counts.hybrid.recompute != "none" or counts.hybrid.zero_stage == 3:
-            facts += [list(map(counts.reads_again, uses)), _numbered(map(counts.offloads_copy, uses))]
+            facts += [list(map(counts.reads_again, uses)), numbered(map(counts.offloads_copy, uses))]
         if counts.hybrid.alternates:
             facts.append(np.array(counts.views, bool)[sources])
         return _equivalent(facts)
@@ -112,7 +118,7 @@ def _equivalent(facts: Sequence[Sequence[Any] | np.ndarray]) -> np.ndarray:
     return reduce(paired, rest, first)
 
 
-def _numbered(values: Iterable[object]) -> list[int]:
+def numbered(values: Iterable[object]) -> list[int]:
     """Numbers of values in order of appearance (independent of addresses); equal values have equal numbers."""
     numbers = dict[object, int]()
     return [numbers.setdefault(value, len(numbers)) for value in values]

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Sequence
-from functools import partial
 
 from autoparallel.plans import Hybrid
 from autoparallel.plans.record import Span
+from autoparallel.pricing.alike_stages import alike_stages
 from autoparallel.pricing.overlap_simulation import Hidden, RankStep
 from autoparallel.pricing.problem import SpacePricer
 from autoparallel.pricing.rank_reads import COMPUTE
@@ -35,11 +35,25 @@ def hidden(pricer: SpacePricer, strategies: Sequence[Strategy], stages: Sequence
     """The seconds saved by overlap on one rank of these stages."""
     if not _hides(pricer):
         return Hidden()
-    def of(stage: int) -> Hidden:
-        return pricer.costs.memo.once(("hidden", tuple(strategies), stage, pricer.counts.hybrid.pieces), partial(
-            _hidden_on, pricer, strategies, stage))
+    found: _Stages = pricer.costs.memo.once(("hidden", tuple(strategies), pricer.counts.hybrid.pieces),
+                                            lambda: _Stages(pricer, strategies))
+    return Hidden(*map(sum, zip(*map(found.of, stages), strict=True)))
 
-    return Hidden(*map(sum, zip(*map(of, stages), strict=True)))
+
+class _Stages:
+    """What overlap saves on the stages of a plan; of those that run alike one is simulated."""
+
+    def __init__(self, pricer: SpacePricer, strategies: Sequence[Strategy]) -> None:
+        several = pricer.counts.hybrid.stages > 2    # of two, neither is between others
+        self.pricer, self.strategies = pricer, strategies
+        self.first = alike_stages(pricer, strategies) if several else range(pricer.counts.hybrid.stages)
+        self._known: dict[int, Hidden] = {}
+
+    def of(self, stage: int) -> Hidden:
+        first = self.first[stage]
+        if first not in self._known:
+            self._known[first] = _hidden_on(self.pricer, self.strategies, first)
+        return self._known[first]
 
 
 def _hidden_on(pricer: SpacePricer, strategies: Sequence[Strategy], stage: int) -> Hidden:

@@ -71,7 +71,7 @@ class RankReads:
         self.pricer, self.space, self.counts = pricer, pricer.space, pricer.counts
         hybrid = self.counts.hybrid
         self.stage, self.equivalent = stage, hybrid.is_plain or hybrid.reads_each
-        self.members = pricer.costs.memo.once("members", lambda: _members(self.counts)).get(stage, [])
+        self.members = members_of(pricer).get(stage, [])
         self.here = [False] * len(self.space)
         for index in self.members:
             self.here[index] = True
@@ -237,8 +237,12 @@ class RankReads:
         return min((reader for reader in readers if self.here[reader]), default=target)
 
 
-def _members(counts: ExecutionCounts) -> Mapping[int, list[int]]:
+def members_of(pricer: SpacePricer) -> Mapping[int, list[int]]:
     """By stage, the decisions that it runs, in order."""
+    return pricer.costs.memo.once("members", lambda: _members(pricer.counts))
+
+
+def _members(counts: ExecutionCounts) -> Mapping[int, list[int]]:
     found = defaultdict[int, list[int]](list)
     for index, stages in enumerate(counts.stages_of):
         for stage in stages if index not in counts.unused else ():
