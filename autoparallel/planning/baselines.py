@@ -64,6 +64,7 @@ class Baseline:
     space: StrategySpace
     roles: tuple[str, ...]
     _made: dict[tuple[bool, bool, TensorMeta], np.ndarray] = field(default_factory=dict, repr=False)
+    _by_use: dict[tuple[int, ...], np.ndarray] = field(default_factory=dict, repr=False)
 
     def decision_penalties(self, index: int) -> np.ndarray:
         """Penalties of a decision, by strategy: mesh axes on which a parameter or input is not laid out as the role
@@ -157,9 +158,13 @@ class Baseline:
     def use_penalties(self, use: TensorUse, table: RedistributionTable) -> np.ndarray:
         """Penalties of a use, by (source strategy, target strategy): redistribution steps that the roles do not
         allow."""
-        rows = self.space.strategy_sets[use.source].outputs[use.output]
-        columns = self.space.strategy_sets[use.target].inputs[use.position]
-        return np.minimum(self._penalties(use, table)[rows[:, None], columns], IMPOSSIBLE)
+        source, target = self.space.strategy_sets[use.source], self.space.strategy_sets[use.target]
+        by_layout = self._penalties(use, table)
+        key = id(source), use.output, id(target), use.position, id(by_layout)
+        if key not in self._by_use:
+            rows, columns = source.outputs[use.output], target.inputs[use.position]
+            self._by_use[key] = np.minimum(by_layout[rows[:, None], columns], IMPOSSIBLE)
+        return self._by_use[key]
 
     def _penalties(self, use: TensorUse, table: RedistributionTable) -> np.ndarray:
         of_parameter = self.reads_parameter(use)

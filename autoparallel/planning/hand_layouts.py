@@ -163,7 +163,7 @@ class HandLayouts:
 
 def _moves_s(problem: Problem, choice: Sequence[int]) -> float:
     """Seconds of a choice's redistributions, and their penalties."""
-    return sum(float(edge.costs[choice[edge.source], choice[edge.target]]) for edge in problem.edges)
+    return sum(problem.costs.take(problem.cells(choice))[len(problem.nodes):].tolist())
 
 
 __all__ = ["HandEstimate", "HandLayouts"]

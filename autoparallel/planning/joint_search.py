@@ -184,6 +184,7 @@ class _TrialPlans:
         self.best: Plan | None = None
         self.failure: AutoparallelError | None = None
         self.nearest: AutoparallelError | None = None
+        self._nearest = (True, math.inf)
         self.trial_s: dict[Candidate, float] = {}
         self.plans: dict[Candidate, Plan] = {}
         self.ratios: dict[tuple[int, int, str], float] = {}
@@ -356,7 +357,9 @@ class _TrialPlans:
             made = self.in_full(again, seconds, *search)
         except (InfeasibleError, SearchError) as error:
             self.failure = error
-            self.nearest = min(self.nearest or error, error, key=_needed_bytes)
+            found = bool(search), _needed_bytes(error)    # trial plans do not tell how much is enough
+            if self.nearest is None or found < self._nearest:
+                self.nearest, self._nearest = error, found
             return math.inf
         self._keep(candidate, made)
         if INTERRUPTED in made.evidence.stop_reason:

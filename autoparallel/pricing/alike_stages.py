@@ -1,4 +1,4 @@
-"""Stages of a pipeline that run alike, such as equal blocks between the first and the last: one is simulated for all."""
+"""Stages of a pipeline that run alike, such as those of equal blocks: one is simulated for all."""
 
 from __future__ import annotations
 

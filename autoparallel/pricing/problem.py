@@ -4,7 +4,7 @@ use."""
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from copy import copy
 from dataclasses import replace
 from functools import cached_property, partial
@@ -22,7 +22,7 @@ from autoparallel.pricing.step_cost import ALL_EXPOSED, Exposed, Picked, StepCos
 from autoparallel.pricing.unit_costs import Prices
 from autoparallel.pricing.window_memory import WindowMemory
 from autoparallel.search.model.interned import firsts, paired
-from autoparallel.search.model.problem import Edge, Node, Problem, Repeats, unchecked
+from autoparallel.search.model.problem import Edge, Node, Problem, Repeats, User, unchecked
 from autoparallel.strategies.space import Strategy, StrategySet, StrategySpace, TensorUse
 
 Allowed = Mapping[int, np.ndarray]
@@ -222,7 +222,7 @@ class _Builder:
         times = self.counts.multiplicities
         penalties = [FAULT_S * times[index] * self.penalties.decision_penalties(index)[numbers]
                      for index, numbers in enumerate(self.chosen)]
-        return Repeats([unchecked(node, costs=node.costs + more) for node, more in zip(made, penalties, strict=True)])
+        return _dearer(made, [(one.tobytes(),) for one in penalties], penalties.__getitem__)
 
     def _node(self, index: int, copies: float) -> Node:
         """A node; different classes may share costs or usages."""
@@ -252,9 +252,13 @@ class _Builder:
         if self.penalties is None:
             return made
         times, table = self.counts.multiplicities, self.pricer.prices.redistribution.table
-        penalties = [FAULT_S * times[use.target] * self.penalties.use_penalties(use, table(use.meta))[
-            self.chosen[use.source][:, None], self.chosen[use.target]] for use in uses]
-        return Repeats([unchecked(edge, costs=edge.costs + more) for edge, more in zip(made, penalties, strict=True)])
+        penalties = [self.penalties.use_penalties(use, table(use.meta)) for use in uses]
+
+        def more(at: int) -> np.ndarray:
+            rows, columns = self.chosen[uses[at].source], self.chosen[uses[at].target]
+            return FAULT_S * times[uses[at].target] * penalties[at][rows[:, None], columns]
+
+        return _dearer(made, [(id(one), times[use.target]) for use, one in zip(uses, penalties, strict=True)], more)
 
     def _use_kinds(self) -> np.ndarray:
         """A number per use: equal numbers mean equal edges, but for their memory."""
@@ -331,6 +335,19 @@ class _Builder:
                 at = begin + number * ranks + self.counts.stages_of[index][0] % ranks
                 found.append(Edge(index, use.target, np.zeros(shape), usages, (at, at + 1)))
         return found
+
+
+def _dearer(users: Repeats[User], kinds: Sequence[tuple[object, ...]], more: Callable[[int], np.ndarray]
+            ) -> Repeats[User]:
+    """Nodes, or edges, with penalties on their costs (``more``: by number); those that are alike and whose penalties
+    are of one of ``kinds`` share the sum."""
+    models, which, known = list[User](), list[int](), dict[tuple[object, ...], int]()
+    for number, (model, kind) in enumerate(zip(users.which.tolist(), kinds, strict=True)):
+        place = known.setdefault((model, *kind), len(models))
+        if place == len(models):
+            models.append(unchecked(users.models[model], costs=users.models[model].costs + more(number)))
+        which.append(place)
+    return Repeats(models, np.array(which, np.int64), **users.own)
 
 
 def _side_computations(space: StrategySpace) -> dict[int, np.ndarray]:

@@ -348,7 +348,7 @@ def solve(problem: Problem, search: str = "auto", time_limit_s: float | None = N
 
     Raises:
         SearchError: unknown search, or no plan found in time though none is proven impossible.
-        MemoryLimitError: no plan fits into the limit (says the least memory that plans need).
+        MemoryLimitError: no plan fits into the limit (says the least memory that plans need, or of "local" a bound).
         InfeasibleError: every plan is forbidden.
     """
     if search not in (SEARCHES if first is None else (*SEARCHES, "local")):
@@ -368,6 +368,8 @@ def solve(problem: Problem, search: str = "auto", time_limit_s: float | None = N
         if run.best.choice is None and search != "ilp":
             run.program()
     except MemoryLimitError as error:
+        if search == "local":
+            raise
         raise _why_not(problem, error, deadline) from None
     except KeyboardInterrupt:
         if run is None or run.best.choice is None:
