@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
 from typing import Any, TypeAlias
+from weakref import WeakKeyDictionary
 
 import torch
+import torch.utils._pytree as pytree
 from torch.fx import Graph
 
 from autoparallel.capture.numbers import with_examples
 
 Node: TypeAlias = Any  # an fx node, whose args torch types as a union of twenty kinds
+#: Values without data that `emit` has made for a graph, by op and arguments; those arguments.
+_RESULTS: WeakKeyDictionary[Graph, dict[object, tuple[Any, list[Any]]]] = WeakKeyDictionary()
+_PLAIN = (torch.Tensor, int, float, bool, str, type(None), torch.dtype, torch.device, torch.layout, torch.memory_format)
 
 
 def emit(graph: Graph, like: Node, target: Any, *args: Any, **kwargs: Any) -> Node:
@@ -20,8 +25,22 @@ def emit(graph: Graph, like: Node, target: Any, *args: Any, **kwargs: Any) -> No
     values = with_examples(torch.fx.node.map_arg((args, kwargs), lambda n: n.meta["val"]))
     node.meta = {k: like.meta[k] for k in ("nn_module_stack", "stack_trace", "no_grad") if k in like.meta}
     with getattr(like.meta.get("val"), "fake_mode", nullcontext()):    # made from numbers alone, it has no data either
-        node.meta["val"] = target(*values[0], **values[1])
+        node.meta["val"] = _result(graph, target, *values)
     return node
+
+
+def _result(graph: Graph, target: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+    """What an op makes of values without data. The nodes of equal blocks have the same values, of which the same op
+    makes one."""
+    leaves, spec = pytree.tree_flatten((args, kwargs))
+    if target._schema.is_mutable or not all(isinstance(leaf, _PLAIN) for leaf in leaves):
+        return target(*args, **kwargs)
+    known = _RESULTS.setdefault(graph, {})
+    key = target, spec, torch.is_grad_enabled(), tuple(
+        id(leaf) if isinstance(leaf, torch.Tensor) else (type(leaf), leaf) for leaf in leaves)
+    if key not in known:
+        known[key] = target(*args, **kwargs), leaves    # which keep their identities as long
+    return known[key][0]
 
 
 def argument(node: Node, name: str) -> Any:
