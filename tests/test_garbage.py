@@ -5,6 +5,8 @@ import gc
 import pytest
 
 from autoparallel.garbage import collected_later
+from cost_models import Cluster
+from tests.support.captured import plan_of
 
 
 @pytest.mark.parametrize("on", [True, False])
@@ -36,3 +38,10 @@ def test_what_was_made_is_old_at_once_and_what_was_frozen_stays_so():
         assert 0 < frozen - 100 < gc.get_freeze_count() <= frozen    # threads may let go of some
     finally:
         gc.unfreeze()
+
+
+def test_the_collector_waits_for_all_of_a_joint_search():
+    on = list[bool]()
+    plan_of("llama", Cluster.load("h100-sxm", num_devices=8), joint=True, time_limit_s=0.5,
+            progress=lambda *_: on.append(gc.isenabled()))
+    assert on and not any(on) and gc.isenabled()

@@ -13,9 +13,12 @@ from hypothesis import strategies as st
 
 import autoparallel
 from autoparallel.errors import SearchError
-from autoparallel.partition import split_batch
+from autoparallel.partition import split_batch, stages_of
 from autoparallel.planning import one_mesh
+from autoparallel.plans import Hybrid
 from autoparallel.pricing import ExecutionCounts, Prices, SpacePricer
+from autoparallel.pricing.alike_stages import alike_stages
+from autoparallel.pricing.hidden import hidden
 from autoparallel.pricing.overlap_simulation import RankStep
 from autoparallel.pricing.rank_reads import COMPUTE, Message, Timed
 from autoparallel.pricing.step_cost import ALL_EXPOSED, Exposed
@@ -218,3 +221,55 @@ def test_small_gathers_among_large_ones_are_launched_as_early() -> None:
     sizes = [5e7, 5e8, 2.5e8] * 4
     ahead = [sum(sizes[before + 1:number + 1]) for number, before in enumerate(starts(sizes, 25 * 2**20, stays=True))]
     assert min(ahead[3:]) >= sum(sizes[:3])
+
+
+class Decoder(torch.nn.Module):
+    """Equal layers between an embedding and the loss."""
+
+    def __init__(self, layers: int) -> None:
+        super().__init__()
+        self.embed = torch.nn.Embedding(64, 32)
+        self.layers = torch.nn.ModuleList(torch.nn.Sequential(
+            torch.nn.LayerNorm(32), torch.nn.Linear(32, 128), torch.nn.GELU(), torch.nn.Linear(128, 32))
+            for _ in range(layers))
+        self.head = torch.nn.Linear(32, 64, bias=False)
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        x = self.embed(ids)
+        for layer in self.layers:
+            x = x + layer(x)
+        return self.head(x).square().mean()
+
+
+@pytest.mark.parametrize("options", [
+    {"zero_stage": 1}, {"zero_stage": 2, "recompute": "full"}, {"zero_stage": 3, "recompute": "selective"},
+    {"zero_stage": 3, "recompute": "full", "schedule": "interleaved", "pipeline_ranks": 2},
+    {"zero_stage": 2, "recompute": "full", "recompute_blocks": ("layers.2",)},
+])
+def test_of_stages_that_run_alike_one_is_simulated(options: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two layers each, in six stages: those between are alike, unless one recomputes other blocks, or has another
+    plan. What overlap saves on them is what it saves on the one that is simulated."""
+    micro = split_batch(autoparallel.capture.capture(Decoder(12), (torch.zeros(64, 8, dtype=torch.long),)), 8)
+    space, cluster = StrategySpace(micro.body, (2, 2)), Cluster.load("h100-sxm", num_devices=24)
+    firsts = {block: d.name for d, block in reversed([*zip(space.decisions, space.blocks, strict=True)]) if d.kind == "op"}
+    cuts = tuple(firsts[f"layers.{2 * n}"] for n in range(1, 6))
+    hybrid = Hybrid(micro_batches=8, stages=6, bucket_bytes=2_000, **{"pipeline_ranks": 6, **options, "cuts": cuts})
+    stages = stages_of(space, micro.loss, hybrid)
+    counts = ExecutionCounts(space, hybrid, stages.of_decisions(len(space)))
+    pricer = SpacePricer(Prices(space, cluster), counts=counts)
+    strategies = [max(s.strategies, key=lambda one, s=s: sum(p.is_shard for p in s.output_layout(one)))
+                  for s in space.strategy_sets]
+    alike = list(alike_stages(pricer, strategies))
+    assert alike[0] == 0 and alike[-1] == 5 and alike[4] == alike[3]
+    assert (alike[2] == alike[1]) == ("recompute_blocks" not in options)
+    each = [RankStep(pricer, strategies, stage).hidden(cluster.device.overlap_slowdown) for stage in range(6)]
+    assert each == [each[first] for first in alike] and (options["zero_stage"] < 2 or any(one.total for one in each))
+    other = [*strategies]
+    at = next(d.index for d in space.decisions if d.path.startswith("layers.7.") and d.kind == "parameter")
+    other[at] = next(one for one in space.strategy_sets[at].strategies if one != strategies[at])
+    assert alike_stages(pricer, other)[3] == 3 and alike_stages(pricer, other)[4] != 3
+    simulated = list[int]()
+    monkeypatch.setattr("autoparallel.pricing.hidden._hidden_on", lambda pricer, strategies, stage: (
+        simulated.append(stage) or each[stage]))
+    assert hidden(pricer, strategies, range(6)).total == pytest.approx(sum(one.total for one in each))
+    assert sorted(simulated) == sorted(set(alike))

@@ -12,8 +12,10 @@ import pytest
 import torch
 import transformers
 from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from autoparallel.capture import OpGraph, build, capture
+from autoparallel.capture.passes.editing import emit
 from autoparallel.capture.tracing.repeated_blocks import find_repeated
 from benchmarks.architectures import ARCHITECTURES, Architecture
 from tests.support.tiers import slow
@@ -335,3 +337,27 @@ def test_traps(kind: type[Block], change: Change, reason: str | None,
     for number, block in enumerate(model.blocks):
         assert vars(block)["number"] == number
         assert vars(block).get("forward") is (_doubled if change is patched else None)
+
+
+def test_what_an_op_makes_of_the_same_values_is_worked_out_once() -> None:
+    """Of equal blocks, whose values are the same objects; an op that writes, or other arguments, are run."""
+    graph, runs = torch.fx.Graph(), list[object]()
+    x, y = graph.placeholder("x"), graph.placeholder("y")
+    x.meta["val"], y.meta["val"] = torch.empty(4, 6, device="meta"), torch.empty(4, 6, device="meta")
+
+    class Watch(TorchDispatchMode):
+        def __torch_dispatch__(self, function, types, args=(), kwargs=None):  # type: ignore[no-untyped-def]
+            runs.append(function)
+            return function(*args, **(kwargs or {}))
+
+    aten = torch.ops.aten
+    with Watch():
+        made = [emit(graph, x, aten.sum.dim_IntList, node, dims) for node, dims in (
+            (x, [0]), (x, [0]), (x, [1]), (y, [0]), (x, [True]))]
+        assert runs == [aten.sum.dim_IntList] * 4 and [node.meta["val"].shape[0] for node in made] == [6, 6, 4, 6, 4]
+        assert made[0].meta["val"] is made[1].meta["val"] and made[0] is not made[1]
+        for _ in range(2):
+            emit(graph, x, aten.add_.Scalar, x, 1)
+            with torch.no_grad():
+                emit(graph, x, aten.sum.dim_IntList, x, [0])
+    assert runs[4:] == [aten.add_.Scalar, aten.sum.dim_IntList, aten.add_.Scalar]

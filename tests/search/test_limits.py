@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 
 from autoparallel import clock
 from autoparallel.errors import InfeasibleError, SearchError
-from autoparallel.search import MemoryLimitError, Problem, evaluate, solve
+from autoparallel.search import Edge, MemoryLimitError, Node, Problem, evaluate, solve
 from autoparallel.search.high_width import solve as high_width
 from autoparallel.search.high_width.aggregation import Merger
 from autoparallel.search.high_width.event_form import Compact
@@ -164,3 +164,17 @@ def test_failures_of_highs_lose_no_plan(answer: Any, monkeypatch: pytest.MonkeyP
                 assert evaluate(problem, found.choice).feasible and found.lower_bound <= min(costs) * (1 + 1e-9)
                 assert found.stop_reason != "optimal" or found.objective <= min(costs) * (1 + 1e-5)
     assert asked and ("stopped without an answer" in caplog.text) == (answer is not None)
+
+
+def test_a_trial_that_cannot_fit_is_not_explained(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The search from a choice, of which there are many, says a bound; the others say what is enough, which takes as
+    long as a search."""
+    nodes = [Node(name, np.zeros(2), np.array([4.0, 8.0]), (0, 2)) for name in "ab"]
+    problem = Problem(nodes, [Edge(0, 1, np.zeros((2, 2)))], 6.0)
+    with pytest.raises(MemoryLimitError) as explained:
+        solve(problem, "exact", first=(1, 1))
+    assert explained.value.needed_bytes == explained.value.sufficient_bytes == 8.0
+    monkeypatch.setattr("autoparallel.search.solver.lowest_memory", lambda *_: pytest.fail("explained"))
+    with pytest.raises(MemoryLimitError) as bounded:
+        solve(problem, "local", first=(1, 1))
+    assert 6.0 < bounded.value.needed_bytes <= 8.0

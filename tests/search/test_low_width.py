@@ -278,3 +278,22 @@ def test_no_cheaper_plan_has_a_choice_that_was_dropped(seed: int) -> None:
             assert np.allclose(left.memory.load(left.problem, inside), memory.load(problem, plan))
     better = left.raised(math.inf, 20, lambda plan: math.inf, 0.0)
     assert min(better.dual.bound, costs[middle]) <= min(costs.values()) * (1 + 1e-9)
+
+
+def test_sums_that_share_their_memory_do_not_change_one_another() -> None:
+    """Tables large enough to be added where others were, more of them than one, and results that are still read."""
+    rng = np.random.default_rng(0)
+    nodes = [Node(name, rng.random(30), np.zeros(30)) for name in "abcde"]
+    assert bucket_elimination.SCRATCH_CELLS < 30**3
+    edges = [Edge(u, v, rng.random((30, 30))) for u in range(4) for v in range(u + 1, 5)]
+    problem = Problem(nodes, edges)
+    value, choice = Eliminator.of(problem).solve(problem.costs)
+    assert value == pytest.approx(evaluate(problem, choice).objective)
+    total = np.zeros((30,) * 5)
+    for edge in edges:
+        total += edge.costs.reshape([30 if axis in (edge.source, edge.target) else 1 for axis in range(5)])
+    for axis, node in enumerate(nodes):
+        total += node.costs.reshape([30 if other == axis else 1 for other in range(5)])
+    assert value == pytest.approx(total.min())
+    again = Eliminator.of(problem)
+    assert again.solve(problem.costs) == (value, choice) == again.solve(problem.costs)
