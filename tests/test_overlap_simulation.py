@@ -251,7 +251,8 @@ def test_of_stages_that_run_alike_one_is_simulated(options: dict[str, Any], monk
     plan. What overlap saves on them is what it saves on the one that is simulated."""
     micro = split_batch(autoparallel.capture.capture(Decoder(12), (torch.zeros(64, 8, dtype=torch.long),)), 8)
     space, cluster = StrategySpace(micro.body, (2, 2)), Cluster.load("h100-sxm", num_devices=24)
-    firsts = {block: d.name for d, block in reversed([*zip(space.decisions, space.blocks, strict=True)]) if d.kind == "op"}
+    named = [(block, d.name) for d, block in zip(space.decisions, space.blocks, strict=True) if d.kind == "op"]
+    firsts = dict(reversed(named))
     cuts = tuple(firsts[f"layers.{2 * n}"] for n in range(1, 6))
     hybrid = Hybrid(micro_batches=8, stages=6, bucket_bytes=2_000, **{"pipeline_ranks": 6, **options, "cuts": cuts})
     stages = stages_of(space, micro.loss, hybrid)

@@ -134,36 +134,11 @@ class CandidateBounds:
         if not again_s or h.replicas:
             return 0.0
         devices, limit = math.prod(candidate.mesh_shape), self.limit_of(candidate)
-        key = (h.recompute, h.saved_on, h.offload, h.on_host, h.cached, self._flight_key(h), devices, limit, work_s)
+        key = (h.recompute, h.saved_on, h.offload, h.on_host, h.cached, _flight_of(h), devices, limit, work_s)
         if key not in self._forced:
-            self._forced[key] = self._forced_s(h, devices, limit, again_s, work_s)
+            kept = self._kept(without_recompute(h)), self._kept(h)
+            self._forced[key] = _forced_s(h, devices, limit, kept, self.least_in_flight(h), again_s, work_s)
         return self._forced[key]
-
-    def _forced_s(self, h: Hybrid, devices: int, limit: float, again_s: float, work_s: float) -> float:
-        """`forced_again_s` of a step configuration on stages of so many devices, of which all blocks would run again in
-        ``again_s``."""
-        ranks = h.pipeline_ranks
-        keeping, again = self._kept(without_recompute(h)), self._kept(h)
-        per_share = devices * h.micro_batches
-        most, least = (kept["micro_batch", True] / per_share * self.least_in_flight(h) for kept in (keeping, again))
-        state = keeping["state", True] / devices
-        if ranks == 1:
-            limit -= keeping["state", False] / devices + again["micro_batch", False] / per_share
-        each = np.maximum(most - least, 1.0)    # bytes that recompute saves of a share
-        more_s, per_share_s = again_s * limit / each, work_s + again_s * (state + most) / each
-        fitting = limit / np.maximum(state + least, 1.0)
-
-        def shares(seconds: float) -> float:
-            forced = (seconds + more_s) / per_share_s
-            return float(np.add.reduce(np.minimum(np.minimum(seconds / work_s, forced), fitting)))
-
-        low, high = work_s / ranks, (work_s + again_s)
-        if shares(low) >= 1.0 or shares(high) < 1.0:    # nothing is forced; or no plan fits, which is not for here
-            return 0.0
-        for _ in range(BISECTIONS):
-            middle = (low + high) / 2
-            low, high = (low, middle) if shares(middle) >= 1.0 else (middle, high)
-        return max(0.0, ranks * low - work_s)
 
     def host_update(self, hybrid: Hybrid) -> HostUpdate:
         """A lower bound of the optimizer's step on the host: of states that are divided evenly over all devices."""
@@ -224,16 +199,12 @@ class CandidateBounds:
     def least_in_flight(self, h: Hybrid) -> np.ndarray:
         """By pipeline rank, the least number of micro-batches whose activations one of its stages holds at its fullest.
         Candidates that differ in ZeRO, recompute and sharding share it."""
-        key = self._flight_key(h)
+        key = _flight_of(h)
         if key not in self._in_flight:
             groups = len(h.groups)
             least = [min(in_flight(h, stage) for stage in range(group, h.stages, groups)) for group in range(groups)]
             self._in_flight[key] = np.repeat(np.array(least, float), h.groups)
         return self._in_flight[key]
-
-    @staticmethod
-    def _flight_key(h: Hybrid) -> tuple[object, ...]:
-        return h.schedule, h.stages, h.pipeline_ranks, h.replicas, h.micro_batches, h.copies
 
     def _least_compute(self, shards: int) -> tuple[float, float]:
         """Seconds (forward, backward) of the program's ops, each divided evenly into ``shards``."""
@@ -280,3 +251,34 @@ class CandidateBounds:
 
     def _whole_prices(self, spread: int) -> Prices:
         return Prices(self._whole, self.cluster, self.optimizer, stages=self.cluster.num_devices, spread=spread)
+
+
+def _flight_of(h: Hybrid) -> tuple[object, ...]:
+    """What the micro-batches in flight depend on."""
+    return h.schedule, h.stages, h.pipeline_ranks, h.replicas, h.micro_batches, h.copies
+
+
+def _forced_s(h: Hybrid, devices: int, limit: float, kept: tuple[Mapping[tuple[str, bool], float], ...],
+              in_flight: np.ndarray, again_s: float, work_s: float) -> float:
+    """`CandidateBounds.forced_again_s` on stages of so many devices, of which all blocks would run again in
+    ``again_s``. ``kept``: without recompute, and with it."""
+    (keeping, again), ranks, per_share = kept, h.pipeline_ranks, devices * h.micro_batches
+    most, least = (some["micro_batch", True] / per_share * in_flight for some in kept)
+    state = keeping["state", True] / devices
+    if ranks == 1:
+        limit -= keeping["state", False] / devices + again["micro_batch", False] / per_share
+    each = np.maximum(most - least, 1.0)    # bytes that recompute saves of a share
+    more_s, per_share_s = again_s * limit / each, work_s + again_s * (state + most) / each
+    fitting = limit / np.maximum(state + least, 1.0)
+
+    def shares(seconds: float) -> float:
+        forced = (seconds + more_s) / per_share_s
+        return float(np.add.reduce(np.minimum(np.minimum(seconds / work_s, forced), fitting)))
+
+    low, high = work_s / ranks, (work_s + again_s)
+    if shares(low) >= 1.0 or shares(high) < 1.0:    # nothing is forced; or no plan fits, which is not for here
+        return 0.0
+    for _ in range(BISECTIONS):
+        middle = (low + high) / 2
+        low, high = (low, middle) if shares(middle) >= 1.0 else (middle, high)
+    return max(0.0, ranks * low - work_s)

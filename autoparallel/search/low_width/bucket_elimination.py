@@ -372,6 +372,24 @@ class Sweep:
         return reduced_costs, over
 
 
+class Layout(NamedTuple):
+    """The rules of an elimination: one for each form of ``subgraphs``, and ``top`` for the ``nodes`` that join them, of
+    the tables with the numbers ``inputs``, the first ``given``, and of the results of subgraphs."""
+
+    subgraphs: list[Subgraphs]
+    rules: list[Sweep]
+    nodes: np.ndarray
+    inputs: np.ndarray
+    given: int
+    top: Sweep
+    max_cells: float
+
+
+#: By numbers of choices and edges: problems that differ in costs alone have the same.
+_RECENT: dict[tuple[bytes, bytes], Layout] = {}
+MOST_RECENT = 64
+
+
 class Eliminator:
     """Solves problems of one structure (same nodes and edges) again and again with changed costs.
 
@@ -384,34 +402,41 @@ class Eliminator:
     def __init__(self, sizes: Sequence[int] | np.ndarray, pairs: Sequence[tuple[int, int]] | np.ndarray) -> None:
         self.sizes, self.solved_s = np.asarray(sizes, np.int64), 0.0
         self._tables = Tables()
-        clock.did("nodes laid out", len(self.sizes) + len(pairs))
+        clock.did("nodes laid out", len(self.sizes) + len(pairs))    # also those of before
         ends = np.asarray(pairs, np.int64).reshape(-1, 2)
-        self._lay_out(ends, repeated_subgraphs(self.sizes, ends))
-        if self.max_cells > CHUNK_CELLS and self._subgraphs and len(self.sizes) <= WHOLE_NODES:  # it may be narrower
-            whole = copy.copy(self)
-            whole._lay_out(ends, [])
-            if whole.max_cells < self.max_cells:
-                self.__dict__.update(whole.__dict__)
+        key = self.sizes.tobytes(), ends.tobytes()
+        if (known := _RECENT.get(key)) is None:
+            while len(_RECENT) >= MOST_RECENT:
+                _RECENT.pop(next(iter(_RECENT)), None)
+            known = _RECENT[key] = self._laid_out(ends)
+        self._subgraphs, self._rules, self._nodes, self._inputs, self._given, self._top, self.max_cells = known
 
-    def _lay_out(self, ends: np.ndarray, subgraphs: list[Subgraphs]) -> None:
+    def _laid_out(self, ends: np.ndarray) -> Layout:
+        """The rules, of repeated subgraphs or of all nodes as one graph, if that is narrower."""
+        found = self._lay_out(ends, repeated_subgraphs(self.sizes, ends))
+        if found.max_cells > CHUNK_CELLS and found.subgraphs and len(self.sizes) <= WHOLE_NODES:
+            found = min(found, self._lay_out(ends, []), key=lambda one: one.max_cells)
+        return found
+
+    def _lay_out(self, ends: np.ndarray, subgraphs: list[Subgraphs]) -> Layout:
         """The rules: one per form of subgraphs, and one for what joins them."""
         count = len(self.sizes)
-        self._subgraphs = subgraphs
-        self._rules = [Sweep(self.sizes[np.concatenate([form.nodes[0], form.border[0]])].tolist(), form.scopes,
-                             form.nodes.shape[1]) for form in self._subgraphs]
+        rules = [Sweep(self.sizes[np.concatenate([form.nodes[0], form.border[0]])].tolist(), form.scopes,
+                       form.nodes.shape[1]) for form in subgraphs]
         outside, left = np.ones(count, bool), np.ones(count + len(ends), bool)
-        for form in self._subgraphs:
+        for form in subgraphs:
             outside[form.nodes], left[form.inputs] = False, False
-        self._nodes, self._inputs = np.flatnonzero(outside), np.flatnonzero(left)
-        place = dict(zip(self._nodes.tolist(), range(len(self._nodes)), strict=True))
-        scopes: list[tuple[int, ...]] = [(place[v],) for v in self._nodes.tolist()]
-        for u, v in ends[self._inputs[len(self._nodes):] - count].tolist():
+        nodes, inputs = np.flatnonzero(outside), np.flatnonzero(left)
+        place = dict(zip(nodes.tolist(), range(len(nodes)), strict=True))
+        scopes: list[tuple[int, ...]] = [(place[v],) for v in nodes.tolist()]
+        for u, v in ends[inputs[len(nodes):] - count].tolist():
             open_ends = [w for w in (u, v) if self.sizes[w] > 1] or [v]  # a node with one choice joins nothing
             scopes.append(tuple(place[w] for w in open_ends))
-        self._given = len(scopes)
-        scopes += [tuple(place[v] for v in border) for form in self._subgraphs for border in form.border.tolist()]
-        self._top = Sweep(self.sizes[self._nodes].tolist(), scopes)
-        self.max_cells = max(rule.order.max_cells for rule in (self._top, *self._rules))
+        given = len(scopes)
+        scopes += [tuple(place[v] for v in border) for form in subgraphs for border in form.border.tolist()]
+        top = Sweep(self.sizes[nodes].tolist(), scopes)
+        return Layout(subgraphs, rules, nodes, inputs, given, top,
+                      max(rule.order.max_cells for rule in (top, *rules)))
 
     @classmethod
     def of(cls, problem: Problem) -> Eliminator:
