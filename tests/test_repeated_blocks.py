@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import logging
+import operator
 from collections.abc import Callable
 from typing import Any, cast
 
@@ -361,3 +362,4 @@ def test_what_an_op_makes_of_the_same_values_is_worked_out_once() -> None:
             with torch.no_grad():
                 emit(graph, x, aten.sum.dim_IntList, x, [0])
     assert runs[4:] == [aten.add_.Scalar, aten.sum.dim_IntList, aten.add_.Scalar]
+    assert emit(graph, x, operator.mul, 2, 3).meta["val"] == 6

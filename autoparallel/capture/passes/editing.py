@@ -33,7 +33,8 @@ def _result(graph: Graph, target: Any, args: Sequence[Any], kwargs: Mapping[str,
     """What an op makes of values without data. The nodes of equal blocks have the same values, of which the same op
     makes one."""
     leaves, spec = pytree.tree_flatten((args, kwargs))
-    if target._schema.is_mutable or not all(isinstance(leaf, _PLAIN) for leaf in leaves):
+    schema = getattr(target, "_schema", None)    # arithmetic of numbers has none
+    if schema is None or schema.is_mutable or not all(isinstance(leaf, _PLAIN) for leaf in leaves):
         return target(*args, **kwargs)
     known = _RESULTS.setdefault(graph, {})
     key = target, spec, torch.is_grad_enabled(), tuple(
