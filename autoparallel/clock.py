@@ -33,7 +33,7 @@ RATES: Mapping[str, float] = {
     "rows pivoted": 1e-8,
 }
 #: Time limits that are not given: of a joint search, and of others.
-JOINT_LIMIT_S, LIMIT_S = 20.0, 60.0
+JOINT_LIMIT_S, LIMIT_S = 15.0, 60.0
 #: Outside of `counted`, the share of wall time in a second of the clock; the rest is CPU time. Whatever else runs on
 #: the machine, a limit of so many seconds is over after ten times as many.
 WALL_SHARE = 0.1

@@ -11,6 +11,7 @@ import pytest
 from autoparallel import clock
 from autoparallel.partition import Splits
 from autoparallel.planning import hand_layouts, usual
+from autoparallel.planning.baselines import by_roles
 from autoparallel.planning.by_hand import ByHand
 from autoparallel.planning.options import Options
 from autoparallel.planning.plan_by_hand import estimate_by_hand, plan_by_hand
@@ -18,8 +19,11 @@ from autoparallel.planning.usual import pricing_of, usual_plans
 from autoparallel.plans import Plan
 from autoparallel.plans.record import FAR_SLOWER, SLOWER
 from autoparallel.plans.roles import roles_of
+from autoparallel.pricing import Prices, SpacePricer
+from autoparallel.pricing.problem import FAULT_S
 from autoparallel.search import solve
 from autoparallel.search.model.problem import Problem, Solution
+from autoparallel.strategies.space import StrategySpace
 from cost_models import Cluster
 from tests.support.reported import SEQUENCE, TOKENS, graph
 
@@ -51,6 +55,22 @@ def test_equal_blocks_are_laid_out_once(text: str, monkeypatch: pytest.MonkeyPat
     assert more[-2:] == [first, max(sizes)] and max(sizes) > 1.8 * first
     assert more[:-2] == ([] if text != HANDS[-1] else [max(sizes)])
     assert (small.strategies, small.hybrid, small.prediction) == (whole.strategies, whole.hybrid, whole.prediction)
+
+
+def test_equal_blocks_share_the_costs_of_their_redistributions() -> None:
+    """With the penalties of roles too, which are those of each use by itself."""
+    space = StrategySpace(graph(LAYERS), (2, 2))
+    roles = by_roles("by hand", space, ("data", "tensor"))
+    pricers = [SpacePricer(Prices(space, CLUSTER, direct=True), penalties=some) for some in (roles, None)]
+    (nodes, edges), (plain, moves) = ((p.full().nodes, p.full().edges[: len(space.uses)]) for p in pricers)
+    assert len({id(edge.costs) for edge in edges}) < 0.7 * len(edges) and len({id(n.costs) for n in nodes}) < len(nodes)
+    for node, free, index in zip(nodes, plain, range(len(nodes)), strict=True):
+        assert (node.costs == free.costs + FAULT_S * roles.decision_penalties(index)[pricers[0].choices(index)]).all()
+    table = pricers[0].prices.redistribution.table
+    for use, edge, free in zip(space.uses, edges, moves, strict=True):
+        fresh = by_roles("by hand", space, ("data", "tensor")).use_penalties(use, table(use.meta))
+        rows, columns = pricers[0].choices(use.source), pricers[0].choices(use.target)
+        assert (edge.costs == free.costs + FAULT_S * fresh[rows[:, None], columns]).all()
 
 
 @pytest.mark.parametrize("left_s", [0.0, -5.0])

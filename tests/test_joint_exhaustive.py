@@ -6,21 +6,25 @@ from __future__ import annotations
 import itertools
 import math
 import random
+from dataclasses import replace
 
 import numpy as np
 import pytest
 
 from autoparallel.errors import InfeasibleError
 from autoparallel.partition import Splits
+from autoparallel.planning import candidate_bounds
 from autoparallel.planning.bound_kinds import Kind
 from autoparallel.planning.candidates import Candidate, Fixed
 from autoparallel.planning.joint_candidates import JointSearch
+from autoparallel.planning.joint_search import _TrialPlans
 from autoparallel.planning.memory_bounds import least_fitting_s
 from autoparallel.planning.one_mesh import plan_on
 from autoparallel.planning.options import Options
 from autoparallel.planning.step_bounds import Work
-from autoparallel.plans import Hybrid
+from autoparallel.plans import Hybrid, Plan
 from autoparallel.schedule.pieces import TRIED
+from autoparallel.search import MemoryLimitError
 from autoparallel.search.model.problem import Edge, Node, Problem
 from tests.support.small_joint import SmallCase
 
@@ -144,3 +148,32 @@ def test_bubbles_make_all_of_a_micro_batch_longer() -> None:
     work = Work(10.0, 18.0, 2.0)
     assert [work.at(longer, 4.0) for longer in (1.0, 1.5, 2.0)] == [10.0, 14.0, 18.0]
     assert work.at(2.5, 4.0) == 18.0 and work.at(2.5, 7.0) == 20.5 and Work(10.0, 10.0, 1.0).at(1.5, 4.0) == 12.0
+
+
+def test_recompute_that_memory_forces_is_worked_out_once_for_all_zero_stages(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It depends on neither ZeRO nor sharding, and is what it is for each by itself."""
+    case, worked_out = SmallCase(0), list[Hybrid]()
+    original = candidate_bounds._forced_s
+    monkeypatch.setattr(candidate_bounds, "_forced_s", lambda h, *given: worked_out.append(h) or original(h, *given))
+    some = [Candidate(Hybrid(4, zero_stage=zero, recompute="full"), (4,)) for zero in (1, 2, 3)]
+    bounds, work_s = case.search.bounds, case.search.bounds.work_s(some[0])
+    bounds.limit = (bounds.least_bytes(some[0]) + bounds.least_bytes(
+        replace(some[0], hybrid=replace(some[0].hybrid, recompute="none")))) / 2
+    found = [bounds.forced_again_s(one, work_s) for one in some]
+    assert len(worked_out) == 1 and found[0] > 0 and len(set(found)) == 1
+    bounds.limit *= 2
+    assert bounds.forced_again_s(some[0], work_s) < found[0] and len(worked_out) == 2
+
+
+def test_if_nothing_fits_the_error_tells_what_is_enough() -> None:
+    """That of a full search, not the bound of a trial plan, though it is less."""
+    def in_full(candidate: Candidate, seconds: float, search: str = "auto") -> Plan:
+        needed = 5.0 if search == "local" else 9.0 - candidate.hybrid.micro_batches
+        raise MemoryLimitError("", needed, 4.0, math.inf if search == "local" else 9.0)
+
+    trials = _TrialPlans(in_full, lambda candidate, best_s: candidate)
+    trials.add([Candidate(Hybrid(count), (2,), 1.0, lambda space: []) for count in (1, 2)])
+    trials.run(math.inf)
+    assert isinstance(trials.nearest, MemoryLimitError) and trials.nearest.needed_bytes == 5.0
+    trials.search_on(math.inf)
+    assert (trials.nearest.needed_bytes, trials.nearest.sufficient_bytes) == (7.0, 9.0)
