@@ -57,7 +57,7 @@ def _rows(pricer: SpacePricer, strategies: Sequence[Strategy]) -> tuple[np.ndarr
                   list(map(counts.crosses, space.uses)), list(map(counts.saved.copy_is_kept, space.uses)),
                   list(map(counts.reads_again, space.uses))], axis=1),
         [np.array(numbered(some)) for some in (space.blocks, again.of, again.gathered)]
-        + [np.array([some.get(block, ELSEWHERE) for block in again.of])
+        + [np.array([ELSEWHERE if block is None else some.get(block, ELSEWHERE) for block in again.of])
            for some in (again.starts, again.ends, again.last)]))
     return (np.column_stack([of[0], numbers]), np.column_stack([of[1], numbers[sources]]), of[2])
 
