@@ -113,7 +113,7 @@ def with_and_without(name: str, mesh_shape: tuple[int, ...], options: dict[str, 
     ("llama", (4,), {"baseline": "tensor_parallel", "micro_batches": 2}, 10),
     slow("llama", (4,), {"baseline": "tensor_parallel", "recompute": "selective"}, 5),
     slow("llama", (4,), {"baseline": "sequence_parallel", "recompute": "full"}, 3),
-    slow("t5", (4,), {"baseline": "tensor_parallel"}, 11),
+    slow("t5", (4,), {"baseline": "tensor_parallel"}, 10),
 ])
 def test_weights_gradients_are_computed_while_their_inputs_travel(
     ranks: Any, name: str, mesh_shape: tuple[int, ...], options: dict[str, Any], expected: int,
