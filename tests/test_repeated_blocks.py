@@ -13,6 +13,7 @@ import pytest
 import torch
 import transformers
 from torch import nn
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from autoparallel.capture import OpGraph, build, capture
@@ -363,3 +364,15 @@ def test_what_an_op_makes_of_the_same_values_is_worked_out_once() -> None:
                 emit(graph, x, aten.sum.dim_IntList, x, [0])
     assert runs[4:] == [aten.add_.Scalar, aten.sum.dim_IntList, aten.add_.Scalar]
     assert emit(graph, x, operator.mul, 2, 3).meta["val"] == 6
+
+
+def test_values_made_from_numbers_have_data_only_where_those_of_their_node_do() -> None:
+    """A node with several results has no mode of tensors without data."""
+    graph, mode = torch.fx.Graph(), FakeTensorMode()
+    x, both = graph.placeholder("x"), graph.placeholder("both")
+    x.meta["val"] = mode.from_tensor(torch.empty(2, 3))
+    both.meta["val"] = x.meta["val"], x.meta["val"]
+    made = [emit(graph, like, torch.ops.aten.full.default, [2, 3], 1.0) for like in (both, x, x)]
+    assert [isinstance(node.meta["val"], FakeTensor) for node in made] == [False, True, True]
+    assert made[1].meta["val"] is made[2].meta["val"]
+    assert isinstance(emit(graph, x, torch.ops.aten.add.Tensor, x, made[1]).meta["val"], FakeTensor)

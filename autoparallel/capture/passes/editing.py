@@ -24,20 +24,21 @@ def emit(graph: Graph, like: Node, target: Any, *args: Any, **kwargs: Any) -> No
     node = graph.call_function(target, args, kwargs)
     values = with_examples(torch.fx.node.map_arg((args, kwargs), lambda n: n.meta["val"]))
     node.meta = {k: like.meta[k] for k in ("nn_module_stack", "stack_trace", "no_grad") if k in like.meta}
-    with getattr(like.meta.get("val"), "fake_mode", nullcontext()):    # made from numbers alone, it has no data either
-        node.meta["val"] = _result(graph, target, *values)
+    mode = getattr(like.meta.get("val"), "fake_mode", None)
+    with mode or nullcontext():    # made from numbers alone, it has no data either
+        node.meta["val"] = _result(graph, mode, target, *values)
     return node
 
 
-def _result(graph: Graph, target: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-    """What an op makes of values without data. The nodes of equal blocks have the same values, of which the same op
-    makes one."""
+def _result(graph: Graph, mode: object, target: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+    """What an op makes of values without data, under this ``mode``. The nodes of equal blocks have the same values, of
+    which the same op makes one."""
     leaves, spec = pytree.tree_flatten((args, kwargs))
     schema = getattr(target, "_schema", None)    # arithmetic of numbers has none
     if schema is None or schema.is_mutable or not all(isinstance(leaf, _PLAIN) for leaf in leaves):
         return target(*args, **kwargs)
     known = _RESULTS.setdefault(graph, {})
-    key = target, spec, torch.is_grad_enabled(), tuple(
+    key = target, spec, mode, torch.is_grad_enabled(), tuple(
         id(leaf) if isinstance(leaf, torch.Tensor) else (type(leaf), leaf) for leaf in leaves)
     if key not in known:
         known[key] = target(*args, **kwargs), leaves    # which keep their identities as long
