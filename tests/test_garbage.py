@@ -1,6 +1,7 @@
 """The collector waits while we plan, and is as it was after that."""
 
 import gc
+import weakref
 
 import pytest
 
@@ -45,3 +46,21 @@ def test_the_collector_waits_for_all_of_a_joint_search():
     plan_of("llama", Cluster.load("h100-sxm", num_devices=8), joint=True, time_limit_s=0.5,
             progress=lambda *_: on.append(gc.isenabled()))
     assert on and not any(on) and gc.isenabled()
+
+
+def test_garbage_of_one_plan_after_another_does_not_pile_up():
+    """The collector, which does not count what was made while it waited, would never look at it."""
+    class Kept:
+        def __init__(self):
+            self.itself = self
+
+    gc.collect()
+    each, alive = max(50_000, len(gc.get_objects()) // 4), weakref.WeakSet()
+    for _ in range(12):
+        with collected_later():
+            garbage = [[] for _ in range(each)]
+            for one in garbage:
+                one.append(one)
+            alive.add(Kept())
+            del garbage, one
+    assert len(alive) <= 4
