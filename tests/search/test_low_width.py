@@ -297,3 +297,12 @@ def test_sums_that_share_their_memory_do_not_change_one_another() -> None:
     assert value == pytest.approx(total.min())
     again = Eliminator.of(problem)
     assert again.solve(problem.costs) == (value, choice) == again.solve(problem.costs)
+
+
+def test_memory_of_large_sums_is_let_go() -> None:
+    """A slice of a wide table may have more cells than its share; the thread would keep their memory for good."""
+    many = 1 + bucket_elimination.CHUNK_CELLS // 1_000
+    for parts in ([np.ones((1_000, 1)), np.ones((1_000, 10))], [np.ones((many, 1)), np.ones((1, 1_000))]):
+        total = bucket_elimination._added(parts)
+        assert total.shape == np.broadcast_shapes(*(part.shape for part in parts)) and (total == 2.0).all()
+        assert bucket_elimination._SCRATCH.room.size <= bucket_elimination.CHUNK_CELLS

@@ -258,16 +258,18 @@ class Tables:
 
 def _added(parts: Sequence[np.ndarray]) -> np.ndarray:
     """The sum of tables, in memory that the next such sum of this thread overwrites: new memory for each takes as long
-    as adding up."""
+    as adding up. More than `CHUNK_CELLS` are not kept for it."""
     *some, last = parts
     if not some:
         return last
     first = functools.reduce(np.add, some)
     shape = tuple(map(max, first.shape, last.shape))
+    if (cells := math.prod(shape)) > CHUNK_CELLS:
+        return np.add(first, last)
     room: np.ndarray | None = getattr(_SCRATCH, "room", None)
-    if room is None or room.size < math.prod(shape):
-        room = _SCRATCH.room = np.empty(max(math.prod(shape), CHUNK_CELLS))
-    return np.add(first, last, out=room[: math.prod(shape)].reshape(shape))
+    if room is None:
+        room = _SCRATCH.room = np.empty(CHUNK_CELLS)
+    return np.add(first, last, out=room[:cells].reshape(shape))
 
 
 @functools.lru_cache(maxsize=4096)
