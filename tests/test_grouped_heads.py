@@ -201,6 +201,34 @@ def test_no_copies_are_kept(dtype: torch.dtype, repeats: bool, monkeypatch: pyte
     assert kept_bytes(lambda: attention(q, repeat_kv(k), repeat_kv(v))) == 4 * q.nbytes + logs
 
 
+def test_products_are_no_kernel_for_groups(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As on a GPU in single precision, where torch has a fused kernel for repeated heads only."""
+    q, k, v = operands()
+    assert flash.takes_groups(q, k, v)
+    with torch.nn.attention.sdpa_kernel(SDPBackend.MATH):
+        assert not flash.takes_groups(q, k, v)
+    flash_only, chosen = SDPBackend.FLASH_ATTENTION.value, torch._fused_sdp_choice
+
+    def choice(*call: Any, enable_gqa: bool) -> int:
+        return SDPBackend.MATH.value if enable_gqa else chosen(*call)
+
+    monkeypatch.setattr(torch, "_fused_sdp_choice", choice)
+    logs = 4 * q.shape[0] * q.shape[1] * q.shape[2]
+    assert chosen(q, q, q) == flash_only
+    assert kept_bytes(lambda: flash.grouped_attention(q, k, v)) == 2 * q.nbytes + 2 * k.nbytes + logs
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("heads", [(4, 2), (2, 4), (HEADS, 2), (2, HEADS)])
+def test_keys_and_values_may_have_different_numbers_of_heads(heads: tuple[int, int], dtype: torch.dtype) -> None:
+    q, k, v = (torch.randn(2, n, 64, 16).to(dtype).requires_grad_() for n in (HEADS, *heads))
+    made, expected = (attend(q, k, v, enable_gqa=True) for attend in (flash.grouped_attention, attention))
+    torch.testing.assert_close(made, expected)
+    wanted = torch.autograd.grad(expected.float().square().sum(), (q, k, v))
+    for found, one in zip(torch.autograd.grad(made.float().square().sum(), (q, k, v)), wanted, strict=True):
+        torch.testing.assert_close(found, one)
+
+
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_gradients_of_16_bits_are_as_exact_as_of_copies(dtype: torch.dtype) -> None:
     """Torch's kernel for grouped queries adds them up in 16 bits on a CPU."""
@@ -292,6 +320,11 @@ class Attention(nn.Module):
         return made.sum((0, 2, 3)) if self.by_head else made.square().sum()
 
 
+class Grouped(nn.Module):
+    def forward(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        return attention(q, k, v, is_causal=True, enable_gqa=True).square().sum()
+
+
 def on_mesh(model: nn.Module, given: list[Tensor], mesh_shape: tuple[int, ...], strategy: tuple[str, ...],
             backend: str) -> Any:
     """The parallel module whose attention is cut by ``strategy``."""
@@ -370,6 +403,15 @@ def test_rings_are_priced_by_the_heads_that_go_around() -> None:
         row = s.position[(s.axis_strategy_named("ring"), s.axis_strategy_named("heads"))]
         found.append(sum(float(one.num_bytes[row]) for one in inside if one.axis == 0 and one.exchange.input == 1))
     assert found == [size * 2048 * 128 * 2 for size in (4, 2, 1, 1)]
+
+
+def test_rings_take_as_many_heads_of_values_as_of_keys() -> None:
+    """Torch's kernels, which rings run, read others beyond the end of what there is."""
+    for values in (4, 2):
+        q, k, v = (torch.randn(2, heads, 8, 16, requires_grad=True) for heads in (8, 4, values))
+        names = {one.name for s in StrategySpace(capture(Grouped(), (q, k, v)), (4,)).strategy_sets
+                 for one in s.axis_strategies}
+        assert "queries" in names and ("ring" in names) == (values == 4)
 
 
 def test_heads_are_cut_further_on_later_axes_only() -> None:

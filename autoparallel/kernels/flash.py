@@ -107,10 +107,11 @@ def _grouped_attention(q: Tensor, k: Tensor, v: Tensor, attn_mask: Tensor | None
     """`scaled_dot_product_attention` of queries [batch, heads, queries, d], whose keys and values have fewer heads,
     [batch, groups, keys, d]: each serves heads / groups of the queries' in a row.
 
-    Where torch has a kernel for repeated heads only, it runs on copies, which backward makes for itself."""
+    Where torch has a kernel for repeated heads only, it runs on copies, which backward makes for itself. Keys that have
+    not as many heads as values are left to torch, whose kernels do not check that."""
     attend = partial(F.scaled_dot_product_attention, dropout_p=dropout_p, is_causal=is_causal, scale=scale)
     call = attn_mask, dropout_p, is_causal
-    if q.dim() != 4 or q.shape[1] == k.shape[1] == v.shape[1] or takes_groups(q, k, v, *call):
+    if q.dim() != 4 or not k.shape[1] == v.shape[1] < q.shape[1] or takes_groups(q, k, v, *call):
         return attend(q, k, v, attn_mask, enable_gqa=True)
     kernel = _chosen(q, *(x[:, :1].expand(-1, q.shape[1], -1, -1) for x in (k, v)), *call)
     match q.device.type, kernel:
@@ -138,7 +139,7 @@ def takes_groups(q: Tensor, k: Tensor, v: Tensor, attn_mask: Tensor | None = Non
         return True
     if _sums_in_16_bits(q) and torch.is_grad_enabled() and (k.requires_grad or v.requires_grad):
         return False
-    return _chosen(q, k, v, attn_mask, dropout_p, is_causal, enable_gqa=True) is not SDPBackend.MATH
+    return _chosen(q, k, v, attn_mask, dropout_p, is_causal, enable_gqa=True) != SDPBackend.MATH
 
 
 def _chosen(*call: Any, enable_gqa: bool = False) -> SDPBackend:

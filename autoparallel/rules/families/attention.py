@@ -67,10 +67,11 @@ def _of_heads(op: OpView, inputs: list[Dims]) -> tuple[AxisStrategy, ...]:
 
 def _of_sequence(op: OpView) -> tuple[AxisStrategy, ...]:
     """Shards of the sequence: of a causal one each rank's queries meet all keys up to their own; or keys and values
-    are cut too, and go around."""
+    are cut too, and go around, which asks for as many heads of values as of keys."""
     causal, cut = bool(op.arg("is_causal")), shard(2)
     messages = tuple(Exchange("ring", i, float(op.inputs[i].dtype.itemsize), 1, 2) for i in (1, 2))
     ring = AxisStrategy("ring", (cut, cut, cut), (cut,), "s", (op.shapes[0][2],), "ring", messages,
                frozenset({"ring", "queries"} if causal else {"ring"}), triangular=causal)
     queries = AxisStrategy("queries", (cut, REPLICATE, REPLICATE), (cut,), "s", variant="queries", triangular=True)
-    return (queries, ring) if causal else (ring,)
+    around = (ring,) if op.shapes[1][1] == op.shapes[2][1] else ()
+    return (queries, *around) if causal else around
