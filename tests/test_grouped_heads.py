@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -14,7 +15,8 @@ from torch.nn.attention import SDPBackend
 
 import autoparallel
 from autoparallel.capture import capture
-from autoparallel.kernels import flash
+from autoparallel.kernels import flash, variants
+from autoparallel.layout.shapes import most_heads_read, shard_of
 from autoparallel.pricing import Prices
 from autoparallel.strategies.space import StrategySpace
 from cost_models import Cluster
@@ -403,6 +405,28 @@ def test_rings_are_priced_by_the_heads_that_go_around() -> None:
         row = s.position[(s.axis_strategy_named("ring"), s.axis_strategy_named("heads"))]
         found.append(sum(float(one.num_bytes[row]) for one in inside if one.axis == 0 and one.exchange.input == 1))
     assert found == [size * 2048 * 128 * 2 for size in (4, 2, 1, 1)]
+
+
+@pytest.mark.parametrize(("heads", "groups", "parts", "most"), [
+    (32, 8, (4,), 2), (32, 8, (2, 8), 1), (8, 2, (3,), 3), (40, 10, (4,), 5), (6, 3, (2,), 3), (40, 10, (5,), 2)])
+def test_heads_that_a_ring_sends_are_those_that_are_priced(heads: int, groups: int, parts: tuple[int, ...], most: int,
+                                                           monkeypatch: pytest.MonkeyPatch) -> None:
+    """40 heads on 4 ranks: the first one's 10 are served by 4, 4 and 2 of the keys' heads, sent as [0, 0, 1, 1, 2]."""
+    sent = list[int]()
+
+    def attend(q: Tensor, k: Tensor, v: Tensor, *call: Any, **options: Any) -> Tensor:
+        sent.append(k.shape[1])
+        return flash.grouped_attention(q, k, v)
+
+    monkeypatch.setitem(variants.VARIANTS, "ring", variants.Variant(attend))
+    q, k = torch.randn(1, heads, 8, 16), torch.randn(1, groups, 8, 16)
+    expected, ranks = attention(q, k, k, enable_gqa=True), math.prod(parts)
+    for rank in range(ranks):
+        first, size = shard_of(heads, ranks, rank)
+        made = variants.heads_of_groups(q[:, first : first + size], k, k, shards=(first, heads, 0, groups), axes=("x",),
+                                        attend="ring")
+        torch.testing.assert_close(made, expected[:, first : first + size])
+    assert max(sent) == most_heads_read(heads, groups, parts) == most
 
 
 def test_rings_take_as_many_heads_of_values_as_of_keys() -> None:

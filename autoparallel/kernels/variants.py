@@ -6,7 +6,7 @@ on, and with the further keywords that its `Variant` asks for.
 
 from __future__ import annotations
 
-from collections import Counter
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -27,6 +27,7 @@ from autoparallel.kernels.ring import ring_attention
 from autoparallel.kernels.softmax import places_of_shards, softmax_of_shards
 from autoparallel.kernels.sparse_rows import local_ids, own_bags, own_ids, own_rows
 from autoparallel.kernels.tracing import is_traced
+from autoparallel.layout.shapes import served
 from autoparallel.ops.embedding_bag import embedding_bag
 
 _library = torch.library.Library("autoparallel", "FRAGMENT")
@@ -123,11 +124,12 @@ def _heads_of_groups(
     then; ``start``: as it asks for.
     """
     first, heads, first_key, groups = shards
-    served = Counter((first + head) // (heads // groups) - first_key for head in range(q.shape[1]))
-    if len(set(served.values())) == 1:
-        k, v = (x[:, min(served) : max(served) + 1] for x in (k, v))
-    else:
-        k, v = (torch.cat([x[:, n : n + 1].expand(-1, m, -1, -1) for n, m in served.items()], 1) for x in (k, v))
+    found = served(first, q.shape[1], heads // groups)
+    begin, end, common = min(found) - first_key, max(found) + 1 - first_key, math.gcd(*found.values())
+    k, v = (x[:, begin:end] for x in (k, v))
+    if len(set(found.values())) > 1:    # repeated as often as it takes that each serves as many
+        times = [number // common for number in found.values()]
+        k, v = (torch.cat([x[:, n : n + 1].expand(-1, m, -1, -1) for n, m in enumerate(times)], 1) for x in (k, v))
     if not attend:
         return grouped_attention(q, k, v, attn_mask, dropout_p, is_causal, scale=scale)
     rest = {"start": start} if start is not None else {}

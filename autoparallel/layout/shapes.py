@@ -9,6 +9,8 @@ dim; what a rank then holds is not a box of the tensor but several.
 from __future__ import annotations
 
 import itertools
+import math
+from collections import Counter
 from collections.abc import Sequence
 from functools import cache
 from typing import NamedTuple
@@ -46,6 +48,24 @@ def shard_of(size: int, num_ranks: int, rank: int) -> tuple[int, int]:
     step = -(-size // num_ranks)
     start = min(size, rank * step)
     return start, max(0, min(step, size - start))
+
+
+def served(first: int, count: int, times: int) -> Counter[int]:
+    """By head of keys that serves any: how many it serves of the ``count`` heads of grouped queries from ``first`` on.
+    Of all heads, it serves ``times``."""
+    return Counter(head // times for head in range(first, first + count))
+
+
+@cache
+def most_heads_read(heads: int, groups: int, parts: tuple[int, ...]) -> int:
+    """Most heads of keys, of ``groups``, that attention reads on a rank, where the ``heads`` of grouped queries are cut
+    in ``parts``, one after another. A rank whose heads of keys serve unequal numbers reads some of them several times.
+    """
+    spans = [(0, heads)]
+    for n in parts:
+        spans = [(first + start, size) for first, length in spans
+                 for start, size in (shard_of(length, n, rank) for rank in range(n)) if size]
+    return max(size // math.gcd(*served(first, size, heads // groups).values()) for first, size in spans)
 
 
 @cache

@@ -16,6 +16,7 @@ import numpy as np
 
 from autoparallel.capture import TensorMeta
 from autoparallel.layout import shard
+from autoparallel.layout.shapes import most_heads_read
 from autoparallel.pricing.chains import InChain
 from autoparallel.rules.rule import Dims, Rule
 from autoparallel.strategies.space import Spaces, StrategySet
@@ -341,17 +342,18 @@ def share_of_work(s: StrategySet) -> np.ndarray:
 
 
 def share_read(s: StrategySet, number: int) -> np.ndarray:
-    """The share of an input's shard that the op reads, by strategy: an inner axis strategy (`AxisStrategy.inner`) picks
-    its part of dims that others of its factor cut."""
+    """The share of an input's shard that the op reads, by strategy: an inner axis strategy (`AxisStrategy.inner`) cuts
+    heads of grouped queries, and picks the heads of keys that serve them."""
     factors = {one.factor for one in s.axis_strategies if one.inner}
     cuts = [one.inputs[number] for one in s.axis_strategies if one.factor in factors and one.inputs[number].is_shard]
     if not cuts:
         return np.ones(len(s.strategies))
     dim, inner = cuts[0].dim, np.array([one.inner for one in s.axis_strategies])[s.array]
     outer = np.array([one.inputs[number] == shard(dim) for one in s.axis_strategies])[s.array]
-    parts, whole = (np.where(which, np.array(s.mesh_shape), 1).prod(axis=1) for which in (inner, outer))
-    length = s.input_metas[number].shape[dim] / whole
-    return np.ceil(length / parts) / length
+    heads, groups = (s.input_metas[place].shape[dim] for place in (0, number))
+    read = [most_heads_read(heads, groups, tuple(n for n, cuts in zip(s.mesh_shape, row, strict=True) if cuts))
+            for row in (inner | outer).tolist()]
+    return np.array(read) * np.where(outer, np.array(s.mesh_shape), 1).prod(axis=1) / groups
 
 
 def product_sizes(rule: Rule, s: StrategySet) -> tuple[np.ndarray, ...] | None:
