@@ -117,6 +117,37 @@ def test_batch_norm_is_one_op(ranks: Any, options: dict[str, Any], cut: bool) ->
             torch.testing.assert_close(found[name], value, rtol=1e-4, atol=1e-5)
 
 
+class _ReadsStatistics(nn.Module):
+    """Reads running statistics before and after norms that update them, and norms by them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.batch, self.instance = nn.BatchNorm2d(4), nn.InstanceNorm2d(4, track_running_stats=True)
+        self.first = nn.Conv2d(4, 4, 3)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        norm = self.batch
+        x = self.first(x) * (1.0 + norm.running_var.sum())
+        x = norm(x) + norm.running_mean.view(1, -1, 1, 1)
+        x = norm(2.0 * x + 1.0) * norm.running_var.view(1, -1, 1, 1)
+        x = x + nn.functional.batch_norm(x, norm.running_mean, norm.running_var)
+        x = self.instance(x) + self.instance.running_mean.view(1, -1, 1, 1)
+        return x.square().mean()
+
+
+def _steps_that_read(options: dict[str, Any]) -> dict[str, torch.Tensor]:
+    example = torch.zeros(8, 4, 6, 5)
+    return _three_steps(autoparallel.compile(_ReadsStatistics(), mesh_of(2), example_inputs=(example,), **options))
+
+
+def test_what_is_read_behind_a_norm_is_its_new_statistics(ranks: Any) -> None:
+    expected = _three_steps(_ReadsStatistics())
+    for found in ranks(2).run(_steps_that_read, {"baseline": "ddp"}, timeout_s=60):
+        for name, value in expected.items():
+            torch.testing.assert_close(found[name], value, rtol=1e-4, atol=1e-5)
+
+
 def synced(inputs: str) -> None:
     """As scripts for DDP convert it, which torch runs on GPUs only."""
     torch.manual_seed(2)

@@ -17,30 +17,38 @@ aten = torch.ops.aten
 
 def norms_in_training(graph: Graph, mutations: dict[str, Node]) -> None:
     """Batch norm in training into `ops.batch_norm`, and instance norm with running statistics into sums and
-    element-wise ops: the statistics, which their schemas do not say they update, become buffer updates like any other.
+    element-wise ops: the statistics, which their schemas do not say they update, become buffer updates like any other,
+    and what reads them behind a norm reads their new values.
     """
+    now: dict[Node, Node] = {}    # by buffer
     for node in list(graph.nodes):
         whole = node.target is aten.batch_norm.default and argument(node, "training")
         instances = node.target is aten.instance_norm.default and argument(node, "running_mean") is not None
         if whole or instances:
             with graph.inserting_before(node):
-                new = (_batch_norm if whole else _instance_norm)(graph, node, mutations)
+                new = (_batch_norm if whole else _instance_norm)(graph, node, now)
             replace(node, new, mutations)
+        else:
+            for buffer in now.keys() & set(node.all_input_nodes):
+                node.replace_input_with(buffer, now[buffer])
+    for buffer, value in now.items():
+        mutations.setdefault(buffer.name, value)    # what the user's code writes in place comes after norms that read it
 
 
-def _batch_norm(graph: Graph, node: Node, mutations: dict[str, Node]) -> Node:
+def _batch_norm(graph: Graph, node: Node, now: dict[Node, Node]) -> Node:
+    """``now``: running statistics that norms have updated, by buffer."""
     x, weight, bias, *running = node.args[:5]
-    now = [None if buffer is None else mutations.get(buffer.name, buffer) for buffer in running]
-    made = emit(graph, node, batch_norm, x, weight, bias, *now, *node.args[6:8])
+    read = [None if buffer is None else now.get(buffer, buffer) for buffer in running]
+    made = emit(graph, node, batch_norm, x, weight, bias, *read, *node.args[6:8])
     result = emit(graph, node, operator.getitem, made, 0)
     for number, buffer in enumerate(running, 1):
         if buffer is not None:
-            mutations[buffer.name] = emit(graph, node, operator.getitem, made, number)
+            now[buffer] = emit(graph, node, operator.getitem, made, number)
     return result
 
 
-def _instance_norm(graph: Graph, node: Node, mutations: dict[str, Node]) -> Node:
-    """As the op does, in float32 what has less."""
+def _instance_norm(graph: Graph, node: Node, now: dict[Node, Node]) -> Node:
+    """As the op does, in float32 what has less. ``now``: as of `_batch_norm`."""
     x, weight, bias, running_mean, running_var, training, momentum, eps = node.args[:8]
     value = x.meta["val"]
     instances, channels = value.shape[:2]
@@ -66,11 +74,11 @@ def _instance_norm(graph: Graph, node: Node, mutations: dict[str, Node]) -> Node
         for buffer, statistic, scale in ((running_mean, mean, 1.0), (running_var, squares, unbiased)):
             batch = e(aten.sum.dim_IntList, e(aten.detach.default, statistic), [0], True)
             batch = e(aten.reshape.default, e(aten.mul.Tensor, batch, 1.0 / instances), [channels])
-            kept = e(aten.mul.Tensor, mutations.get(buffer.name, buffer), 1.0 - momentum)
+            kept = e(aten.mul.Tensor, now.get(buffer, buffer), 1.0 - momentum)
             new = e(aten.add.Tensor, kept, e(aten.mul.Tensor, batch, scale * momentum))
-            mutations[buffer.name] = as_type(new, buffer.meta["val"].dtype)
+            now[buffer] = as_type(new, buffer.meta["val"].dtype)
     else:
-        mean, variance = wide(running_mean), wide(running_var)
+        mean, variance = (wide(now.get(buffer, buffer)) for buffer in (running_mean, running_var))
         centred = e(aten.sub.Tensor, x, mean)
     out = e(aten.mul.Tensor, centred, e(aten.rsqrt.default, e(aten.add.Tensor, variance, eps)))
     if weight is not None:
