@@ -34,6 +34,10 @@ class Slotted:
         self.value = 1.0
 
 
+class NamespaceOfTwo(Namespace):
+    value = property(lambda self: 2.0)
+
+
 class Base(nn.Module):
     GAIN = 1.0
 
@@ -80,6 +84,7 @@ CHANGES: dict[str, Callable[[Model, pytest.MonkeyPatch], object]] = {
     "UserDict": lambda m, patch: m.user.update(a=2.0),
     "UserList": lambda m, patch: m.listed.insert(0, 2.0),
     "Namespace": lambda m, patch: setattr(m.options.inner, "value", 2.0),
+    "class of an object": lambda m, patch: setattr(m.options.inner, "__class__", NamespaceOfTwo),
     "MappingProxyType": lambda m, patch: m.table.update(a=2.0),
     "ChainMap": lambda m, patch: m.chained.maps[1].update(a=2.0),
     "attribute of a subclass": lambda m, patch: patch.setattr(Model, "GAIN", 2.0, raising=False),

@@ -1,4 +1,4 @@
-"""A program as it runs eagerly: with its communication overlapped, and norms by kernels of ours where torch has none."""
+"""A program as it runs eagerly: with its communication overlapped, norms by our kernels where torch has none."""
 
 from __future__ import annotations
 

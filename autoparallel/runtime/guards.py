@@ -183,7 +183,7 @@ class _Contents:
             if isinstance(container, (np.ndarray, bytearray, array)) or len(known) > _MOST_PARTS:
                 self.parts = None
             else:
-                found = tuple(inside(container))
+                found = _found(container)
                 self.parts.append((container, found))
                 waiting += found
 
@@ -210,7 +210,7 @@ class _Inside:
         known = {id(container) for container, _ in (*dicts, *objects)}
         self.others = [part for part in parts if id(part[0]) not in known]
         found = [found for _, found in (*dicts, *objects)]    # names, then values, as `inside` gives them
-        self.counts = [len(each) // 2 for each in found]
+        self.counts, self.kinds = list(map(len, self._tables())), list(map(type, self.objects))
         self.found = [*chain.from_iterable(each[:n] for each, n in zip(found, self.counts, strict=True)),
                       *chain.from_iterable(each[n:2 * n] for each, n in zip(found, self.counts, strict=True))]
 
@@ -219,7 +219,8 @@ class _Inside:
 
     def is_unchanged(self) -> bool:
         tables = self._tables()
-        return (list(map(len, tables)) == self.counts and all(map(is_, _names_and_values(tables), self.found))
+        return (list(map(len, tables)) == self.counts and all(map(is_, map(type, self.objects), self.kinds))
+                and all(map(is_, _names_and_values(tables), self.found))
                 and all(map(_has, self.others)) and all(map(_Contents.hold, self.odd)))
 
 
@@ -227,9 +228,14 @@ def _names_and_values(tables: Sequence[dict[Any, Any]]) -> Iterator[Any]:
     return chain(chain.from_iterable(tables), chain.from_iterable(map(dict.values, tables)))
 
 
+def _found(container: Any) -> tuple[Any, ...]:
+    """What is in a container, and its class, which a plain object may be given another of."""
+    return *inside(container), type(container)
+
+
 def _has(part: tuple[Any, tuple[Any, ...]]) -> bool:
     """Whether a container has the very objects that it had."""
-    now = tuple(inside(part[0]))
+    now = _found(part[0])
     return len(now) == len(part[1]) and all(map(is_, now, part[1]))
 
 

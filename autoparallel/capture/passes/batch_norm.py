@@ -32,7 +32,7 @@ def norms_in_training(graph: Graph, mutations: dict[str, Node]) -> None:
             for buffer in now.keys() & set(node.all_input_nodes):
                 node.replace_input_with(buffer, now[buffer])
     for buffer, value in now.items():
-        mutations.setdefault(buffer.name, value)    # what the user's code writes in place comes after norms that read it
+        mutations.setdefault(buffer.name, value)    # else the user's code writes in place behind the norms
 
 
 def _batch_norm(graph: Graph, node: Node, now: dict[Node, Node]) -> Node:
