@@ -128,6 +128,7 @@ class _ReadsStatistics(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         norm = self.batch
+        norm.running_mean.mul_(0.5)
         x = self.first(x) * (1.0 + norm.running_var.sum())
         x = norm(x) + norm.running_mean.view(1, -1, 1, 1)
         x = norm(2.0 * x + 1.0) * norm.running_var.view(1, -1, 1, 1)

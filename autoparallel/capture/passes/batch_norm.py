@@ -32,7 +32,10 @@ def norms_in_training(graph: Graph, mutations: dict[str, Node]) -> None:
             for buffer in now.keys() & set(node.all_input_nodes):
                 node.replace_input_with(buffer, now[buffer])
     for buffer, value in now.items():
-        mutations.setdefault(buffer.name, value)    # else the user's code writes in place behind the norms
+        written = [name for name, last in mutations.items() if last is buffer]    # in place, before the norms
+        mutations.update(dict.fromkeys(written, value))
+        if not written:
+            mutations.setdefault(buffer.name, value)    # else the user's code writes in place behind the norms
 
 
 def _batch_norm(graph: Graph, node: Node, now: dict[Node, Node]) -> Node:
@@ -89,5 +92,5 @@ def _instance_norm(graph: Graph, node: Node, now: dict[Node, Node]) -> Node:
 def refuse_given_statistics(mutations: dict[str, Node], buffer_names: dict[str, str]) -> None:
     """Raises CaptureError for running statistics that are not buffers: their new values would be lost."""
     if inputs := [name for name in mutations if name not in buffer_names]:
-        raise CaptureError(f"a norm updates running statistics that are the model's inputs {inputs}\n"
-                           "  Hold them as buffers (register_buffer), or norm by them (training=False).")
+        raise CaptureError("a norm updates running statistics that are no buffers, but inputs of the model or computed: "
+                           f"{inputs}\n  Hold them as buffers (register_buffer), or norm by them (training=False).")
