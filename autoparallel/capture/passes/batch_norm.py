@@ -92,5 +92,5 @@ def _instance_norm(graph: Graph, node: Node, now: dict[Node, Node]) -> Node:
 def refuse_given_statistics(mutations: dict[str, Node], buffer_names: dict[str, str]) -> None:
     """Raises CaptureError for running statistics that are not buffers: their new values would be lost."""
     if inputs := [name for name in mutations if name not in buffer_names]:
-        raise CaptureError("a norm updates running statistics that are no buffers, but inputs of the model or computed: "
+        raise CaptureError("a norm updates running statistics that are no buffers, but inputs or computed: "
                            f"{inputs}\n  Hold them as buffers (register_buffer), or norm by them (training=False).")
