@@ -38,6 +38,14 @@ class NamespaceOfTwo(Namespace):
     value = property(lambda self: 2.0)
 
 
+class ListWithValue(list[float]):
+    value = 1.0
+
+
+class DictWithValue(dict[str, float]):
+    value = 1.0
+
+
 class Base(nn.Module):
     GAIN = 1.0
 
@@ -47,6 +55,7 @@ class Base(nn.Module):
         self.queue, self.array, self.bytes = deque([1.0]), array("d", [1.0]), bytearray(b"\x01")
         self.user, self.listed, self.options = UserDict(a=1.0), UserList([1.0]), Namespace(inner=Namespace(value=1.0))
         self.table = {"a": 1.0}
+        self.both = ListWithValue([1.0]), DictWithValue(a=1.0)
         self.view, self.chained = MappingProxyType(self.table), ChainMap({}, {"a": 1.0})
         self.function: Callable[..., Any] = times
         self.usual = defaultdict(partial(float, 1.0))
@@ -60,7 +69,7 @@ class Model(Base):
         x = x * (3 if torch.are_deterministic_algorithms_enabled() else 1) * (5 if torch.is_anomaly_enabled() else 1)
         x = x * (7 if torch.get_float32_matmul_precision() == "high" else 1)
         x = x * (9 if torch.backends.mkldnn.enabled else 1) * (11 if torch.backends.cuda.matmul.allow_tf32 else 1)
-        x = x * (2 if tells_gradients() else 1)
+        x = x * (2 if tells_gradients() else 1) * self.both[0].value * self.both[1].value
         x = x * (3 if torch.backends.cuda.flash_sdp_enabled() else 1) * (3 if torch.is_autocast_cache_enabled() else 1)
         return x * (5 if torch.backends.mha.get_fastpath_enabled() else 1) * times.gain * self.usual["a"]
 
@@ -85,6 +94,8 @@ CHANGES: dict[str, Callable[[Model, pytest.MonkeyPatch], object]] = {
     "UserList": lambda m, patch: m.listed.insert(0, 2.0),
     "Namespace": lambda m, patch: setattr(m.options.inner, "value", 2.0),
     "class of an object": lambda m, patch: setattr(m.options.inner, "__class__", NamespaceOfTwo),
+    "attribute of a list": lambda m, patch: setattr(m.both[0], "value", 2.0),
+    "attribute of a dict": lambda m, patch: setattr(m.both[1], "value", 2.0),
     "MappingProxyType": lambda m, patch: m.table.update(a=2.0),
     "ChainMap": lambda m, patch: m.chained.maps[1].update(a=2.0),
     "attribute of a subclass": lambda m, patch: patch.setattr(Model, "GAIN", 2.0, raising=False),

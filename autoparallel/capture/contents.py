@@ -88,8 +88,10 @@ def _described(value: Any, depth: int, left: list[int]) -> object:
     if depth and left[0] > 0:
         if kind is slice:
             value = (value.start, value.stop, value.step)
+        fields = _fields_beside_items(value)
+        beside = (_described(fields, depth - 1, left),) if fields else ()
         if isinstance(value, (tuple, list, deque)):
-            return kind, tuple(_described(v, depth - 1, left) for v in value)
+            return kind, tuple(_described(v, depth - 1, left) for v in value), *beside
         if isinstance(value, _FUNCTIONS):
             return kind, Same(value), *(_described(v, depth - 1, left) for v in parts_of_function(value))
         if isinstance(value, np.ndarray) and value.dtype == object:
@@ -103,9 +105,9 @@ def _described(value: Any, depth: int, left: list[int]) -> object:
         if isinstance(value, (dict, MappingProxyType)):
             made = getattr(value, "default_factory", None)  # of a defaultdict
             return kind, _described(made, depth - 1, left), tuple(
-                (_described(k, depth - 1, left), _described(v, depth - 1, left)) for k, v in value.items())
+                (_described(k, depth - 1, left), _described(v, depth - 1, left)) for k, v in value.items()), *beside
         if isinstance(value, (set, frozenset)):
-            return kind, frozenset(_described(v, depth - 1, left) for v in value)
+            return kind, frozenset(_described(v, depth - 1, left) for v in value), *beside
         if kind is functools.partial:
             return kind, tuple(_described(v, depth - 1, left) for v in (value.func, value.args, value.keywords))
         if has_fields(value):
@@ -193,10 +195,12 @@ def is_users(namespace: Mapping[str, Any]) -> bool:
 
 def inside(container: Any) -> Iterable[Any]:
     """The contents of a mutable value (`is_mutable`)."""
+    fields = _fields_beside_items(container)
     if isinstance(container, (dict, MappingProxyType)):
-        return chain(container, container.values(), (getattr(container, "default_factory", None),))
+        made = getattr(container, "default_factory", None)
+        return chain(container, container.values(), (made,), fields, fields.values())
     if isinstance(container, (list, tuple, set, frozenset, deque)):
-        return container
+        return chain(container, fields, fields.values()) if fields else container
     if isinstance(container, ContextVar):
         return (container.get(Missing),)
     if isinstance(container, weakref.ref):
@@ -207,6 +211,15 @@ def inside(container: Any) -> Iterable[Any]:
         return parts_of_function(container)
     fields = fields_of(container)
     return chain(fields, fields.values())
+
+
+def _fields_beside_items(container: Any) -> dict[str, Any]:
+    """The attributes of an instance of a user's subclass of list, dict, ...; its content is these and its items."""
+    kind: Any = type(container)
+    has_both = isinstance(container, (dict, list, tuple, set, frozenset, deque)) and hasattr(container, "__dict__")
+    if not has_both or kind.__module__.partition(".")[0] in _NOT_USERS:
+        return {}
+    return dict(object.__getattribute__(container, "__dict__"))
 
 
 class Inventory:
