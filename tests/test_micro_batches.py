@@ -82,6 +82,9 @@ def test_batch_norm_in_training_is_named() -> None:
     with pytest.raises(InfeasibleError, match=r"batch norm in training mode .*: 1\. Use micro_batches=1"):
         split_batch(capture(model, (torch.randn(16, 3, 8, 8),), {}), 2)
     split_batch(capture(model.eval(), (torch.randn(16, 3, 8, 8),), {}), 2)
+    model = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4, track_running_stats=False), Mean()).eval()
+    with pytest.raises(InfeasibleError, match=r"batch norm takes the mean .*: 1\. Use micro_batches=1, or group norm$"):
+        split_batch(capture(model, (torch.randn(16, 4),), {}), 2)
 
 
 class Rolled(Root):

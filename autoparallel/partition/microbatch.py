@@ -31,6 +31,7 @@ from autoparallel.capture.outputs import loss_output
 from autoparallel.errors import InfeasibleError, InputError
 from autoparallel.layout import Layout, Placement, RedistributionTable, local_shape
 from autoparallel.ops.arguments import SIZE_ARGUMENT
+from autoparallel.ops.batch_norm import batch_norm
 from autoparallel.ops.embedding_bag import embedding_bag
 from autoparallel.pricing import ExecutionCounts, Prices, SpacePricer
 from autoparallel.search import solve
@@ -200,10 +201,12 @@ class _BatchAxis:
             if self.decision_penalties(index)[self.space.strategy_sets[index].position[strategy]]:
                 found.append(self.space.decisions[index].name)
         if found and (norms := _batch_norms(self.space.graph)):
+            when, instead = " in training mode", "group norm, or these modules in eval mode"
+            if not _with_running_statistics(self.space.graph):
+                when, instead = "", "or group norm"
             raise InfeasibleError(
-                "the batch cannot be split into micro-batches, because batch norm in training mode takes the mean over "
-                f"all of its samples: {', '.join(norms[:3])}{' and others' if len(norms) > 3 else ''}. Use "
-                "micro_batches=1, group norm, or these modules in eval mode")
+                f"the batch cannot be split into micro-batches, because batch norm{when} takes the mean over all of its "
+                f"samples: {', '.join(norms[:3])}{' and others' if len(norms) > 3 else ''}. Use micro_batches=1, {instead}")
         if found and (bags := _bags_by_offsets(self.space.graph)):
             raise InfeasibleError(
                 "the batch cannot be split into micro-batches, because the ids of EmbeddingBag with offsets are one "
@@ -252,9 +255,15 @@ class _BatchAxis:
         return f"{node}{', ' + node.source if node.source else ''}"
 
 
-def _batch_norms(graph: OpGraph) -> list[str]:
+def _with_running_statistics(graph: OpGraph) -> list[str]:
     """Paths of modules whose running mean a call writes, as batch norm in training does."""
     return [path for name in graph.mutations for path, _, leaf in [name.rpartition(".")] if leaf == "running_mean"]
+
+
+def _batch_norms(graph: OpGraph) -> list[str]:
+    """Paths of these, and of batch norms without running statistics."""
+    norms = [node.module_path for node in graph.of_kind("op") if node.target is batch_norm]
+    return list(dict.fromkeys([*_with_running_statistics(graph), *norms]))
 
 
 def _bags_by_offsets(graph: OpGraph) -> list[Node]:
