@@ -205,8 +205,8 @@ class _BatchAxis:
             if not _with_running_statistics(self.space.graph):
                 when, instead = "", "or group norm"
             named = ", ".join(norms[:3]) + (" and others" if len(norms) > 3 else "")
-            raise InfeasibleError(f"the batch cannot be split into micro-batches, because batch norm{when} takes the mean "
-                                  f"over all of its samples: {named}. Use micro_batches=1, {instead}")
+            raise InfeasibleError(f"the batch cannot be split into micro-batches, because batch norm{when} takes the "
+                                  f"mean over all of its samples: {named}. Use micro_batches=1, {instead}")
         if found and (bags := _bags_by_offsets(self.space.graph)):
             raise InfeasibleError(
                 "the batch cannot be split into micro-batches, because the ids of EmbeddingBag with offsets are one "
