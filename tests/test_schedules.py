@@ -19,7 +19,7 @@ from autoparallel.planning import by_hand
 from autoparallel.planning.options import Options
 from autoparallel.plans.reports.timeline import timeline_of
 from autoparallel.runtime.pipeline import Pipeline
-from autoparallel.schedule.in_flight import in_flight
+from autoparallel.schedule.in_flight import in_flight, in_flight_by_bytes
 from autoparallel.schedule.pipeline_tasks import PipelineTasks, StageTimes
 from autoparallel.schedule.schedules import SCHEDULES, Action, Schedule, counted_in_flight
 from autoparallel.schedule.step_config import Hybrid
@@ -45,6 +45,20 @@ def test_micro_batches_in_flight_are_those_of_the_order(name: str) -> None:
     for hybrid in configurations(name):
         stages = range(hybrid.stages)
         assert [in_flight(hybrid, s) for s in stages] == [counted_in_flight(hybrid, s) for s in stages], hybrid
+
+
+@pytest.mark.parametrize("name", SCHEDULES)
+def test_moments_of_most_bytes_hold_what_is_put_off(name: str) -> None:
+    """Never fewer bytes than at the moment of most micro-batches, nor fewer micro-batches than are put off."""
+    for hybrid in configurations(name):
+        stages = range(hybrid.stages)
+        for sizes in ([1.0 for _ in stages], [float(10 ** (stage % 4)) for stage in stages], [0.0 for _ in stages]):
+            found, most = in_flight_by_bytes(hybrid, sizes), [in_flight(hybrid, stage) for stage in stages]
+            assert all(held >= SCHEDULES[name].deferred(hybrid, stage) for stage, held in zip(stages, found, strict=True))
+            assert found == most or len(set(sizes)) > 1
+            for rank in range(hybrid.pipeline_ranks):
+                own = hybrid.stages_of(rank)
+                assert sum(sizes[s] * found[s] for s in own) >= sum(sizes[s] * most[s] for s in own)
 
 
 @pytest.mark.parametrize(("name", "published", "chunks"), [

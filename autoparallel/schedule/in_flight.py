@@ -17,14 +17,16 @@ def in_flight(hybrid: Hybrid, stage: int) -> int:
 
 def in_flight_by_bytes(hybrid: Hybrid, saved_bytes: Sequence[float]) -> list[int]:
     """By stage, the micro-batches whose activations it holds when its rank holds most bytes; of several such moments,
-    at that of most micro-batches. ``saved_bytes``: by stage, of one micro-batch's activations.
+    at that of most micro-batches. ``saved_bytes``: by stage, of one micro-batch's activations. Where gradients of weights
+    are put off, always at that of most micro-batches, to which `Schedule.deferred` belongs.
 
         >>> step = Hybrid(micro_batches=8, stages=4, pipeline_ranks=2, schedule="interleaved")
         >>> [in_flight(step, stage) for stage in range(4)], in_flight_by_bytes(step, [6.0, 1.0, 1.0, 6.0])
         ([3, 2, 2, 1], [4, 2, 1, 1])
     """
     found = [in_flight(hybrid, stage) for stage in range(hybrid.stages)]
-    for rank in range(hybrid.pipeline_ranks if hybrid.pipelining.several_stages else 0):
+    how = hybrid.pipelining
+    for rank in range(hybrid.pipeline_ranks if how.several_stages and not how.splits_backward else 0):
         stages = hybrid.stages_of(rank)
         sizes = [saved_bytes[stage] for stage in stages]
         if min(sizes) < max(sizes):
@@ -38,10 +40,9 @@ def in_flight_by_bytes(hybrid: Hybrid, saved_bytes: Sequence[float]) -> list[int
 @lru_cache(256)
 def _moments(hybrid: Hybrid, rank: int) -> tuple[tuple[int, ...], ...]:
     """The micro-batches in flight on each stage of a rank, after every forward of a step (each combination once)."""
-    how, stages = hybrid.pipelining, hybrid.stages_of(rank)
-    last, held, found = "W" if how.splits_backward else "B", Counter[int](), dict[tuple[int, ...], None]()
-    for kind, at, _ in how.order(hybrid, rank):
-        held[at] += (kind == "F") - (kind == last)
+    stages, held, found = hybrid.stages_of(rank), Counter[int](), dict[tuple[int, ...], None]()
+    for kind, at, _ in hybrid.pipelining.order(hybrid, rank):
+        held[at] += (kind == "F") - (kind == "B")
         if kind == "F":
             found[tuple(held[stage] for stage in stages)] = None
     return tuple(found)
