@@ -54,7 +54,8 @@ def test_moments_of_most_bytes_hold_what_is_put_off(name: str) -> None:
         stages = range(hybrid.stages)
         for sizes in ([1.0 for _ in stages], [float(10 ** (stage % 4)) for stage in stages], [0.0 for _ in stages]):
             found, most = in_flight_by_bytes(hybrid, sizes), [in_flight(hybrid, stage) for stage in stages]
-            assert all(held >= SCHEDULES[name].deferred(hybrid, stage) for stage, held in zip(stages, found, strict=True))
+            put_off = [SCHEDULES[name].deferred(hybrid, stage) for stage in stages]
+            assert all(held >= late for held, late in zip(found, put_off, strict=True))
             assert found == most or len(set(sizes)) > 1
             for rank in range(hybrid.pipeline_ranks):
                 own = hybrid.stages_of(rank)

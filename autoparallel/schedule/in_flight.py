@@ -17,8 +17,8 @@ def in_flight(hybrid: Hybrid, stage: int) -> int:
 
 def in_flight_by_bytes(hybrid: Hybrid, saved_bytes: Sequence[float]) -> list[int]:
     """By stage, the micro-batches whose activations it holds when its rank holds most bytes; of several such moments,
-    at that of most micro-batches. ``saved_bytes``: by stage, of one micro-batch's activations. Where gradients of weights
-    are put off, always at that of most micro-batches, to which `Schedule.deferred` belongs.
+    at that of most micro-batches. ``saved_bytes``: by stage, of one micro-batch's activations. Where gradients of
+    weights are put off, always at that of most micro-batches, to which `Schedule.deferred` belongs.
 
         >>> step = Hybrid(micro_batches=8, stages=4, pipeline_ranks=2, schedule="interleaved")
         >>> [in_flight(step, stage) for stage in range(4)], in_flight_by_bytes(step, [6.0, 1.0, 1.0, 6.0])
