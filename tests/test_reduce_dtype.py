@@ -31,7 +31,7 @@ class SummedTypes(TorchDispatchMode):
         self.found: set[torch.dtype] = set()
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func.namespace == "_c10d_functional" and func._opname in SUMS and args[0].numel() > 2:  # not a loss and its count
+        if func.namespace == "_c10d_functional" and func._opname in SUMS and args[0].numel() > 2:  # no loss and count
             self.found.add(args[0].dtype)
         return func(*args, **(kwargs or {}))
 
