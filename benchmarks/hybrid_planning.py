@@ -110,7 +110,8 @@ def run_case(case: Published, time_limit_s: float) -> dict[str, Any]:
     by_hand = functools.partial(
         autoparallel.plan, model, cluster, example_inputs=args, example_kwargs=kwargs, mesh_shape=case.mesh_shape,
         micro_batches=case.micro_batches, pipeline_stages=case.pipeline * case.virtual, zero_stage=1,
-        schedule=usual(case.virtual), recompute=case.recompute, time_limit_s=time_limit_s,
+        schedule=usual(case.virtual) if case.pipeline > 1 else None, recompute=case.recompute,
+        time_limit_s=time_limit_s,
     )
     fault = ""
     try:
