@@ -6,7 +6,7 @@ import gc
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-#: Objects taken for old since all were last looked at: fewer are no reason to count the others.
+#: New objects from which a full collection is considered.
 FEW = 100_000
 _unseen = 0
 

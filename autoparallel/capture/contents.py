@@ -88,10 +88,10 @@ def _described(value: Any, depth: int, left: list[int]) -> object:
     if depth and left[0] > 0:
         if kind is slice:
             value = (value.start, value.stop, value.step)
-        fields = _fields_beside_items(value)
-        beside = (_described(fields, depth - 1, left),) if fields else ()
+        fields = _attributes_of_subclass(value)
+        attributes = (_described(fields, depth - 1, left),) if fields else ()
         if isinstance(value, (tuple, list, deque)):
-            return kind, tuple(_described(v, depth - 1, left) for v in value), *beside
+            return kind, tuple(_described(v, depth - 1, left) for v in value), *attributes
         if isinstance(value, _FUNCTIONS):
             return kind, Same(value), *(_described(v, depth - 1, left) for v in parts_of_function(value))
         if isinstance(value, np.ndarray) and value.dtype == object:
@@ -105,9 +105,9 @@ def _described(value: Any, depth: int, left: list[int]) -> object:
         if isinstance(value, (dict, MappingProxyType)):
             made = getattr(value, "default_factory", None)  # of a defaultdict
             return kind, _described(made, depth - 1, left), tuple(
-                (_described(k, depth - 1, left), _described(v, depth - 1, left)) for k, v in value.items()), *beside
+                (_described(k, depth - 1, left), _described(v, depth - 1, left)) for k, v in value.items()), *attributes
         if isinstance(value, (set, frozenset)):
-            return kind, frozenset(_described(v, depth - 1, left) for v in value), *beside
+            return kind, frozenset(_described(v, depth - 1, left) for v in value), *attributes
         if kind is functools.partial:
             return kind, tuple(_described(v, depth - 1, left) for v in (value.func, value.args, value.keywords))
         if has_fields(value):
@@ -170,7 +170,7 @@ def fields_of(value: Any) -> dict[str, Any]:
 
 
 def fields_in_dict(value: Any) -> bool:
-    """Whether the `fields_of` an object are what its ``__dict__`` has."""
+    """Whether the `fields_of` an object are those in its ``__dict__``, with none in slots."""
     kind: Any = type(value)
     odd = isinstance(value, (*_CONTAINERS, *_FUNCTIONS, threading.local))
     return not odd and hasattr(value, "__dict__") and not _slots(kind)
@@ -195,7 +195,7 @@ def is_users(namespace: Mapping[str, Any]) -> bool:
 
 def inside(container: Any) -> Iterable[Any]:
     """The contents of a mutable value (`is_mutable`)."""
-    fields = _fields_beside_items(container)
+    fields = _attributes_of_subclass(container)
     if isinstance(container, (dict, MappingProxyType)):
         made = getattr(container, "default_factory", None)
         return chain(container, container.values(), (made,), fields, fields.values())
@@ -213,8 +213,8 @@ def inside(container: Any) -> Iterable[Any]:
     return chain(fields, fields.values())
 
 
-def _fields_beside_items(container: Any) -> dict[str, Any]:
-    """The attributes of an instance of a user's subclass of list, dict, ...; its content is these and its items."""
+def _attributes_of_subclass(container: Any) -> dict[str, Any]:
+    """The attributes of an instance of a user's subclass of list, dict, ..., which has them besides its items."""
     kind: Any = type(container)
     has_both = isinstance(container, (dict, list, tuple, set, frozenset, deque)) and hasattr(container, "__dict__")
     if not has_both or kind.__module__.partition(".")[0] in _NOT_USERS:

@@ -154,8 +154,9 @@ class _BatchNormed(torch.autograd.Function):
     """Batch norm of shards of x [b, c, *], cut along samples or places, by the statistics of all of ``count`` elements
     of a channel: the result, and of each channel mean and variance, which have no gradients.
 
-    Sums and squares are all-reduced as one, in float64: the variance is their difference. Backward (Ioffe and Szegedy
-    2015) is that by given statistics, and of the sums g, g * normed over all ranks what these share.
+    Sums of x and of its squares are all-reduced together in float64, in which the variance, their difference, keeps
+    its precision. Backward (Ioffe and Szegedy 2015) is that for constant statistics, less the means of g and of
+    g * normed over all ranks.
     """
 
     @staticmethod

@@ -120,8 +120,8 @@ def _heads_of_groups(
     """Attention of a shard of queries' heads, with those heads of keys and values that serve them.
 
     ``shards``: the first head of the shard and the number of all heads, of queries and of keys. ``k`` and ``v`` have
-    all heads, or a shard with those that are needed. ``attend``: the variant that takes other axes, which ``axes`` are
-    then; ``start``: as it asks for.
+    all heads, or a shard with those that are needed. ``attend``: the variant that computes the
+    attention where other axes are cut, with ``axes`` and ``start`` as its arguments ("": torch's attention).
     """
     first, heads, first_key, groups = shards
     found = served(first, q.shape[1], heads // groups)

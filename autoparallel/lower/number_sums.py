@@ -33,7 +33,8 @@ def sum_numbers_together(module: GraphModule) -> GraphModule:
 
 
 def _is_sum(node: FxNode) -> bool:
-    """Whether a node sums one number over ranks: one on every rank, of which all ranks have programs alike."""
+    """Whether a node all-reduces a tensor of one element. Its global shape decides, which is the same on all ranks, so
+    that all ranks merge the same sums."""
     return (node.target is all_reduce and not node.kwargs and not node.meta["of_parameter"]
             and node.meta["global_meta"].num_elements == 1)
 
@@ -50,7 +51,7 @@ def _kind(node: FxNode) -> tuple[Any, ...]:
 
 
 def _together(first: FxNode) -> tuple[list[FxNode], list[FxNode]]:
-    """The sums that go with the first one, and what lies between them that needs one of these."""
+    """The sums that can be merged with the first one, and the nodes between them that read one of these sums."""
     members, later, between = [first], list[FxNode](), list[FxNode]()
     for node in _behind(first):
         if any(value in members or value in later or value in between for value in node.all_input_nodes):

@@ -14,7 +14,7 @@ from autoparallel.schedule.step_config import Hybrid
 
 def overlapped(module: GraphModule, hybrid: Hybrid, block_of: BlockOf | None = None) -> GraphModule:
     """The program with the communication of parameters (``block_of``: as for `overlap`) and of activations
-    overlapped, and sums of numbers together."""
+    overlapped, and all-reduces of single numbers merged."""
     norms = norm_kernels(overlap(module, hybrid, block_of))
     return sum_numbers_together(overlap_activations(in_pieces(norms, hybrid), hybrid))
 

@@ -18,7 +18,7 @@ aten = torch.ops.aten
 def norms_in_training(graph: Graph, mutations: dict[str, Node]) -> None:
     """Batch norm in training into `ops.batch_norm`, and instance norm with running statistics into sums and
     element-wise ops: the statistics, which their schemas do not say they update, become buffer updates like any other,
-    and what reads them behind a norm reads their new values.
+    and later readers get their new values.
     """
     now: dict[Node, Node] = {}    # by buffer
     for node in list(graph.nodes):
@@ -51,7 +51,7 @@ def _batch_norm(graph: Graph, node: Node, now: dict[Node, Node]) -> Node:
 
 
 def _instance_norm(graph: Graph, node: Node, now: dict[Node, Node]) -> Node:
-    """As the op does, in float32 what has less. ``now``: as of `_batch_norm`."""
+    """Computed in float32 where x has lower precision, as torch does. ``now``: as in `_batch_norm`."""
     x, weight, bias, running_mean, running_var, training, momentum, eps = node.args[:8]
     value = x.meta["val"]
     instances, channels = value.shape[:2]

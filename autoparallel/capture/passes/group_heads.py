@@ -74,7 +74,7 @@ def _expanded_dim(wide: Node) -> int:
 
 
 def _apart(graph: Graph, x: Node, dim: int) -> Node:
-    """``x`` without the repetition along ``dim``, beside it."""
+    """A new node that computes ``x`` without the repetition along ``dim``."""
     with graph.inserting_before(x):
         if x.target is aten.permute.default:
             return emit(graph, x, aten.permute.default, _apart(graph, x.args[0], x.args[1][dim]), x.args[1])
@@ -90,7 +90,7 @@ def _apart(graph: Graph, x: Node, dim: int) -> Node:
 
 
 def _alone(graph: Graph, x: Node, single: Node, query: Node) -> Node:
-    """A copy of a section, if backward keeps nothing else of the whole."""
+    """``single``, copied if it is a view of a fused projection's result that backward keeps for this view alone."""
     whole = _section_of(single)
     if whole is None or whole is _section_of(query) or x.meta.get("no_grad"):
         return single
