@@ -28,7 +28,7 @@ from torch.utils._python_dispatch import _get_current_dispatch_mode, _pop_mode_t
 from autoparallel.capture import environment, settings
 from autoparallel.capture.contents import Change, Inventory, Missing, description, is_plain, is_users, restore
 from autoparallel.capture.impure import OthersDrawError, RandomNumbers, Watch, draws_by_numpy, others_run
-from autoparallel.capture.variables import ENVIRONMENT, Variable, read_by
+from autoparallel.capture.variables import ENVIRONMENT, HOOKS, Variable, read_by
 from autoparallel.errors import CaptureError, shown
 
 #: In place of the names of attributes: all, and how many they are.
@@ -73,12 +73,14 @@ def uncounted() -> Iterator[None]:
 @dataclass(frozen=True)
 class Dependencies:
     """All state that a trace read: names of attributes by module path (class attributes and absent ones included),
-    variables, modes with their values, and whether strides of tensors were read."""
+    variables, modes with their values, and whether strides of tensors were read. ``left``: names of attributes, by
+    module path, in which forward left tensors of the call, as ``self.penalty = y.square().mean()`` does."""
 
     attributes: Mapping[str, tuple[str, ...]]
     variables: tuple[Variable, ...]
     strides: bool
     modes: Mapping[str, Any]
+    left: Mapping[str, tuple[str, ...]]
 
 
 class Recorder:
@@ -89,6 +91,8 @@ class Recorder:
         self._paths = {id(vars(module)): path for path, module in model.named_modules()}
         self._read: dict[str, dict[str, None]] = {path: {} for path in self._paths.values()}
         self._assigned: dict[tuple[str, str], Any] = {}
+        self._at_end: dict[tuple[str, str], Any] = {}  # attributes that forward left with other values, in this trace
+        self._left: dict[str, dict[str, None]] = {}
         self._read_now: set[tuple[str, str]] = set()  # in this trace
         self._read_first: set[tuple[str, str]] = set()
         self._ambient = settings.ambient()
@@ -104,12 +108,17 @@ class Recorder:
         self._inventory = Inventory(read.names)
         self._moving: dict[tuple[str, str], Any] = {}
         self._changes: list[Change] = []
+        self._reassigned: list[tuple[str, Any, Any]] = []  # variables, in this trace
         self._cached: list[tuple[str, torch.Tensor]] = []  # in this trace, by functools.lru_cache
         for module, values in self._before.items():
             path = self._paths[id(vars(module))]
             for name in values.keys() - INTERNAL:
                 if (moving := self._inventory.add(f"{path}.{name}".strip("."), values[name], True)) is not Missing:
                     self._moving[path, name] = moving
+            for name in HOOKS[:2]:
+                for hook in values[name].values():    # what is in its object, or in the arguments of a partial
+                    self._inventory.add(f"the hook {getattr(hook, '__qualname__', type(hook).__name__)}",
+                                        getattr(hook, "__self__", hook), True)
         for variable, value in zip(self._variables, self._values, strict=True):
             if (moving := self._inventory.add(variable.name, value, False)) is not Missing:
                 self._refuse_moving(variable.name, moving)
@@ -121,7 +130,7 @@ class Recorder:
     def recording(self) -> Iterator[Recorder]:
         """Record while the model is traced; afterwards the model's attributes have their old values."""
         key = threading.get_ident()
-        for found in (self._assigned, self._read_now, self._read_first):
+        for found in (self._assigned, self._at_end, self._read_now, self._read_first):
             found.clear()
         with _LOCK:
             _RECORDERS[key] = self
@@ -194,6 +203,13 @@ class Recorder:
         self._modes.setdefault(name, self._ambient.get(name, inside))
         return settings.answer(name, self._ambient, inside)
 
+    def ends(self) -> None:
+        """Note the attributes that the forward, which returns now, leaves with other values. (torch.export puts some
+        back.)"""
+        self._at_end = {(self._paths[id(vars(module))], name): value for module, before in self._before.items()
+                        for name, value in vars(module).items()
+                        if name not in _OF_ALL and value is not before.get(name, Missing)}
+
     # --- afterwards --------------------------------------------------------------------------------------------
 
     def _restore(self) -> None:
@@ -214,6 +230,11 @@ class Recorder:
             if tensors := [leaf for leaf in pytree.tree_leaves(results) if isinstance(leaf, torch.Tensor)]:
                 self._cached += ((name, tensor) for tensor in tensors)
                 function.cache_clear()  # of tensors without data
+        self._reassigned = []
+        for variable, before in zip(self._variables, self._values, strict=True):
+            if is_plain(before) and description(now := variable.value()) != description(before):
+                self._reassigned.append((variable.name, before, now))
+                variable.set(before)
         self._changes = self._inventory.changes()
         restore(change for change in self._changes if change.owned or _has_no_data(change.now))
 
@@ -233,6 +254,7 @@ class Recorder:
             if _depends_on_call(after, graph) or _is_counted(before, after):
                 raise self.memory(f"reads {f'{path}.{name}'.strip('.')} and assigns another value to it "
                                    f"({_kind(before)}, then {_kind(after)})")
+        self._note_left(graph)
         for change in self._changes:
             if not _is_longer(change) and (changed := _memory_in(change.before, change.now, graph)):
                 raise self.memory(f"changes what is in {change.name} ({type(change.value).__name__}: {changed})")
@@ -240,9 +262,23 @@ class Recorder:
             if _depends_on_call(tensor, graph):
                 raise self.memory(f"has a result of {name} kept by functools.lru_cache, which is made of arguments, "
                                   "parameters or random numbers")
-        for variable, before in zip(self._variables, self._values, strict=True):
-            if is_plain(before) and description(now := variable.value()) != description(before):
-                raise self.memory(f"assigns to the global {variable.name} ({_kind(before)}, then {_kind(now)})")
+        for name, before, now in self._reassigned:
+            raise self.memory(f"assigns to the variable {name} ({_kind(before)}, then {_kind(now)})")
+
+    def _note_left(self, graph: Graph) -> None:
+        """Note the attributes that have tensors of the call after a trace, and the model's own lists and dicts to which
+        such tensors were added."""
+        self._left = {}
+        for (path, name), value in self._at_end.items():
+            if any(_depends_on_call(leaf, graph) for leaf in pytree.tree_leaves(value)):
+                self._left.setdefault(path, {})[name] = None
+        for change in filter(_is_longer, self._changes):
+            added = [value for key, value in change.now.items() if key not in change.before] \
+                if isinstance(change.value, dict) else change.now[len(change.before):]
+            path, _, name = change.name.rpartition(".")
+            if change.owned and path in self._read and any(
+                    _depends_on_call(leaf, graph) for leaf in pytree.tree_leaves(added)):
+                self._left.setdefault(path, {})[name] = None
 
     @contextmanager
     def grown(self, graph: Graph) -> Iterator[str]:
@@ -280,7 +316,9 @@ class Recorder:
         variables = [variable for variable, before in zip(self._variables, self._values, strict=True)
                      if variable is not ENVIRONMENT  # of which parts are noted
                      and description(variable.value()) == description(before)]  # others are its own caches
-        return Dependencies(attributes, (*variables, *self._of_environment.values()), self.strides, dict(self._modes))
+        left = {path: tuple(names) for path, names in self._left.items()}
+        return Dependencies(attributes, (*variables, *self._of_environment.values()), self.strides, dict(self._modes),
+                            left)
 
     def _inside(self, block: str) -> list[str]:
         return [path for path in self._read if path == block or path.startswith(f"{block}.")]

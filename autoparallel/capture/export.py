@@ -119,7 +119,10 @@ def _containers(root: Any) -> list[Any]:
 
 
 def _returned(model: torch.nn.Module, args: Any, output: Any) -> None:
-    if recorder() is not None and REGIONS.escaped(tensors_of(output)):
+    if (active := recorder()) is None:
+        return
+    active.ends()
+    if REGIONS.escaped(tensors_of(output)):
         raise CaptureError(f"{type(model).__name__} returns what is made in lines that the data say whether to run\n"
                            "  Return what is made for all rows.")
 

@@ -17,7 +17,7 @@ from torch.distributed.tensor import DTensor
 from autoparallel.capture import call_text, canonical_call
 from autoparallel.capture.numbers import is_number
 from autoparallel.errors import CaptureError, InputError
-from autoparallel.runtime import arguments
+from autoparallel.runtime import arguments, left_values
 from autoparallel.runtime.failing import Closed
 from autoparallel.runtime.form import Compiled, as_plain, form_of
 from autoparallel.runtime.guards import Guards
@@ -109,6 +109,7 @@ def _compiled(module: nn.Module, state: State, key: Any, leaves: Sequence[Any], 
             place(module, state, compiled)
     dependencies = compiled.micro.whole.dependencies
     assert dependencies is not None
+    left_values.mark(state, dependencies)
     state.forms.add(key, str(spec), leaves, Guards(state.parts, dependencies, leaves), compiled, fixed)
     _log_numbers(state, compiled, args, kwargs)
     state.calls_traced[call] = None
