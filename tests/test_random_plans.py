@@ -73,6 +73,11 @@ NAMED = {
     "a scale that a norm forgets": named("""x = F.normalize(x * p0, dim=0)
                                             x = torch.softmax(x, dim=0)
                                             loss = x.square().mean() + p0.square().sum()""", (4, 4, 4), {"p0": (4,)}),
+    "covariances, and places of a constant mask": named(
+        """x = x * p0
+           x = torch.cov(x, correction=0) + torch.corrcoef(x @ p1) + x.masked_select(x.detach()[:, :1] > 0).sum()
+           x = x + torch.masked_select(x, ~torch.eye(4, dtype=torch.bool)).view(4, 3).sum(1, keepdim=True)
+           loss = x.square().sum()""", (4, 6), {"p0": (6,), "p1": (6, 5)}),
     "tokens and the next": named("""x = torch.tanh(x * p0)
                                     x = F.pad(x[:, 1:] - x[:, :-1], [0, 0, 0, 1], value=0.5)
                                     loss = x.square().mean()""", (2, 9, 4), {"p0": (4,)}),

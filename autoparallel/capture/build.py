@@ -32,7 +32,7 @@ from autoparallel.capture.passes.editing import module_path, source_line, source
 from autoparallel.capture.passes.inline_modes import inline_modes
 from autoparallel.capture.passes.normalise import normalise
 from autoparallel.capture.passes.ordering import order_independent
-from autoparallel.capture.sparse import check_sparse_gradients
+from autoparallel.capture.sparse import check_sparse_gradients, refuse_sparse_values
 from autoparallel.capture.tracing.hf_caches import register_caches
 from autoparallel.capture.tracing.repeated_blocks import Calls, UnlikeError, find_repeated
 from autoparallel.capture.tracing.unfold_blocks import unfold
@@ -171,6 +171,7 @@ def _traced(model: torch.nn.Module, args: Sequence[Any], kwargs: Mapping[str, An
         except OthersDrawError:
             with recorder.recording():
                 program = trace(model, args, kwargs, numbers)
+        refuse_sparse_values(program.graph, _paths(program))
         recorder.refuse_memory(program.graph)
         with recorder.grown(program.graph) as name:
             if name and not _is_traced_alike(program, lambda: trace(model, args, kwargs, numbers), recorder):
@@ -383,9 +384,6 @@ class _Builder:
         if not all(isinstance(v, torch.Tensor) for v in values):
             raise CaptureError(f"{node.target} returns {type(values[0]).__name__}, not tensors{source_line(node)}\n"
                                "  Its value would depend on the data; keep it a tensor.")
-        if any(v.layout != torch.strided for v in values):
-            raise CaptureError(f"{node.target} makes a sparse tensor{source_line(node)}\n"
-                               "  Shards are of dense ones: keep it dense, with zeros or a mask.")
         metas = tuple(TensorMeta(tuple(v.shape), v.dtype, grad and is_floating(v.dtype)) for v in values)
         made = self._add("op", self._numbered(node.name), node.target, tuple(args), kwargs, metas, no_grad=no_grad,
                          module_path=module_path(node), source=source_of(node))

@@ -28,7 +28,7 @@ from torch.utils._python_dispatch import _get_current_dispatch_mode, _pop_mode_t
 from autoparallel.capture import environment, settings
 from autoparallel.capture.contents import Change, Inventory, Missing, description, is_plain, is_users, restore
 from autoparallel.capture.impure import OthersDrawError, RandomNumbers, Watch, draws_by_numpy, others_run
-from autoparallel.capture.variables import ENVIRONMENT, HOOKS, Variable, read_by
+from autoparallel.capture.variables import ENVIRONMENT, HOOKS, Variable, is_installed, read_by
 from autoparallel.errors import CaptureError, shown
 
 #: In place of the names of attributes: all, and how many they are.
@@ -93,6 +93,8 @@ class Recorder:
         self._assigned: dict[tuple[str, str], Any] = {}
         self._at_end: dict[tuple[str, str], Any] = {}  # attributes that forward left with other values, in this trace
         self._left: dict[str, dict[str, None]] = {}
+        self._tables: list[tuple[str, dict[str, Any], dict[str, Any]]] = []
+        self._buffers_set: set[tuple[str, str]] = set()  # in this trace
         self._read_now: set[tuple[str, str]] = set()  # in this trace
         self._read_first: set[tuple[str, str]] = set()
         self._ambient = settings.ambient()
@@ -101,6 +103,8 @@ class Recorder:
         self._before = {module: dict(vars(module)) for module in model.modules()}
         self._hooks = [(table, dict(table)) for values in self._before.values()
                        for name, table in values.items() if name in _HOOK_TABLES]
+        self._registered = [(table, dict(table)) for module in self._before
+                            for table in (module._parameters, module._buffers, module._modules)]
         read = read_by(model)
         self._variables, self._settings, self._may_ask = read.variables, read.settings, read.may_ask
         self._of_environment: dict[tuple[int, str], Variable] = {}
@@ -130,7 +134,7 @@ class Recorder:
     def recording(self) -> Iterator[Recorder]:
         """Record while the model is traced; afterwards the model's attributes have their old values."""
         key = threading.get_ident()
-        for found in (self._assigned, self._at_end, self._read_now, self._read_first):
+        for found in (self._assigned, self._at_end, self._read_now, self._read_first, self._buffers_set, self._tables):
             found.clear()
         with _LOCK:
             _RECORDERS[key] = self
@@ -190,7 +194,9 @@ class Recorder:
 
     def assigns(self, module: nn.Module, name: str, value: Any) -> None:
         path = self._path_of(module)
-        if path is not None and name not in INTERNAL and name not in module._buffers:  # which torch.export follows
+        if path is not None and name in module._buffers:    # which torch.export follows
+            self._buffers_set.add((path, name))
+        elif path is not None and name not in INTERNAL:
             if (path, name) not in self._assigned and (path, name) in self._read_now:
                 self._read_first.add((path, name))
             self._assigned[path, name] = value
@@ -203,12 +209,30 @@ class Recorder:
         self._modes.setdefault(name, self._ambient.get(name, inside))
         return settings.answer(name, self._ambient, inside)
 
+    def begins(self) -> None:
+        """Note the parameters, buffers and submodules with which the forward begins: those of the trace."""
+        self._tables = [(path, table, dict(table)) for path, module in self._modules()
+                        for table in (module._parameters, module._buffers, module._modules)]
+
     def ends(self) -> None:
         """Note the attributes that the forward, which returns now, leaves with other values. (torch.export puts some
-        back.)"""
-        self._at_end = {(self._paths[id(vars(module))], name): value for module, before in self._before.items()
-                        for name, value in vars(module).items()
-                        if name not in _OF_ALL and value is not before.get(name, Missing)}
+        back.) Raises CaptureError for a parameter, buffer or submodule that it has made or put in place of another
+        one, other than by assigning to a buffer."""
+        self._at_end = {(path, name): value for path, module in self._modules() for name, value in vars(module).items()
+                        if name not in INTERNAL and value is not self._before[module].get(name, Missing)}
+        for path, table, before in self._tables:
+            now = {name: value for name, value in table.items() if (path, name) not in self._buffers_set}
+            same = {name for name, value in now.items() if before.get(name, Missing) is value}
+            for name in [name for name in {**before, **now} if name not in same and (name in now or name not in table)]:
+                done = "makes" if name not in before else "puts another tensor in" if name in table else "removes"
+                raise CaptureError(
+                    f"forward of {type(self.model).__name__} {done} {f'{path}.{name}'.strip('.')}, and a program has "
+                    "the parameters, buffers and submodules that the model had\n  Make them before the model is "
+                    "compiled (in __init__; of a table that a first call makes, call the model itself once); write to "
+                    "a buffer by self.x.copy_(...).")
+
+    def _modules(self) -> list[tuple[str, nn.Module]]:
+        return [(self._paths[id(vars(module))], module) for module in self._before]
 
     # --- afterwards --------------------------------------------------------------------------------------------
 
@@ -221,10 +245,10 @@ class Recorder:
                     del now[name]
                 elif now.get(name, Missing) is not before[name]:
                     now[name] = before[name]
-        for table, hooks in self._hooks:
-            if table != hooks:
+        for table, values in (*self._hooks, *self._registered):
+            if table.keys() != values.keys() or not all(map(is_, table.values(), values.values())):
                 table.clear()
-                table.update(hooks)
+                table.update(values)
         self._cached.clear()
         for name, function, results in self._inventory.newly_cached():
             if tensors := [leaf for leaf in pytree.tree_leaves(results) if isinstance(leaf, torch.Tensor)]:
@@ -412,12 +436,16 @@ def _get(module: nn.Module, name: str) -> Any:
 def _set(module: nn.Module, name: str, value: Any) -> None:
     if (active := _RECORDERS.get(threading.get_ident())) is not None:
         active.assigns(module, name, value)
+        if isinstance(value, torch.Tensor) and module._buffers.get(name) is value:
+            return    # `self.x = self.x`, as of .to(device): torch.export would copy it
     _SET(module, name, value)
 
 
 def _asked(name: str, inside: Any, asking: Mapping[str, Any]) -> Any:
     active = _RECORDERS.get(threading.get_ident())
-    return active.mode(name, inside) if active is not None and is_users(asking) else inside
+    if active is None or not is_users(asking) or (name in settings.TRACED and is_installed(asking)):
+        return inside
+    return active.mode(name, inside)
 
 
 def _reads_environment(variable: Variable) -> None:

@@ -96,6 +96,8 @@ class _Given:
 
     def note(self, model: torch.nn.Module, args: Any, kwargs: Any) -> None:
         self.before = [(value, [*inside(value)]) for value in _containers((args, kwargs))]
+        if (active := recorder()) is not None:
+            active.begins()
 
     def check(self, model: torch.nn.Module, args: Any, kwargs: Any, output: Any) -> None:
         """Raises CaptureError if forward has changed one, which the caller's would not see."""
@@ -172,6 +174,9 @@ def _explain(model: torch.nn.Module, error: Exception) -> str:
             "  Required: control flow that depends on shapes and Python values only.\n"
             + instead(user, "Write torch.where(condition, a, b) instead of `if condition:`.")
         )
+    if "missing nn_module_stack" in text:
+        return (f"{type(model).__name__} assigns to a buffer a tensor that is another buffer{place}\n"
+                "  Write to it: self.x.copy_(self.y), or with the two swapped by way of a clone.")
     if "masked_rows.types." in text:
         return (f"{type(model).__name__} returns rows that their values choose: a shape depends on the data\n"
                 "  Return all rows, and the mask.")

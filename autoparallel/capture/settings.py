@@ -11,6 +11,8 @@ from typing import Any
 import torch
 from torch.backends import ContextProp
 
+#: Whether a model is traced. Installed libraries, which take other ways to the same values there, are told that it is.
+TRACED = ("torch.compiler.is_compiling", "torch.compiler.is_exporting")
 #: Functions of torch by dotted name, with their owner; `torch.export` traces with gradients, whatever they are outside.
 _FUNCTIONS: Mapping[str, tuple[Any, Callable[[], Any]]] = {
     **{name: (torch, getattr(torch, name)) for name in (
@@ -18,6 +20,7 @@ _FUNCTIONS: Mapping[str, tuple[Any, Callable[[], Any]]] = {
         "is_deterministic_algorithms_warn_only_enabled", "get_deterministic_debug_mode", "get_float32_matmul_precision",
         "get_num_threads", "get_num_interop_threads", "is_anomaly_enabled", "is_anomaly_check_nan_enabled",
         "is_warn_always_enabled", "is_autocast_cache_enabled", "initial_seed")},
+    **{name: (torch.compiler, getattr(torch.compiler, name.rpartition(".")[2])) for name in TRACED},
     "torch.backends.mha.get_fastpath_enabled": (torch.backends.mha, torch.backends.mha.get_fastpath_enabled)}
 #: Functions that torch's modules ask when a user asks for a setting of a backend.
 _WITHIN: Mapping[str, Callable[..., Any]] = {
@@ -31,7 +34,7 @@ _BACKENDS = "torch.backends."
 _GET = ContextProp.__get__
 #: What `torch.export` sets by itself.
 _OF_EXPORT = ("is_grad_enabled", "is_inference_mode_enabled", "is_autocast_cache_enabled",
-              "torch.backends.mkldnn.enabled")
+              "torch.backends.mkldnn.enabled", *TRACED)
 
 #: (setting, value, globals of the function that asks) -> what it is told
 Ask = Callable[[str, Any, Mapping[str, Any]], Any]
@@ -117,4 +120,4 @@ def _of_backends() -> Iterator[tuple[str, Any]]:
                         yield f"{path}.{name}", setting
 
 
-__all__ = ["ambient", "answer", "function_of", "install", "reader", "remove"]
+__all__ = ["TRACED", "ambient", "answer", "function_of", "install", "reader", "remove"]

@@ -1,12 +1,33 @@
-"""Sparse gradients, which have the rows of a table that were looked up (``nn.Embedding(..., sparse=True)``)."""
+"""Sparse gradients, which have the rows of a table that were looked up (``nn.Embedding(..., sparse=True)``); sparse
+values, which are refused."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
+import torch
+from torch.fx import Graph
+
 from autoparallel.capture.graph import Node, OpGraph
+from autoparallel.capture.passes.editing import source_line
 from autoparallel.errors import CaptureError
 from autoparallel.ops.embedding_bag import LOOKUPS
 
 ARGUMENTS = ("sparse", "sparse_grad")
+
+
+def refuse_sparse_values(graph: Graph, paths: Mapping[str, str]) -> None:
+    """Raises CaptureError for a value of a traced model that is no strided tensor. ``paths``: names of parameters and
+    buffers by those of their placeholders."""
+    for node in graph.nodes:
+        value = node.meta.get("val")
+        if isinstance(value, torch.Tensor) and value.layout != torch.strided:
+            name, kind = paths.get(node.name, node.name), str(value.layout).removeprefix("torch.")
+            reader = node if node.op == "call_function" else next(iter(node.users), node)
+            raise CaptureError(f"{name} is a {kind} tensor {list(value.shape)}, and programs have dense ones"
+                               f"{source_line(reader)}\n  Keep it dense (x.to_dense()), or keep its indices and values "
+                               "as two tensors: a sparse matrix times y is torch.zeros(rows, columns of y).index_add("
+                               "0, row, values[:, None] * y[column]).")
 
 
 def sparse_tables(graph: OpGraph) -> dict[str, float]:

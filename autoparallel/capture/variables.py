@@ -202,7 +202,7 @@ class _Names:
         if not isinstance(function, FunctionType) or id(function) in self.seen or not is_users(function.__globals__):
             return
         self.seen.add(id(function))
-        installed = _is_installed(function.__globals__)
+        installed = is_installed(function.__globals__)
         if not installed:
             self._add_torchs(function)
         for name, cell in zip(function.__code__.co_freevars, function.__closure__ or (), strict=True):
@@ -234,7 +234,7 @@ class _Names:
                 self.variables[id(vars(builtins)), name] = Variable(name, vars(builtins))
 
     def _value(self, namespace: Mapping[str, Any], name: str) -> None:
-        self._follow(namespace[name], Variable(name, namespace), _is_installed(namespace))
+        self._follow(namespace[name], Variable(name, namespace), is_installed(namespace))
 
     def _follow(self, value: Any, variable: Variable, installed: bool) -> None:
         """Watch a variable and follow its value. ``installed``: it is an installed library's, whose tables and objects
@@ -250,11 +250,11 @@ class _Names:
             if value.__module__ != "builtins" and is_users({"__name__": value.__module__}):
                 self.add_class(value)
                 for owner in value.__mro__:  # an object may be made; a library's reads nothing that changes
-                    if owner in self.owners and "__init__" in vars(owner) and not _is_installed(vars(owner)):
+                    if owner in self.owners and "__init__" in vars(owner) and not is_installed(vars(owner)):
                         self.add(vars(owner)["__init__"])
         elif isinstance(value, ModuleType):
             namespace = vars(value)
-            if is_users(namespace) and not installed and not _is_installed(namespace):
+            if is_users(namespace) and not installed and not is_installed(namespace):
                 self.variables[id(variable.holder), variable.name] = variable
             if is_users(namespace) and id(namespace) not in self.modules:
                 self.modules[id(namespace)] = namespace
@@ -267,7 +267,7 @@ class _Names:
             self.add_contents(value)
 
 
-def _is_installed(namespace: Any) -> bool:
+def is_installed(namespace: Any) -> bool:
     """Whether the namespace of a module or class is of an installed library."""
     if not isinstance(namespace, Mapping):
         return False
@@ -278,7 +278,7 @@ def _is_installed(namespace: Any) -> bool:
 def _makes_installed(namespace: Any, name: str) -> bool:
     """Whether the name is of a library's constructor. Each constructor names the one of its base, and so would every
     class of the library be followed, with what it reads of files, clocks and devices when an object is made."""
-    return name in ("__init__", "__new__") and _is_installed(namespace)
+    return name in ("__init__", "__new__") and is_installed(namespace)
 
 
 def _plain_function(value: Any) -> Any:

@@ -18,8 +18,8 @@ if TYPE_CHECKING:
 def refused(name: str) -> InputError:
     """The error of a script that reads the attribute ``name``, a dotted path."""
     return InputError(f"{name} is read, where forward leaves tensors of its call: a program returns outputs only, and "
-                      "has no values of attributes\n  Return them from forward too, in a tuple or a dict, and read them "
-                      "there.")
+                      "has no values of attributes\n  Return them from forward too, in a tuple or a dict, and read "
+                      "them there.")
 
 
 class NotKept:

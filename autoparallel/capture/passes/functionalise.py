@@ -40,7 +40,7 @@ def functionalise(graph: Graph, buffer_names: dict[str, str]) -> dict[str, Node]
     for node in memory.written_placeholders():
         if node.name not in buffer_names:
             _refuse_written(node, memory.writer[node])
-        mutations[node.name] = memory.value[node]
+        mutations[node.name] = memory.read(node)
     for node in reversed(writing):
         graph.erase_node(node)
     return mutations
@@ -306,7 +306,8 @@ CARRY: dict[object, Carry] = {
     aten.narrow.default: _narrowed,
     **dict.fromkeys((aten.transpose.int, aten.permute.default, aten.t.default, aten.numpy_T.default, aten.mT.default,
                      aten.movedim.int, aten.movedim.intlist, aten.swapaxes.default, aten.swapdims.default), _turned),
-    **dict.fromkeys((aten.alias.default, aten.detach.default, aten.contiguous.default, aten.to.dtype), _same),
+    **dict.fromkeys((aten.alias.default, aten.detach.default, aten.contiguous.default, aten.to.dtype, aten.to.device,
+                     aten.to.dtype_layout, aten.to.other, aten.type_as.default), _same),
     **dict.fromkeys((aten.view.default, aten.reshape.default, aten.unsqueeze.default, aten.squeeze.default,
                      aten.squeeze.dim, aten.squeeze.dims, aten.flatten.using_ints, aten.unflatten.int,
                      aten._unsafe_view.default, aten.view_as.default), _reshaped),

@@ -242,6 +242,35 @@ def _counts(x: torch.Tensor, weights: torch.Tensor | None = None, minlength: int
     return weights.new_zeros(minlength).scatter_add(0, x.long(), weights)
 
 
+def _covariance(x: torch.Tensor, *, correction: int = 1, fweights: torch.Tensor | None = None,
+                aweights: torch.Tensor | None = None) -> torch.Tensor:
+    """`torch.cov`, which looks at its weights' values, of observations [variables, n] or [n]."""
+    if fweights is not None or aweights is not None:
+        raise CaptureError(f"torch.cov is called with weights, whose values it checks{users_caller()}\n  Write it out: "
+                           "centered = x - (x * w).sum(1, keepdim=True) / w.sum(); "
+                           "centered * w @ centered.T / (w.sum() - correction), for fweights.")
+    rows = x if x.dim() == 2 else x.reshape(1, -1)
+    centered = rows - rows.mean(1, keepdim=True)
+    made = centered @ centered.T.conj() / max(rows.shape[1] - correction, 0)
+    return made if x.dim() == 2 else made.reshape(())
+
+
+def _correlation(x: torch.Tensor) -> torch.Tensor:
+    """`torch.corrcoef` of observations [variables, n] or [n]."""
+    made = _covariance(x)
+    if x.dim() < 2:
+        return made / made
+    scale = made.diagonal().real.sqrt() if made.is_complex() else made.diagonal().sqrt()
+    made = made / scale[:, None] / scale
+    return torch.complex(made.real.clip(-1, 1), made.imag.clip(-1, 1)) if made.is_complex() else made.clip(-1, 1)
+
+
+#: Functions that look at values which do not matter.
+_COVARIANCES: Mapping[Any, Callable[..., torch.Tensor]] = {
+    torch.cov: _covariance, torch.Tensor.cov: _covariance, torch.corrcoef: _correlation,
+    torch.Tensor.corrcoef: _correlation}
+
+
 def _data_written(tensor: torch.Tensor) -> CaptureError:
     """What to write instead: for averages of another network's parameters, for masks of weights, for buffers."""
     if not isinstance(tensor, nn.Parameter):
@@ -310,6 +339,8 @@ class TracedCalls(TorchFunctionMode):
                                "flip each row up to its length, run a second layer forward, and flip back.")
         if function is torch.nn.functional.gaussian_nll_loss:
             return _gaussian_likelihood(*args, **(kwargs or {}))
+        if function in _COVARIANCES:
+            return _COVARIANCES[function](*args, **(kwargs or {}))
         if function in (torch.bincount, torch.Tensor.bincount):
             return _counts(*args, **(kwargs or {}))
         if function is torch.autograd.grad:

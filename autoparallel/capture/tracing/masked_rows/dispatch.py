@@ -78,8 +78,9 @@ def asked(function: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
         return nonzero(*args, **kwargs)
     if function is torch.where and len(args) == 1 and not kwargs and unknown(args[0]):
         return nonzero(args[0], as_tuple=True)
-    if function in (torch.masked_select, Tensor.masked_select) and is_mask(args[1]) and args[0].shape == args[1].shape:
-        return picked(args[0], args[1])
+    if function in (torch.masked_select, Tensor.masked_select) and len(args) == 2 and is_mask(args[1]):
+        shape = torch.broadcast_shapes(args[0].shape, args[1].shape)    # (broadcast_tensors makes one op of both)
+        function, args = Tensor.__getitem__, [x if x.shape == shape else x.expand(shape) for x in args]
     if function is Tensor.__getitem__ and picks(args[1]):
         try:
             return picked(*args)
