@@ -91,7 +91,7 @@ def test_a_number_out_of_data_is_refused() -> None:
 
 
 def test_sparse_tensors_are_refused() -> None:
-    says(CaptureError, "a sparse tensor", f'"{__file__}"', "x.to_sparse()  # here", "keep it dense",
+    says(CaptureError, "is a sparse_coo tensor", f'"{__file__}"', "x.to_sparse()  # here", "Keep it dense",
          of=lambda: plan_of(MakesASparseTensor()))
 
 
