@@ -100,6 +100,40 @@ def test_calls_and_other_attributes_are_as_before(parallel: Any) -> None:
     torch.testing.assert_close(parallel(X).detach(), model(X).detach())
 
 
+LOSSES: list[Tensor] = []
+
+
+def to_a_global(model: Any, made: Tensor) -> None:
+    LOSSES.append(made.mean())
+
+
+def to_an_object(model: Any, made: Tensor) -> None:
+    model.context.losses["last"] = made.mean()
+
+
+def to_a_default(model: Any, made: Tensor, losses: list[Tensor] = []) -> None:  # noqa: B006
+    losses.append(made)
+
+
+class Adds(nn.Module):
+    def __init__(self, add: Callable[[Any, Tensor], None], context: Any) -> None:
+        super().__init__()
+        self.linear, self.add, self.context = nn.Linear(6, 6), add, context
+
+    def forward(self, x: Tensor) -> Tensor:
+        made: Tensor = self.linear(x)
+        self.add(self, made)
+        return made.sum()
+
+
+@pytest.mark.parametrize("add", [to_a_global, to_an_object, to_a_default])
+def test_tensors_added_where_scripts_read_them_are_refused(add: Callable[[Any, Tensor], None]) -> None:
+    context = SimpleNamespace(losses={})
+    with pytest.raises(CaptureError, match="adds tensors to what is in"):
+        capture(Adds(add, context), (X,))
+    assert not LOSSES and not context.losses
+
+
 class Seen:
     def __init__(self) -> None:
         self.last: Any = None

@@ -290,19 +290,30 @@ class Recorder:
             raise self.memory(f"assigns to the variable {name} ({_kind(before)}, then {_kind(now)})")
 
     def _note_left(self, graph: Graph) -> None:
-        """Note the attributes that have tensors of the call after a trace, and the model's own lists and dicts to which
-        such tensors were added."""
+        """Note the attributes that have tensors of the call after a trace, and the lists and dicts in attributes to
+        which such tensors were added. Raises CaptureError for others, which a script may read by a name of its own (but
+        not of a model with hooks, which add to them, as users are warned)."""
         self._left = {}
         for (path, name), value in self._at_end.items():
             if any(_depends_on_call(leaf, graph) for leaf in pytree.tree_leaves(value)):
                 self._left.setdefault(path, {})[name] = None
+        attributes = {id(value): (path, name) for path, module in self._modules()
+                      for name, value in self._before[module].items()}
         for change in filter(_is_longer, self._changes):
             added = [value for key, value in change.now.items() if key not in change.before] \
                 if isinstance(change.value, dict) else change.now[len(change.before):]
-            path, _, name = change.name.rpartition(".")
-            if change.owned and path in self._read and any(
-                    _depends_on_call(leaf, graph) for leaf in pytree.tree_leaves(added)):
-                self._left.setdefault(path, {})[name] = None
+            if not any(_depends_on_call(leaf, graph) for leaf in pytree.tree_leaves(added)):
+                continue
+            if (place := attributes.get(id(change.value))) is not None:
+                self._left.setdefault(place[0], {})[place[1]] = None
+            elif not any(self._hooks_of_users()):
+                raise CaptureError(f"forward of {type(self.model).__name__} adds tensors to what is in {change.name}, "
+                                   "and a program returns outputs only\n  Return them from forward too, in a tuple or "
+                                   "a dict.")
+
+    def _hooks_of_users(self) -> Iterator[Any]:
+        return (hook for module in self._before for name in HOOKS[:2] for hook in vars(module)[name].values()
+                if is_users({"__name__": getattr(hook, "__module__", "")}))
 
     @contextmanager
     def grown(self, graph: Graph) -> Iterator[str]:

@@ -184,7 +184,8 @@ def _explain(model: torch.nn.Module, error: Exception) -> str:
         return _unknown_container(model, "returns", unknown[1], "return a dict, a tuple or a NamedTuple")
     if unknown := _UNKNOWN_INPUT.search(text):
         if unknown[1].startswith("numpy."):
-            return f"{type(model).__name__} is given a {unknown[1]}, which is no tensor\n  Give torch.from_numpy(x)."
+            give = "torch.from_numpy(x)" if unknown[1] == "numpy.ndarray" else "x.item(), a Python number"
+            return f"{type(model).__name__} is given a {unknown[1]}, which is no tensor\n  Give {give}."
         return _unknown_container(model, "is given", unknown[1],
                                   "give a dict, a tuple or a NamedTuple, or its tensors one by one")
     first = text.strip().splitlines()[0][:_LONGEST] if text.strip() else type(error).__name__
