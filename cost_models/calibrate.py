@@ -21,12 +21,13 @@ import numpy as np
 
 from cost_models.cluster import Cluster, Correction
 from cost_models.collectives import all_gather_s, all_reduce_s, all_to_all_s, broadcast_s, reduce_scatter_s, send_recv_s
-from cost_models.compute import op_time_s
+from cost_models.compute import MATRIX, op_time_s
 from cost_models.description import from_table
 from cost_models.devices import Curve, Device
 from cost_models.errors import ClusterError
 from cost_models.files import write_whole
 from cost_models.links import ALGORITHMS, COLLECTIVES, ENDLESS, UNLIMITED, Group, Link
+from cost_models.memory import optimizer_step_s, step_bytes
 from cost_models.timeline import Task, equal_slowdown, simulate
 
 _SECONDS: dict[str, Callable[[Any, Group], Any]] = {
@@ -59,7 +60,8 @@ class Measured:
 @dataclass(frozen=True)
 class MeasuredOp:
     """One measurement on a device: a matrix product or attention of ``size`` FLOP (of a causal one half of all), or a
-    pointwise op that moves ``size`` bytes."""
+    pointwise op, a reduction or a parameter's step by AdamW that moves ``size`` bytes (of a step, those of
+    `memory.step_bytes`)."""
 
     op_class: str
     size: float
@@ -248,12 +250,13 @@ def fit_efficiency(sizes: Sequence[float], seconds: Sequence[float], peak_per_s:
 
 
 def fit_device(name: str, measured: Sequence[MeasuredOp], memory_bytes: float) -> Device:
-    """A device from products, pointwise ops and, if it is there, attention: the least of a pointwise op's seconds is
-    its launch, the best rates are the peaks (of products by dtype), and curves say how much of them each size reaches
-    (of products in the dtype with the highest peak). Raises ClusterError without products and pointwise ops in
-    float32."""
-    products, attention, traffic = ([m for m in measured if m.op_class == kind]
-                                    for kind in ("matmul", "attention", "pointwise"))
+    """A device from products, pointwise ops and, if they are there, attention, reductions and optimizer steps: the
+    least of a pointwise op's seconds is its launch, the best rates are the peaks (of products by dtype), and curves say
+    how much of them each size reaches (of products in the dtype with the highest peak). Steps have no launch of their
+    own. Raises ClusterError without products and pointwise ops in float32."""
+    products, attention, traffic, reductions, steps = (
+        [m for m in measured if m.op_class == kind]
+        for kind in ("matmul", "attention", "pointwise", "reduction", "optimizer"))
     if not traffic or not any(m.dtype == "float32" for m in products):
         raise ClusterError("a device needs measurements of op classes matmul and pointwise in float32; has "
                            f"{sorted({f'{m.op_class} in {m.dtype}' for m in measured})}")
@@ -266,20 +269,26 @@ def fit_device(name: str, measured: Sequence[MeasuredOp], memory_bytes: float) -
 
     fastest = max(peaks, key=lambda dtype: peaks[dtype])    # in which models run; smaller products of others reach more
 
-    def curve(some: Sequence[MeasuredOp], rate: float) -> Curve:
+    def curve(some: Sequence[MeasuredOp], rate: float, launch_s: float = launch_s) -> Curve:
         return fit_efficiency([m.size for m in some], [m.seconds for m in some], rate, launch_s)
 
     bandwidth = best(traffic)
-    moved = curve(traffic, bandwidth)
+    moved = {"default": curve(traffic, bandwidth)}
+    if reductions:
+        moved["reduction"] = curve(reductions, bandwidth)
+    if steps:
+        moved["optimizer"] = curve(steps, bandwidth, 0.0)
     classes = {"matmul": [m for m in products if m.dtype == fastest],
                "attention": [m for m in attention if m.dtype == fastest]}
-    return Device(name, peaks, bandwidth, moved[-1][1], memory_bytes, launch_s,
-                  {name: curve(some, peaks[fastest]) for name, some in classes.items() if some}, {"default": moved})
+    return Device(name, peaks, bandwidth, moved["default"][-1][1], memory_bytes, launch_s,
+                  {name: curve(some, peaks[fastest]) for name, some in classes.items() if some}, moved)
 
 
 def predicted_op_s(device: Device, measured: MeasuredOp) -> float:
     """Seconds that the device predicts for a measurement."""
-    flops, nbytes = (0.0, measured.size) if measured.op_class == "pointwise" else (measured.size, 0.0)
+    if measured.op_class == "optimizer":
+        return float(optimizer_step_s(measured.size / step_bytes("float32", "adamw"), "float32", "adamw", device))
+    flops, nbytes = (0.0, measured.size) if measured.op_class not in MATRIX else (measured.size, 0.0)
     return float(op_time_s(measured.op_class, flops, nbytes, measured.dtype, device))
 
 

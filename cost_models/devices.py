@@ -19,9 +19,10 @@ Curve = tuple[tuple[float, float], ...]
 #: (Miao et al., VLDB 2023).
 OVERLAP_SLOWDOWN = 1.3
 
-#: Dtypes of ``peak_flops_per_s``, and classes of ops that have efficiency curves.
+#: Dtypes of ``peak_flops_per_s``, and classes of ops that have efficiency curves ("optimizer": steps of a parameter).
 PEAK_DTYPES = (*ITEM_BYTES, "tf32", "int8")
-OP_CLASSES = ("attention", "conv", "default", "elementwise", "gather", "matmul", "pointwise", "reduction")
+OP_CLASSES = ("attention", "conv", "default", "elementwise", "gather", "matmul", "optimizer", "pointwise",
+              "reduction")
 
 
 @dataclass(frozen=True)

@@ -11,6 +11,7 @@ from typing import Any
 
 import numpy as np
 
+from cost_models.compute import memory_efficiency
 from cost_models.devices import ITEM_BYTES, Device
 from cost_models.errors import ClusterError
 
@@ -141,10 +142,15 @@ def training_bytes(num_elements: Any, dtype: str, optimizer: str) -> Any:
 def optimizer_step_s(num_elements: Any, dtype: str, optimizer: str, device: Device) -> Any:
     """Memory-bound: parameter (or master copy), gradient and states are read, parameter, master and states written.
 
-    ``num_elements`` are those whose state this rank holds. Fused: no launches (torch.optim's foreach and fused paths).
+    ``num_elements`` are those of a parameter whose state this rank holds. Fused: no launches (torch.optim's foreach and
+    fused paths). Large parameters move at the bandwidth of large transfers, unless the device has a curve for class
+    "optimizer".
     """
-    speed = device.memory_bandwidth_bytes_per_s * device.memory_bandwidth_efficiency
-    return np.asarray(num_elements, dtype=float) * step_bytes(dtype, optimizer) / speed
+    moved = np.asarray(num_elements, dtype=float) * step_bytes(dtype, optimizer)
+    share = device.memory_bandwidth_efficiency
+    if "optimizer" in device.memory_efficiency:
+        share = memory_efficiency("optimizer", moved, device)
+    return moved / (device.memory_bandwidth_bytes_per_s * share)
 
 
 def step_bytes(dtype: str, optimizer: str) -> float:

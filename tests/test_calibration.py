@@ -29,11 +29,12 @@ from cost_models.calibrate import (
     predicted_s,
 )
 from cost_models.links import UNLIMITED
+from cost_models.memory import optimizer_step_s
 
 
 def calibrate_two() -> tuple[Cluster, int, int]:
     measure.SIZES, measure.SIDES, measure.TRAFFIC = (2**12, 2**16, 2**18), {"cpu": (32, 64)}, {"cpu": (2**10, 2**16)}
-    measure.OVERLAP_SIDES, measure.OVERLAP_BYTES = {"cpu": 64}, 2**18
+    measure.OVERLAP_SIDES, measure.OVERLAP_BYTES, measure.SEQUENCES = {"cpu": 64}, 2**18, {"cpu": (16,)}
     found = measure.calibrate("two ranks", ranks_per_host=2, repeats=2)
     orders = [(m.collective, m.ahead) for m in found.overlapped]
     assert set(orders) == {(kind, ahead) for kind in measure.OVERLAP_KINDS for ahead in (0.0, 0.5)}
@@ -46,21 +47,27 @@ def calibrate_two() -> tuple[Cluster, int, int]:
 def test_all_ranks_measure_the_same_machine(ranks) -> None:  # type: ignore[no-untyped-def]
     (cluster, calls, ops), (other, *_) = ranks(2).run(calibrate_two, timeout_s=120)
     assert cluster == other
-    assert calls == 5 * 3 and ops == 4
+    assert calls == 5 * 3 and ops == 2 + 1 + 2 * 3
+    assert set(cluster.device.memory_efficiency) == {"default", "reduction", "optimizer"}
     assert set(cluster.call_s) == set(measure.KINDS)
     assert cluster.links[0].bandwidth_bytes_per_s > 1e5
 
 
 def test_a_device_is_recovered_from_its_own_prices() -> None:
-    sizes = {"matmul": [1e6, 1e8, 1e9], "pointwise": [0.0, 1e5, 1e7]}
-    ops = [MeasuredOp(kind, size, 1e-5 + size / {"matmul": 1e12, "pointwise": 1e10}[kind])
+    rates = {"matmul": 1e12, "pointwise": 1e10, "reduction": 2e9, "optimizer": 5e9}
+    sizes = {"matmul": [1e6, 1e8, 1e9], "pointwise": [1.0, 1e5, 1e7], "reduction": [1e5, 1e7],
+             "optimizer": [28.0, 28e6]}
+    ops = [MeasuredOp(kind, size, 1e-5 * (kind != "optimizer") + size / rates[kind])
            for kind, some in sizes.items() for size in some]
-    ops = [op for op in ops if op.size or op.op_class == "matmul"] + [MeasuredOp("pointwise", 1.0, 1e-5)]
     device = fit_device("toy", ops, 1e9)
-    assert device.launch_s == pytest.approx(1e-5)
+    assert device.launch_s == pytest.approx(1e-5, rel=1e-4)
     assert device.peak_flops_per_s["float32"] == pytest.approx(1e12, rel=0.01)
     assert device.memory_bandwidth_bytes_per_s == pytest.approx(1e10, rel=0.01)
     assert all(predicted_op_s(device, op) == pytest.approx(op.seconds, rel=0.01) for op in ops)
+    assert optimizer_step_s(1e6, "float32", "adamw", device) == pytest.approx(28e6 / 5e9)
+    assert optimizer_step_s(1e6, "float32", "sgd", device) == pytest.approx(12e6 / 5e9)
+    plain = fit_device("toy", [op for op in ops if op.op_class != "optimizer"], 1e9)    # at the rate of transfers
+    assert optimizer_step_s(1e6, "float32", "adamw", plain) == pytest.approx(28e6 / 1e10, rel=0.01)
 
 
 def test_a_gpu_has_a_peak_by_dtype_and_attention_of_its_own() -> None:

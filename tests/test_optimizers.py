@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
@@ -348,3 +349,52 @@ def test_the_fused_kernel_is_taken_unless_another_is_named(mesh_of_one: DeviceMe
     assert len(named.param_groups[0]["param_names"]) == count
     other = parallel.optimizer(O.AdamW, [{"params": parallel.parameters(), "foreach": True}])
     assert other.param_groups[0]["fused"] is None
+
+
+class Ops(TorchDispatchMode):
+    """The names of ops that are called."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.names = set[str]()
+
+    def __torch_dispatch__(self, op: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.names.add(op.overloadpacket.__name__)
+        return op(*args, **(kwargs or {}))
+
+
+def turned(p: Tensor) -> None:
+    """Lay a gradient out by columns."""
+    assert isinstance(p.grad, DTensor)
+    local = p.grad.to_local().t().contiguous().t()
+    p.grad = DTensor.from_local(local, p.device_mesh, p.placements, run_check=False, shape=p.shape,
+                                stride=local.stride())
+
+
+@pytest.mark.parametrize(("kind", "options", "dtype", "strided", "fused"), [
+    (O.AdamW, {}, torch.float32, False, True), (O.Adam, {"amsgrad": True}, torch.float64, False, True),
+    (O.AdamW, {"foreach": False}, torch.float32, False, False),
+    (O.AdamW, {"fused": False}, torch.float32, False, False), (O.AdamW, {}, torch.bfloat16, False, False),
+    (O.AdamW, {}, torch.float32, True, False)])
+def test_adam_on_a_cpu_passes_over_memory_once_where_its_kernel_is_left_open(
+        mesh_of_one: DeviceMesh, kind: Any, options: dict[str, Any], dtype: torch.dtype, strided: bool, fused: bool
+) -> None:
+    """The option stays open; a gradient laid out by columns is not read in memory's order."""
+    model, x = Net().to(dtype), torch.rand(4, 6, dtype=dtype)
+    parallel = autoparallel.compile(copy.deepcopy(model), mesh_of_one, example_inputs=(x,))
+    made, expected = kind(parallel.parameters(), lr=0.1, **options), kind(model.parameters(), lr=0.1, **options)
+    before = [group["fused"] for group in made.param_groups]
+    for _ in range(3):
+        for module in (parallel, model):
+            module(x).backward()
+        if strided:
+            turned(parallel.get_parameter("a.weight"))
+        with Ops() as seen:
+            made.step()
+        expected.step()
+        assert any(name.startswith("_fused_adam") for name in seen.names) == fused
+        assert [group["fused"] for group in made.param_groups] == before
+        for optimizer in (made, expected):
+            optimizer.zero_grad()
+    for name, value in model.named_parameters():
+        torch.testing.assert_close(gathered(parallel.named_parameters())[name], value.detach(), msg=name)

@@ -22,6 +22,7 @@ import torch.distributed as dist
 from autoparallel.kernels import collectives, groups
 from autoparallel.kernels.groups import Axis
 from autoparallel.kernels.host_copies import process_bytes
+from autoparallel.kernels.norm import rms_norm
 from cost_models import Cluster, Link
 from cost_models.calibrate import (
     Measured,
@@ -37,6 +38,7 @@ from cost_models.cluster import devices_of_host
 from cost_models.devices import Host
 from cost_models.errors import ClusterError
 from cost_models.links import UNLIMITED
+from cost_models.memory import step_bytes
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -53,12 +55,16 @@ TYPICAL = 0.5
 LEAST_SERIES_S = 0.03
 #: Bytes per second above any link's: the bandwidth before it is fitted.
 ANY_RATE = 1e15
-#: Sides of square matrix products, and bytes read by an element-wise op, by kind of device.
+#: Sides of square matrix products, and bytes of a tensor of element-wise ops, by kind of device.
 SIDES = {"cpu": (64, 128, 256, 512, 1024), "cuda": (256, 512, 1024, 2048, 4096, 8192)}
 TRAFFIC = {"cpu": tuple(2**k for k in (10, 14, 18, 20, 22, 24)),
            "cuda": tuple(2**k for k in (12, 16, 20, 22, 24, 26, 30))}
-#: Sequences of causal attention, with `HEADS` heads of width 128; measured on GPUs.
-SEQUENCES, HEADS = (256, 1024, 4096, 8192), 32
+#: Sequences of causal attention, and (heads, width of each), by kind of device.
+SEQUENCES = {"cpu": (32, 128, 512), "cuda": (256, 1024, 4096, 8192)}
+HEADS = {"cpu": (8, 64), "cuda": (32, 128)}
+#: Ops, or pairs of them, in a chain; elements that reductions reduce; parameters that are stepped at once,
+#: up to so many bytes together.
+PAIRS, REDUCED, STEPPED, STEPPED_BYTES = 4, 256, 8, 2**25
 #: Overlap measurement: side n of the layers' products ([n / 4, n] times [n, n], with three element-wise ops), bytes of
 #: the collective, and compute time as multiples of the collective's own.
 OVERLAP_SIDES, OVERLAP_BYTES, OVERLAP_TIMES = {"cpu": 512, "cuda": 2048}, 2**24, (0.5, 1.0, 2.0)
@@ -171,33 +177,73 @@ def memory_bytes(kind: str, ranks_per_host: int) -> float:
 
 
 def time_ops(device: torch.device, repeats: int = 5) -> list[MeasuredOp]:
-    """Seconds of square matrix products and element-wise sums, on all ranks at once: the median over repeats of the
-    slowest rank. In float32; on GPUs also products and causal attention in the type of two bytes that they have, on
-    random data, by whose switching their clocks go."""
+    """Seconds of ops as programs run them, on all ranks at once: the median over repeats of the slowest rank.
+
+    Square matrix products and element-wise ops, both in chains with their backward; causal attention, reductions (a
+    softmax and an RMS norm) and AdamW's steps of a parameter. In float32; on GPUs products and attention also in the
+    type of two bytes that they have, on random data, by whose switching their clocks go.
+    """
     found = []
     half = torch.bfloat16 if device.type == "cuda" and torch.cuda.is_bf16_supported(False) else torch.float16
     for dtype in (torch.float32, half) if device.type == "cuda" else (torch.float32,):
         for side in SIDES[device.type]:
-            x = torch.randn(side, side, device=device).to(dtype)
-            found.append(_op("matmul", 2.0 * side**3, partial(torch.matmul, x, x), repeats, device, dtype))
-    for nbytes in TRAFFIC[device.type]:
-        x = torch.ones(nbytes // 4, device=device)
-        found.append(_op("pointwise", 2.0 * nbytes, partial(torch.add, x, 1), repeats, device))
-    for length in SEQUENCES if device.type == "cuda" else ():
-        q = torch.randn(1, HEADS, length, 128, device=device).to(half)
+            x = (torch.randn(side, side, device=device) / math.sqrt(side)).to(dtype)
+            found.append(_op("matmul", 2.0 * side**3, partial(_products, x), repeats, device, dtype, kernels=2 * PAIRS))
+    fastest, (heads, width) = half if device.type == "cuda" else torch.float32, HEADS[device.type]
+    for length in SEQUENCES[device.type]:
+        q = torch.randn(1, heads, length, width, device=device).to(fastest)
         attend = partial(torch.nn.functional.scaled_dot_product_attention, q, q, q, is_causal=True)
-        found.append(_op("attention", 2.0 * q.numel() * length, attend, repeats, device, half))
+        found.append(_op("attention", 2.0 * q.numel() * length, attend, repeats, device, fastest))
+    for nbytes in TRAFFIC[device.type]:
+        x = torch.rand(max(1, nbytes // 4 // REDUCED), REDUCED, device=device)
+        size = 4.0 * x.numel()
+        found.append(_op("pointwise", 11 / 4 * size, partial(_chain, x), repeats, device, kernels=4 * PAIRS))
+        found.append(_op("reduction", 2 * size, partial(_reductions, x), repeats, device, kernels=2))
+        count = max(1, min(STEPPED, int(STEPPED_BYTES / size)))
+        moved = x.numel() * step_bytes("float32", "adamw")
+        found.append(_op("optimizer", moved, _stepping(x, count), repeats, device, kernels=count))
     return found
 
 
+def _products(x: torch.Tensor) -> None:
+    """`PAIRS` matrix products one after the other, and as many of backward."""
+    first = value = x.detach().requires_grad_()
+    for _ in range(PAIRS):
+        value = value @ x
+    torch.autograd.grad(value, first, x)
+
+
+def _chain(x: torch.Tensor) -> None:
+    """Forward and backward of `PAIRS` element-wise products and SiLUs: four kernels for each pair, which move 11
+    tensors (a product reads two and writes one, a SiLU one and one; each gradient reads two and writes one)."""
+    first = value = x.detach().requires_grad_()
+    for _ in range(PAIRS):
+        value = torch.nn.functional.silu(value * x)
+    torch.autograd.grad(value, first, x)
+
+
+def _reductions(x: torch.Tensor) -> None:
+    torch.softmax(x, -1)
+    rms_norm(x, x.shape[-1:], x[0])
+
+
+def _stepping(x: torch.Tensor, count: int) -> Call:
+    """A step of AdamW of ``count`` parameters like x, by the kernel that programs take on this kind of device."""
+    parameters = [torch.nn.Parameter(x.clone()) for _ in range(count)]
+    for parameter in parameters:
+        parameter.grad = x
+    optimizer = torch.optim.AdamW(parameters, lr=1e-6, fused=True if x.device.type == "cpu" else None)
+    return optimizer.step
+
+
 def _op(op_class: str, size: float, call: Call, repeats: int, device: torch.device,
-        dtype: torch.dtype = torch.float32) -> MeasuredOp:
-    """Seconds of one call, timed over ten calls in a row or more (`LEAST_SERIES_S`)."""
+        dtype: torch.dtype = torch.float32, kernels: int = 1) -> MeasuredOp:
+    """Seconds of one of the ``kernels`` of a call, timed over ten calls in a row or more (`LEAST_SERIES_S`)."""
     def row_s(times: int, repeats: int) -> float:
         return _slowest(_timed(partial(_in_a_row, call, times), repeats, after_barrier, device), device)
 
     times = max(10, math.ceil(10 * LEAST_SERIES_S / row_s(10, 1)))
-    return MeasuredOp(op_class, size, row_s(times, repeats) / times, str(dtype).removeprefix("torch."))
+    return MeasuredOp(op_class, size, row_s(times, repeats) / times / kernels, str(dtype).removeprefix("torch."))
 
 
 def after_barrier() -> float:

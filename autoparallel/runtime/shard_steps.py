@@ -7,6 +7,9 @@ DTensors for everybody else (state dicts, parameter groups, learning rate schedu
 torch's optimizers collect parameters, gradients and state of a group in lists (``_init_group``) and then compute on
 these lists. Here ``_init_group`` is wrapped, per optimizer, to put the local shards in the lists. (The one file that
 touches ``_init_group``.)
+
+Adam and AdamW on a CPU whose kernel is left open (``foreach`` and ``fused`` None) step by torch's fused kernel, which
+passes over memory once; torch's own default there are ten kernels for each parameter.
 """
 
 from __future__ import annotations
@@ -14,8 +17,9 @@ from __future__ import annotations
 import inspect
 import weakref
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, cast
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor
@@ -27,6 +31,8 @@ from autoparallel.runtime.sparse_gradients import sparse_gradient
 ELEMENTWISE: tuple[type[torch.optim.Optimizer], ...] = (
     torch.optim.SGD, torch.optim.Adam, torch.optim.AdamW, torch.optim.Adamax, torch.optim.NAdam, torch.optim.RAdam,
     torch.optim.Adagrad, torch.optim.Adadelta, torch.optim.RMSprop, torch.optim.ASGD, torch.optim.Rprop)
+#: Parameter groups that torch steps by a kernel picked here, until the step ends.
+_picked: WeakKeyDictionary[torch.optim.Optimizer, list[dict[str, Any]]] = WeakKeyDictionary()
 
 
 def steps_shards(kind: type[torch.optim.Optimizer]) -> bool:
@@ -46,15 +52,39 @@ def step_shards(optimizer: torch.optim.Optimizer) -> None:
     def collect_shards(group: dict[str, Any], *lists: list[Tensor]) -> Any:
         itself = alive()
         assert itself is not None
+        if itself in _picked:    # another group, or a step that has raised
+            end_step(itself)
         found = collect(itself, group, *lists)
         if not group.get("differentiable"):
             _replace(*lists)
+            if isinstance(itself, torch.optim.Adam) and _is_for_fused(group, lists):
+                group["fused"] = True    # read after this call
+                _picked.setdefault(itself, []).append(group)
         return found
 
     optimizer._init_group = collect_shards  # type: ignore[attr-defined]
-    if isinstance(optimizer, torch.optim.SGD):
-        hook = optimizer.register_step_post_hook(lambda optimizer, args, kwargs: take_momentum(optimizer))
+    if isinstance(optimizer, torch.optim.SGD | torch.optim.Adam):
+        hook = optimizer.register_step_post_hook(lambda optimizer, args, kwargs: end_step(optimizer))
         cast(OrderedDict[int, Any], optimizer._optimizer_step_post_hooks).move_to_end(hook.id, last=False)
+
+
+def end_step(optimizer: torch.optim.Optimizer) -> None:
+    """After the step of an optimizer that steps shards: its groups and states are as torch leaves them."""
+    for group in _picked.pop(optimizer, ()):
+        group["fused"] = None
+    if isinstance(optimizer, torch.optim.SGD):
+        _take_momentum(optimizer)
+
+
+def _is_for_fused(group: Mapping[str, Any], lists: Sequence[Sequence[Tensor]]) -> bool:
+    """Whether torch's fused kernel of Adam computes the same as the default on a CPU, in fewer passes: in single or
+    double precision. It reads all tensors in the order of memory, and step counts in single precision."""
+    if group.get("fused") is not None or group.get("foreach") is not None or group.get("capturable"):
+        return False
+    *tensors, steps = lists
+    return bool(lists[0]) and all(step.dtype is torch.float32 and step.is_cpu for step in steps) and all(
+        one.dtype in _FUSED and one.is_cpu and one.is_contiguous() and type(one) in _PLAIN
+        for values in tensors for one in values)
 
 
 def _replace(parameters: list[Tensor], gradients: list[Tensor], *states: list[Tensor]) -> None:
@@ -67,6 +97,7 @@ def _replace(parameters: list[Tensor], gradients: list[Tensor], *states: list[Te
 
 
 _PLAIN = (Tensor, torch.nn.Parameter)
+_FUSED = frozenset({torch.float32, torch.float64})
 
 
 def _fit(specs: Sequence[Any], parameters: Sequence[Tensor], others: Sequence[Tensor | None], are_states: bool) -> bool:
@@ -92,7 +123,7 @@ def _take_spec(other: DTensor, parameter: Tensor) -> bool:
     return ours.placements == theirs.placements and ours.mesh == theirs.mesh and ours.shape == theirs.shape
 
 
-def take_momentum(optimizer: torch.optim.SGD) -> None:
+def _take_momentum(optimizer: torch.optim.SGD) -> None:
     """SGD stores its momentum under the tensors of its lists: move what it stored under local shards to their
     parameters, as DTensors."""
     for group in optimizer.param_groups:
@@ -108,4 +139,4 @@ def _on_meshes(parameters: Sequence[Tensor]) -> list[DTensor]:
     return [parameter for parameter in parameters if isinstance(parameter, DTensor)]
 
 
-__all__ = ["ELEMENTWISE", "step_shards", "steps_shards", "take_momentum"]
+__all__ = ["ELEMENTWISE", "end_step", "step_shards", "steps_shards"]
