@@ -1,8 +1,9 @@
 """Step time of the chosen plan against what people do by hand: ``python -m benchmarks.step_time``.
 
 Four local gloo processes, one run: after a warm-up all variants take one training step in turn, again and again (A B C
-D A B C D ...), so that drift of the machine hits all alike. Same model, global batch and optimizer (AdamW). Every loss,
-and the norm of the first gradients, must equal the single process's, or the benchmark fails. A ratio is of medians, the
+D A B C D ...), so that drift of the machine hits all alike. Same model, global batch and optimizer: AdamW as torch makes
+it, which on CPUs steps our programs by its fused kernel; with ``--fused`` all variants. Every loss, and the norm of the
+first gradients, must equal the single process's, or the benchmark fails. A ratio is of medians, the
 variant's over ours: where it is below 1, we lose. CPU seconds count all threads of a rank; they vary less than the
 step's on a busy machine.
 """
@@ -13,7 +14,7 @@ import json
 import os
 import time
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar
 
 import torch
 import typer
@@ -51,13 +52,15 @@ class Stepper:
     """One AdamW step of a model; returns the global loss. The norm of the first step's gradients is kept.
 
     ``mean``: each rank has the loss of its part of the batch. ``called``: what is called in place of the model. The
-    norm is checked because AdamW hides gradients that are wrong by a factor.
+    norm is checked because AdamW hides gradients that are wrong by a factor. ``kernel``: options of all steps' AdamW.
     """
+
+    kernel: ClassVar[dict[str, bool]] = {}
 
     def __init__(self, model: nn.Module, kwargs: dict[str, Any], mean: bool = False, called: Any = None) -> None:
         self.model, self.kwargs, self.mean = model, kwargs, mean
         self.called = model if called is None else called
-        self.optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, eps=1e-4)
+        self.optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, eps=1e-4, **self.kernel)
         self.gradient_norm: float | None = None
 
     def __call__(self) -> float:
@@ -170,10 +173,12 @@ def fully_sharded(subject: Subject, mesh: DeviceMesh) -> nn.Module:
     return model
 
 
-def measure(name: str, repeats: int, more_plans: bool = False, compiled: bool = False) -> dict[str, Any]:
+def measure(name: str, repeats: int, more_plans: bool = False, compiled: bool = False, fused: bool = False
+            ) -> dict[str, Any]:
     """On each rank: seconds and losses of every variant's steps, and what was predicted. The slowest rank counts."""
     import torch.distributed as dist
 
+    Stepper.kernel = {"fused": True} if fused else {}
     prepared = prepare(SUBJECTS[name], more_plans, compiled)
     seconds: dict[str, list[float]] = {variant: [] for variant in prepared.steps}
     processor: dict[str, list[float]] = {variant: [] for variant in prepared.steps}
@@ -196,12 +201,13 @@ def measure(name: str, repeats: int, more_plans: bool = False, compiled: bool = 
             "predicted": prepared.predicted, "chosen": prepared.chosen}
 
 
-def run(names: list[str], repeats: int, more_plans: bool = False, compiled: bool = False) -> list[dict[str, Any]]:
+def run(names: list[str], repeats: int, more_plans: bool = False, compiled: bool = False, fused: bool = False
+        ) -> list[dict[str, Any]]:
     """A row per subject and variant. Raises RuntimeError when a loss differs from the single process's."""
     from autoparallel.launch.local import launch
 
     return [row for name in names for row in _rows(name, launch(measure, RANKS, name, repeats, more_plans,
-                                                                   compiled)[0])]
+                                                                   compiled, fused)[0])]
 
 
 def _rows(name: str, result: dict[str, Any]) -> list[dict[str, Any]]:
@@ -274,11 +280,12 @@ def main(
     repeats: Annotated[int, typer.Option(help="steps measured per variant")] = 15,
     more_plans: Annotated[bool, typer.Option(help="also our other mesh and our own baselines")] = False,
     compiled: Annotated[bool, typer.Option(help="also Inductor's programs: ours and the others' (minutes)")] = False,
+    fused: Annotated[bool, typer.Option(help="torch's fused AdamW in all variants")] = False,
 ) -> None:
     """Measure and print the table and JSON."""
     from rich.console import Console
 
-    rows = run(models.split(","), repeats, more_plans, compiled)
+    rows = run(models.split(","), repeats, more_plans, compiled, fused)
     console = Console(width=140, soft_wrap=True)
     console.print(table(rows))
     for model, (best, regret) in regrets(rows).items() if more_plans else ():
