@@ -1,11 +1,11 @@
 """Step time of the chosen plan against what people do by hand: ``python -m benchmarks.step_time``.
 
 Four local gloo processes, one run: after a warm-up all variants take one training step in turn, again and again (A B C
-D A B C D ...), so that drift of the machine hits all alike. Same model, global batch and optimizer: AdamW as torch makes
-it, which on CPUs steps our programs by its fused kernel; with ``--fused`` all variants. Every loss, and the norm of the
-first gradients, must equal the single process's, or the benchmark fails. A ratio is of medians, the
-variant's over ours: where it is below 1, we lose. CPU seconds count all threads of a rank; they vary less than the
-step's on a busy machine.
+D A B C D ...), so that drift of the machine hits all alike. Same model, global batch and optimizer: AdamW as torch
+makes it, which on CPUs steps our programs by its fused kernel; with ``--fused`` all variants. Every loss, and the norm
+of the first gradients, must equal the single process's, or the benchmark fails. A ratio is of medians, the variant's
+over ours: where it is below 1, we lose. CPU seconds count all threads of a rank; they vary less than the step's on a
+busy machine.
 """
 
 from __future__ import annotations
