@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -89,33 +89,8 @@ def compile(model: nn.Module, mesh: DeviceMesh | int, example: Call | None, inpu
     backends.check(runs_by, hybrid)
     if replays:
         backends.check_replays(hybrid, position)
-    # Of the first form, in which the others find parameters:
-    away, on_host, cached, cuts = hybrid.offload, hybrid.on_host, hybrid.cached, hybrid.cuts
-
-    def compile_call(
-        model: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any], placed: Mapping[str, Layout], plain: bool,
-        numbers: Sequence[int],
-    ) -> Compiled:
-        nonlocal away, on_host, cached, cuts
-        given = None if placed or plain else plan
-        how = Hybrid(reduce_dtype=hybrid.reduce_dtype, bucket_bytes=hybrid.bucket_bytes) if plain else hybrid
-        within = replace(options, offload=None, offload_fraction=None) if placed else options
-        if placed or plain:
-            how = replace(how, offload=away, zero_stage=3 if away.moves_parameters else how.zero_stage,
-                          on_host=on_host, cached=cached)
-        with traced_on(torch.device(mesh.device_type)):
-            micro = made_equally(
-                "a program", lambda: split_batch(capture_for_any(model, args, kwargs, numbers), how.micro_batches),
-                lambda made: f"{made.whole.fingerprint} {how}", lines=lambda made: made.whole.described())
-        if how.stages > 1 and placed and {*cuts} <= {node.name for node in micro.body.nodes}:
-            how = replace(how, cuts=cuts)
-        made = _compile_call(micro, position, machine, within, how, given, placed, runs_by, replays)
-        if not placed:
-            first = made.plan.hybrid
-            away, on_host, cached, cuts = first.offload, first.on_host, first.cached, first.cuts
-        return made
-
-    parallel = ParallelModule(root, position, hybrid, compile_call, inputs, outputs, max_forms,
+    forms = _Forms(position, machine, options, hybrid, plan, runs_by, replays)
+    parallel = ParallelModule(root, position, hybrid, forms.compiled, inputs, outputs, max_forms,
                               Limits.of(options.host_memory_limit_bytes, options.disk_limit_bytes, disk_path))
     if example is not None:
         parallel.trace(*parallel.taken(*example))
@@ -137,17 +112,65 @@ def _plan_on_devices(model: nn.Module, count: int, cluster: Cluster | str | Path
         return decide_once(lambda: plan(model, machine, *example, None, None, False, options)), machine
 
 
-@collected_later()
-def _compile_call(micro: MicroBatches, position: MeshPosition, cluster: Cluster, options: Options, hybrid: Hybrid,
-                  given: Plan | None, placed: Mapping[str, Layout], backend: str, replays: bool) -> Compiled:
-    """One call form: rank 0 plans it (or the plan is given), every rank makes its own programs and checks them."""
-    from autoparallel.runtime.agree import decide_once
-    from autoparallel.runtime.programs import compiled
+@dataclass
+class _Forms:
+    """Programs for each form of a module's calls. The first form decides where parameters and their states live and
+    where the pipeline is cut; the others find them there. ``given``: a plan to take in place of a search."""
 
-    space = StrategySpace(micro.body, tuple(position.mesh.shape), position.axis_names, placed)
+    position: MeshPosition
+    cluster: Cluster
+    options: Options
+    hybrid: Hybrid
+    given: Plan | None
+    backend: str
+    replays: bool
+    first: Hybrid = field(init=False)
 
-    def best() -> Plan:
-        made = plan_call(space, micro, cluster, options, placed, hybrid)
-        return replace(made, record=made.known)  # for all ranks: what makes it stays on rank 0
+    def __post_init__(self) -> None:
+        self.first = self.hybrid
 
-    return compiled(given or decide_once(best), space, micro, position, cluster, options.optimizer, backend, replays)
+    def compiled(self, model: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any], placed: Mapping[str, Layout],
+                 plain: bool, numbers: Sequence[int]) -> Compiled:
+        """This rank's programs of one form: captured on every rank, planned by rank 0. ``placed``: layouts of the
+        parameters, of all but the first form; ``plain``: a call that is not a training step; ``numbers``: as
+        `capture_for_any` takes them."""
+        from autoparallel.runtime.agree import made_equally
+
+        how = self._how(bool(placed), plain)
+        with traced_on(torch.device(self.position.mesh.device_type)):
+            micro = made_equally(
+                "a program", lambda: split_batch(capture_for_any(model, args, kwargs, numbers), how.micro_batches),
+                lambda made: f"{made.whole.fingerprint} {how}", lines=lambda made: made.whole.described())
+        if placed and how.stages > 1 and {*self.first.cuts} <= {node.name for node in micro.body.nodes}:
+            how = replace(how, cuts=self.first.cuts)
+        made = self._programs(micro, how, placed, None if placed or plain else self.given)
+        if not placed:
+            self.first = made.plan.hybrid
+        return made
+
+    def _how(self, follows: bool, plain: bool) -> Hybrid:
+        """How a form runs; one that ``follows`` another, or is plain, has its parameters where the first has them."""
+        asked, first = self.hybrid, self.first
+        how = Hybrid(reduce_dtype=asked.reduce_dtype, bucket_bytes=asked.bucket_bytes) if plain else asked
+        if not (follows or plain):
+            return how
+        stage = 3 if first.offload.moves_parameters else how.zero_stage
+        return replace(how, offload=first.offload, zero_stage=stage, on_host=first.on_host, cached=first.cached)
+
+    @collected_later()
+    def _programs(self, micro: MicroBatches, how: Hybrid, placed: Mapping[str, Layout], given: Plan | None) -> Compiled:
+        """Every rank makes its own programs, of the ``given`` plan or of that which rank 0 makes, and checks them."""
+        from autoparallel.runtime.agree import decide_once
+        from autoparallel.runtime.programs import compiled
+
+        position, options = self.position, self.options
+        if placed:
+            options = replace(options, offload=None, offload_fraction=None)
+        space = StrategySpace(micro.body, tuple(position.mesh.shape), position.axis_names, placed)
+
+        def best() -> Plan:
+            made = plan_call(space, micro, self.cluster, options, placed, how)
+            return replace(made, record=made.known)  # for all ranks: what makes it stays on rank 0
+
+        return compiled(given or decide_once(best), space, micro, position, self.cluster, options.optimizer,
+                        self.backend, self.replays)
