@@ -8,7 +8,8 @@ from contextlib import contextmanager
 
 #: New objects from which a full collection is considered.
 FEW = 100_000
-_unseen = 0
+_unseen = 0         # objects taken for old since the last full collection
+_looked_at = FEW    # the number of them from which all objects are counted
 
 
 @contextmanager
@@ -32,14 +33,16 @@ def collected_later() -> Iterator[None]:
 
 
 def _take_for_old() -> None:
-    global _unseen
+    """Counting all objects takes as long as a small plan, so a count is of use until half of it is new."""
+    global _unseen, _looked_at
     _unseen += gc.get_count()[0]
     gc.freeze()
-    all_objects = gc.get_freeze_count() if _unseen > FEW else 0
+    if _unseen > _looked_at:
+        _looked_at = max(FEW, gc.get_freeze_count() // 2)
     gc.unfreeze()
-    if _unseen > FEW and 2 * _unseen > all_objects:
+    if _unseen > _looked_at:
         gc.collect()
-        _unseen = 0
+        _unseen, _looked_at = 0, FEW
 
 
 __all__ = ["collected_later"]
