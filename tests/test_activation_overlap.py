@@ -108,8 +108,8 @@ def with_and_without(name: str, mesh_shape: tuple[int, ...], options: dict[str, 
 
 
 @pytest.mark.parametrize(("name", "mesh_shape", "options", "expected"), [
-    ("llama", (4,), {"baseline": "tensor_parallel"}, 5), ("llama", (4,), {"baseline": "sequence_parallel"}, 4),
-    ("llama", (4,), {"baseline": "tensor_parallel", "recompute": "full"}, 5),
+    slow("llama", (4,), {"baseline": "tensor_parallel"}, 5), ("llama", (4,), {"baseline": "sequence_parallel"}, 4),
+    slow("llama", (4,), {"baseline": "tensor_parallel", "recompute": "full"}, 5),
     ("llama", (4,), {"baseline": "tensor_parallel", "micro_batches": 2}, 10),
     slow("llama", (4,), {"baseline": "tensor_parallel", "recompute": "selective"}, 5),
     slow("llama", (4,), {"baseline": "sequence_parallel", "recompute": "full"}, 3),
@@ -123,7 +123,7 @@ def test_weights_gradients_are_computed_while_their_inputs_travel(
         assert (before, now) == (0, expected) and count > now
 
 
-@pytest.mark.parametrize("by_hand", ["dp=2,tp=2,zero=3", "dp=2,tp=2,zero=1,micro_batch=2"])
+@pytest.mark.parametrize("by_hand", ["dp=2,tp=2,zero=3", slow("dp=2,tp=2,zero=1,micro_batch=2")])
 def test_parameters_and_activations_overlap_together(ranks: Any, by_hand: str) -> None:
     """On an axis of each."""
     plan = plan_of("llama", Cluster.load("h100-sxm", num_devices=4), by_hand=by_hand)

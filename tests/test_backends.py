@@ -94,15 +94,17 @@ SELECTIVE: Way = ((4,), {"baseline": "ddp", "recompute": "selective"})    # atte
 OFFLOADED: Way = ((2, 2), {"baseline": "fsdp", "recompute": "offload", "zero_stage": 3})
 
 
-@pytest.mark.parametrize(("case_name", "way"), [("gpt2", RECOMPUTED), ("llama", SELECTIVE), ("llama", OFFLOADED),
-                                                 slow("llama", RECOMPUTED), slow("llama", DDP)])
+@pytest.mark.parametrize(("case_name", "way"), [
+    ("llama", SELECTIVE), ("llama", OFFLOADED), ("mlp", RECOMPUTED), slow("gpt2", RECOMPUTED),
+    slow("llama", RECOMPUTED), slow("llama", DDP)])
 def test_transformers_traced(ranks: Any, case_name: str, way: Way) -> None:
     check(ranks, case_name, way)
 
 
-def test_mlp_by_inductor(ranks: Any) -> None:
+@pytest.mark.parametrize("way", [((2, 2), {"random": 5}), slow(FSDP)], ids=str)
+def test_mlp_by_inductor(ranks: Any, way: Way) -> None:
     """In the drawn plan a gather waits while the next op is computed, for which Inductor took what was being sent."""
-    check(ranks, "mlp", FSDP, ((2, 2), {"random": 5}), backend="inductor")
+    check(ranks, "mlp", way, backend="inductor")
 
 
 def test_steps_in_micro_batches_and_stages(ranks: Any) -> None:

@@ -38,12 +38,12 @@ from tests.support.tiers import slow
 CONFIGS = Path(__file__).parents[1] / "benchmarks" / "configs"
 
 
-@pytest.mark.parametrize(("case_name", "micro_batches"), [("transformer_encoder", 4), ("llama", 8), ("vit", 2)])
+@pytest.mark.parametrize(("case_name", "micro_batches"), [slow("transformer_encoder", 4), ("llama", 8), ("vit", 2)])
 def test_micro_batches(ranks: Any, case_name: str, micro_batches: int) -> None:
     assert_one_process(ranks, case_name, (2, 2), {"micro_batches": micro_batches})
 
 
-@pytest.mark.parametrize("zero_stage", [0, 1, 2, 3])
+@pytest.mark.parametrize("zero_stage", [slow(0), 1, slow(2), 3])
 def test_zero_stages_with_micro_batches(ranks: Any, zero_stage: int) -> None:
     assert_one_process(ranks, "llama", (4,), {"micro_batches": 2, "zero_stage": zero_stage}, "adamw")
 
@@ -57,7 +57,7 @@ def test_zero_stages_with_micro_batches(ranks: Any, zero_stage: int) -> None:
     ("resnet", (2, 2), {"schedule": "gpipe"}),
     ("t5", (2, 2), {"micro_batches": 2}),
     slow("mixtral", (2, 2), {"schedule": "gpipe"}),
-    ("deepseek_v3", (2, 2), {"schedule": "1f1b", "micro_batches": 4}),
+    slow("deepseek_v3", (2, 2), {"schedule": "1f1b", "micro_batches": 4}),
     ("gpt2", (2, 2), {"schedule": "1f1b", "micro_batches": 2, "zero_stage": 3}),
 ])
 def test_pipelines(ranks: Any, case_name: str, mesh_shape: tuple[int, ...], options: Options) -> None:
