@@ -110,7 +110,7 @@ def test_an_interrupt_takes_the_best_plan_of_a_joint_search(phase: str) -> None:
         if phase in told:
             raise KeyboardInterrupt
 
-    plan = plan_of("llama", Cluster.load("a100-sxm", num_devices=4), joint=True, time_limit_s=20, progress=progress)
+    plan = plan_of("llama", Cluster.load("a100-sxm", num_devices=4), joint=True, time_limit_s=5, progress=progress)
     assert plan.prediction.step_s <= min(known) < math.inf
     assert ("interrupted" in plan.evidence.stop_reason) == (phase == "planned in full")
 

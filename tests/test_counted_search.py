@@ -48,7 +48,7 @@ def test_a_busy_machine_finds_the_same_plan(quick: Plan, monkeypatch: pytest.Mon
 
 
 def test_more_time_estimates_more(quick: Plan) -> None:
-    few, more = (plan.evidence.combinations for plan in (quick, planned(2.0)))
+    few, more = (plan.evidence.combinations for plan in (quick, planned(8.0)))
     assert few is not None and more is not None and more.estimated > few.estimated
 
 

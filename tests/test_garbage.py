@@ -43,7 +43,7 @@ def test_what_was_made_is_old_at_once_and_what_was_frozen_stays_so():
 
 def test_the_collector_waits_for_all_of_a_joint_search():
     on = list[bool]()
-    plan_of("llama", Cluster.load("h100-sxm", num_devices=8), joint=True, time_limit_s=0.5,
+    plan_of("mlp", Cluster.load("h100-sxm", num_devices=8), joint=True, time_limit_s=0.5,
             progress=lambda *_: on.append(gc.isenabled()))
     assert on and not any(on) and gc.isenabled()
 
@@ -56,7 +56,7 @@ def test_garbage_of_one_plan_after_another_does_not_pile_up():
 
     gc.collect()
     each, alive = max(50_000, len(gc.get_objects()) // 4), weakref.WeakSet()
-    for _ in range(12):
+    for _ in range(8):
         with collected_later():
             garbage = [[] for _ in range(each)]
             for one in garbage:

@@ -47,6 +47,7 @@ from cost_models import Cluster
 from tests.support.fused import EVEN, build
 from tests.support.language import VOCABULARY, llama, whole
 from tests.support.ranks import mesh_of
+from tests.support.tiers import slow
 
 transformers = pytest.importorskip("transformers")
 
@@ -218,7 +219,7 @@ def run_training(name: str, mesh_shape: tuple[int, ...], options: dict[str, Any]
 
 
 @pytest.mark.parametrize(("name", "mesh_shape", "options"), [
-    ("gpt2", (4,), {}), ("phi3", (4,), {}), ("gpt2", (2, 2), {"backend": "aot_eager"}),
+    ("gpt2", (4,), {}), slow("phi3", (4,), {}), ("gpt2", (2, 2), {"backend": "aot_eager"}),
     ("phi3", (2, 2), {"micro_batches": 2, "recompute": "full"}), ("phi3", (4,), {"backend": "aot_eager"}),
     ("gpt2", (2, 2), {"micro_batches": 2, "zero_stage": 2}),
 ])
@@ -270,7 +271,7 @@ def load(name: str, folder: Path, how: str, mesh_shape: tuple[int, ...], plain: 
     return {**whole(parallel), "losses": torch.tensor(losses)}
 
 
-@pytest.mark.parametrize("how", ["job", "dcp", "pretrained"])
+@pytest.mark.parametrize("how", ["job", slow("dcp"), "pretrained"])
 def test_a_run_goes_on_in_other_layouts(ranks: Any, tmp_path: Path, how: str) -> None:
     """On four ranks in the same layout, on two in the same and in plain shards, and from plain shards."""
     expected, *_ = ranks(4).run(save, "gpt2", tmp_path / "run", how, timeout_s=120)

@@ -44,16 +44,16 @@ def strategies_of(case_name: str, space: StrategySpace, options: dict[str, Any])
 
 
 @pytest.mark.parametrize(("case_name", "mesh_shape", "hybrid"), [
-    ("mlp", (2, 2), Hybrid()), ("gpt2", (2, 2), Hybrid()), ("bert", (4,), Hybrid(bucket_bytes=0)),
+    ("mlp", (2, 2), Hybrid()), slow("gpt2", (2, 2), Hybrid()), ("bert", (4,), Hybrid(bucket_bytes=0)),
     ("resnet", (2, 2), Hybrid(bucket_bytes=20_000)), slow("mixtral", (2, 2), Hybrid(bucket_bytes=20_000)),
     ("gpt2", (4,), Hybrid(recompute="full")), slow("llama", (2, 2), Hybrid(recompute="full", bucket_bytes=20_000)),
     ("gpt2", (2, 2), Hybrid(2, zero_stage=1)), slow("llama", (4,), Hybrid(3, zero_stage=0, bucket_bytes=20_000)),
     ("gpt2", (2, 2), Hybrid(zero_stage=3, recompute="full", bucket_bytes=20_000)),  # gathers of no use are left out
     slow("gpt2", (2, 2), Hybrid(zero_stage=3)), ("mixtral", (2, 2), Hybrid(zero_stage=3, bucket_bytes=20_000)),
-    ("bert", (2, 2), Hybrid(zero_stage=3)), ("mlp", (2, 2), Hybrid(zero_stage=3)),
-    ("gpt2", (2, 2), Hybrid(2, zero_stage=3)), ("bert", (4,), Hybrid(2, zero_stage=3, bucket_bytes=20_000)),
-    ("gpt2", (2, 2), Hybrid(2)), slow("vit", (2, 2), Hybrid(4)), slow("llama", (4,), Hybrid(3)),
-    ("gpt2_dropout", (2, 2), Hybrid(recompute="full")), ("bert", (2, 2), Hybrid(recompute="selective")),
+    slow("bert", (2, 2), Hybrid(zero_stage=3)), ("mlp", (2, 2), Hybrid(zero_stage=3)),
+    ("gpt2", (2, 2), Hybrid(2, zero_stage=3)), slow("bert", (4,), Hybrid(2, zero_stage=3, bucket_bytes=20_000)),
+    slow("gpt2", (2, 2), Hybrid(2)), slow("vit", (2, 2), Hybrid(4)), slow("llama", (4,), Hybrid(3)),
+    slow("gpt2_dropout", (2, 2), Hybrid(recompute="full")), ("bert", (2, 2), Hybrid(recompute="selective")),
     ("llama", (4,), Hybrid(2, zero_stage=3, recompute="selective", bucket_bytes=20_000)),
     slow("llama", (2, 2), Hybrid(zero_stage=3, recompute="full", bucket_bytes=20_000)),
 ], ids=str)

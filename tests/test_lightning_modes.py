@@ -11,6 +11,8 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
+from tests.support.tiers import slow
+
 lightning = pytest.importorskip("lightning")
 
 VARIABLES = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "LOCAL_WORLD_SIZE": "1", "GROUP_RANK": "0",
@@ -97,7 +99,7 @@ def fitted(strategy: Any, validates: bool, summarised: bool) -> tuple[list[float
     return module.seen, [part.training for part in module.modules()]
 
 
-@pytest.mark.parametrize(("validates", "summarised"), [(True, False), (False, False), (False, True)])
+@pytest.mark.parametrize(("validates", "summarised"), [(True, False), slow(False, False), (False, True)])
 def test_the_gan_example(as_torchrun: None, validates: bool, summarised: bool) -> None:
     """The first calls are in eval mode (Lightning's sanity check, its summary), or while one part is frozen."""
     from autoparallel.integrations import AutoparallelStrategy
