@@ -5,6 +5,7 @@ import weakref
 
 import pytest
 
+from autoparallel import garbage
 from autoparallel.garbage import collected_later
 from cost_models import Cluster
 from tests.support.captured import plan_of
@@ -64,3 +65,16 @@ def test_garbage_of_one_plan_after_another_does_not_pile_up():
             alive.add(Kept())
             del garbage, one
     assert len(alive) <= 4
+
+
+def test_all_objects_are_counted_as_rarely_as_it_can_matter(monkeypatch):
+    """They were counted after each pause, once 100,000 objects were new: that took as long as a small plan."""
+    counted, count = [], gc.get_freeze_count
+    monkeypatch.setattr(gc, "get_freeze_count", lambda: counted.append(count()) or counted[-1])
+    monkeypatch.setattr(garbage, "_unseen", 0)
+    monkeypatch.setattr(garbage, "_looked_at", garbage.FEW)
+    kept = []
+    for _ in range(200):
+        with collected_later():
+            kept.append([[] for _ in range(1_000)])
+    assert 1 <= sum(found > 0 for found in counted) <= 5    # else nothing is frozen, which takes no time to find
