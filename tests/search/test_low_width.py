@@ -7,6 +7,8 @@ import json
 import math
 import pickle
 import tempfile
+import threading
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
@@ -306,3 +308,25 @@ def test_memory_of_large_sums_is_let_go() -> None:
         total = bucket_elimination._added(parts)
         assert total.shape == np.broadcast_shapes(*(part.shape for part in parts)) and (total == 2.0).all()
         assert bucket_elimination._SCRATCH.room.size <= bucket_elimination.CHUNK_CELLS
+
+
+def test_threads_share_the_orders_of_elimination_that_are_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    """While one of them makes room for an order, another adds one of its own; no more are kept than may be."""
+    others = list[threading.Thread]()
+
+    class Recent(dict[tuple[bytes, bytes], bucket_elimination.Layout]):
+        """As if another thread came in just before the oldest order is picked."""
+
+        def __iter__(self) -> Iterator[tuple[bytes, bytes]]:
+            found = super().__iter__()
+            if not others:
+                others.append(threading.Thread(target=Eliminator, args=([3, 5], [(0, 1)]), daemon=True))
+                others[0].start()
+                others[0].join(0.1)
+            return found
+
+    monkeypatch.setattr(bucket_elimination, "_RECENT", recent := Recent())
+    monkeypatch.setattr(bucket_elimination, "MOST_RECENT", 2)
+    made = [Eliminator([2, 4, size], [(0, 1), (1, 2)]) for size in (1, 2, 3)]
+    others[0].join(5.0)
+    assert not others[0].is_alive() and len(made) == 3 and len(recent) == 2

@@ -390,6 +390,8 @@ class Layout(NamedTuple):
 #: By numbers of choices and edges: problems that differ in costs alone have the same.
 _RECENT: dict[tuple[bytes, bytes], Layout] = {}
 MOST_RECENT = 64
+#: Held while `_RECENT` is changed: threads that plan at the same time share it.
+_CHANGING = threading.Lock()
 
 
 class Eliminator:
@@ -408,9 +410,11 @@ class Eliminator:
         ends = np.asarray(pairs, np.int64).reshape(-1, 2)
         key = self.sizes.tobytes(), ends.tobytes()
         if (known := _RECENT.get(key)) is None:
-            while len(_RECENT) >= MOST_RECENT:
-                _RECENT.pop(next(iter(_RECENT)), None)
-            known = _RECENT[key] = self._laid_out(ends)
+            known = self._laid_out(ends)
+            with _CHANGING:
+                _RECENT[key] = known
+                while len(_RECENT) > MOST_RECENT:
+                    del _RECENT[next(iter(_RECENT))]
         self._subgraphs, self._rules, self._nodes, self._inputs, self._given, self._top, self.max_cells = known
 
     def _laid_out(self, ends: np.ndarray) -> Layout:
