@@ -38,7 +38,7 @@ class Bounding:
 
     def __init__(self, begin: Callable[[], tuple[CandidateSpace, StepBounds]]) -> None:
         self._beside = Beside(partial(_bounds, begin))
-        self._told, self._best_s = set[Combination](), math.inf
+        self._told, self._around, self._best_s = set[Combination](), set[Combination](), math.inf
         self._found = list[Found]()
 
     def __enter__(self) -> Bounding:
@@ -57,8 +57,8 @@ class Bounding:
 
     def around(self, candidate: Candidate) -> None:
         """The neighbours of a combination are tried, too."""
-        if candidate.key not in self._told:
-            self._told.add(candidate.key)
+        if candidate.key not in self._around:    # though it may have been told of itself
+            self._around.add(candidate.key)
             self._beside.tell(Known(self._best_s, around=(_bare(candidate),)))
 
     def others(self, candidates: Iterable[Candidate]) -> None:

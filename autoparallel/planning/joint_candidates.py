@@ -223,6 +223,17 @@ class JointSearch:
             self.step_bounds.found.take(self.bounding.last(self.best_s, deadline))
         return replace(survey, bound_s=self._least_bound_s(self.may_fit, self.best_s, deadline))
 
+    @property
+    def sparing(self) -> list[Candidate]:
+        """All combinations that memory does not rule out, those with the least bound of bytes first; of equal ones
+        those that divide parameters (ZeRO-3), and that send the least: fewest pipeline ranks, and shards of a tensor."""
+        def order(candidate: Candidate) -> tuple[float, ...]:
+            h, shape = candidate.hybrid, candidate.mesh_shape
+            return (self.bounds.least_bytes(candidate), -h.zero_stage, h.pipeline_ranks,
+                    shape[-1] if len(shape) > 1 else 1, h.micro_batches)
+
+        return sorted(self.may_fit, key=order)
+
     def _least_bound_s(self, candidates: Sequence[Candidate], best_s: float, deadline: float) -> float:
         """The least bound of all, each as high as it can be made until ``deadline``, or is beside the search."""
         self.hear()

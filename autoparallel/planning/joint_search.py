@@ -6,6 +6,7 @@ reduced-depth model. This ends when no estimate beats the best trial plan; a ful
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -34,8 +35,9 @@ RESERVED, FEWER_RECOMPUTED, MOST_FEWER = 0.1, 0.9, 3
 #: Most trial plans; most that are tried without one that fits; factors on expected seconds after a failure, and of
 #: pipelines before the first trial plan; time limit of one trial plan.
 MOST_TRIALS, MOST_FAILED, FAILED_RATIO, PIPELINE_EXCESS, TRIAL_S = 40, 8, 1.5, 1.15, 2.0
-#: Candidates expected to exceed the best plan by more than this factor get no full search; the most that get one.
-SEARCH_ON, MOST_FULL = 1.02, 10
+#: Candidates expected to exceed the best plan by more than this factor get no full search; the most that get one; the
+#: most that get one after the deadline, where nothing fits.
+SEARCH_ON, MOST_FULL, MOST_LATE = 1.02, 10, 2
 #: Plans of other combinations that are kept beside the best, at most; so many are made if there is time.
 MOST_KEPT, LEAST_KEPT = 5, 2
 #: Smallest share of the memory limit that a repeated estimate is given.
@@ -114,7 +116,7 @@ def search_jointly(
             search.known_s = min(search.known_s, trials.best_s)
         if recompute_less is not None:
             trials.recompute_less(recompute_less, started + FEWER_RECOMPUTED * time_limit_s)
-        trials.search_on(started + time_limit_s)
+        trials.search_on(started + time_limit_s, search.sparing)
         if trials.best is not None:
             trials.plan_others(started + time_limit_s)
             search.known_s = min(search.known_s, trials.best_s)
@@ -189,6 +191,8 @@ class _TrialPlans:
         self.plans: dict[Candidate, Plan] = {}
         self.ratios: dict[tuple[int, int, str], float] = {}
         self.failed: dict[Hybrid, float] = {}
+        #: Bytes of trial plans that did not fit.
+        self.needed_bytes: dict[Combination, float] = {}
         self.sure = set[Combination]()
 
     def add(self, candidates: Sequence[Candidate]) -> None:
@@ -255,18 +259,19 @@ class _TrialPlans:
         ratio = self.ratios.get(self._kind(candidate), typical) if candidate.room == 1.0 else 1.0
         return candidate.estimate_s * ratio * self.failed.get(candidate.hybrid, 1.0)
 
-    def search_on(self, deadline: float) -> None:
+    def search_on(self, deadline: float, sparing: Sequence[Candidate] = ()) -> None:
         """Search in full from the candidates that are expected to be within `SEARCH_ON` of the best, whether they have
-        a trial plan or not, and whose bounds are below it; if none fits, from all with trial plans."""
+        a trial plan or not, and whose bounds are below it; if none fits, as `search_sparing`."""
+        self.search_sparing(sparing, deadline)
         searched = set[Candidate]()
-        while len(searched) < MOST_FULL or self.best is None:
-            left = [*self.trial_s, *(c for c in self.left if c.first is not None and self.best is not None)]
-            left = [c for c in left if c not in searched and (self.best is None or self.floor(c) < self.best_s)]
+        while self.best is not None and len(searched) < MOST_FULL:
+            left = [*self.trial_s, *(c for c in self.left if c.first is not None)]
+            left = [c for c in left if c not in searched and self.floor(c) < self.best_s]
             left_s = deadline - clock.now()
-            if not left or (self.best is not None and left_s <= 0):
+            if not left or left_s <= 0:
                 break
             candidate = min(left, key=lambda c: (self.expected_s(c, 1.0), c.estimate_s))
-            if self.best is not None and self.expected_s(candidate, 1.0) > SEARCH_ON * self.best_s:
+            if self.expected_s(candidate, 1.0) > SEARCH_ON * self.best_s:
                 break
             searched.add(candidate)
             first = self.plans[candidate].strategies_on if candidate in self.plans else candidate.first
@@ -274,6 +279,22 @@ class _TrialPlans:
             if candidate in self.left:
                 self.left.remove(candidate)
                 self.trial_s[candidate] = step_s
+
+    def search_sparing(self, sparing: Sequence[Candidate], deadline: float) -> None:
+        """Search in full until one fits: first those whose trial plans took the fewest bytes, then in turn the others
+        with trial plans and the ``sparing`` ones, each in order. After the deadline at most `MOST_LATE` searches begin,
+        which have the seconds of one."""
+        known = {c.key: c for c in sorted(self.trial_s, key=lambda c: (self.expected_s(c, 1.0), c.estimate_s))}
+        failed = sorted(self.needed_bytes, key=self.needed_bytes.__getitem__)
+        in_turn = itertools.zip_longest(known, (c.key for c in sparing))
+        late = 0
+        for key in dict.fromkeys((*failed, *filter(None, itertools.chain(*in_turn)))):
+            late += clock.now() >= deadline
+            if self.best is not None or late > MOST_LATE:
+                break
+            candidate = known.get(key) or Candidate(*key)
+            seconds = max(self.least_s / MOST_LATE, deadline - clock.now())
+            self.trial_s[candidate] = self.take(candidate, seconds)
 
     def run(self, deadline: float) -> None:
         """Make trial plans until no candidate is expected to beat the best; the most promising, and if none fits, a few
@@ -357,6 +378,8 @@ class _TrialPlans:
             made = self.in_full(again, seconds, *search)
         except (InfeasibleError, SearchError) as error:
             self.failure = error
+            if isinstance(error, NotRepairedError):
+                self.needed_bytes[candidate.key] = error.peak_bytes
             found = bool(search), _needed_bytes(error)    # trial plans do not tell how much is enough
             if self.nearest is None or found < self._nearest:
                 self.nearest, self._nearest = error, found

@@ -311,8 +311,8 @@ def test_memory_of_large_sums_is_let_go() -> None:
 
 
 def test_threads_share_the_orders_of_elimination_that_are_kept(monkeypatch: pytest.MonkeyPatch) -> None:
-    """While one of them makes room for an order, another adds one of its own; no more are kept than may be."""
-    others = list[threading.Thread]()
+    """While one of them makes room for an order, another that adds one of its own waits."""
+    others, waited = list[threading.Thread](), list[bool]()
 
     class Recent(dict[tuple[bytes, bytes], bucket_elimination.Layout]):
         """As if another thread came in just before the oldest order is picked."""
@@ -322,11 +322,12 @@ def test_threads_share_the_orders_of_elimination_that_are_kept(monkeypatch: pyte
             if not others:
                 others.append(threading.Thread(target=Eliminator, args=([3, 5], [(0, 1)]), daemon=True))
                 others[0].start()
-                others[0].join(0.1)
+                others[0].join(0.5)
+                waited.append(others[0].is_alive())
             return found
 
     monkeypatch.setattr(bucket_elimination, "_RECENT", recent := Recent())
     monkeypatch.setattr(bucket_elimination, "MOST_RECENT", 2)
     made = [Eliminator([2, 4, size], [(0, 1), (1, 2)]) for size in (1, 2, 3)]
     others[0].join(5.0)
-    assert not others[0].is_alive() and len(made) == 3 and len(recent) == 2
+    assert waited == [True] and not others[0].is_alive() and len(made) == 3 and len(recent) == 2
