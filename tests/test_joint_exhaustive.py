@@ -124,7 +124,7 @@ def test_communication_that_nothing_can_hide_counts_whole() -> None:
     gradients of weights off all waits."""
     case = SmallCase(30)    # on 8 devices, with norms
     kind = Kind.of(Candidate(Hybrid(4, 2, 2), (2, 2)))
-    prices = case.search._prices_of_device(4, 2, (2, 2), False)
+    prices = case.search._prices_of_device(4, 2, (2, 2), 1.0)
     space, exposed = prices.space, kind.least_exposed(prices)
     assert exposed.by_use is not None
     inside = {path for path in space.blocks if path}

@@ -37,7 +37,7 @@ class Tight:
         self.fits, self.repairs, self.searched = fits, repairs, list[int]()
         self.plan = plan_of("mlp", Cluster.load("h100-sxm", num_devices=2), mesh_shape=(2,))
 
-    def __call__(self, candidate: Candidate, seconds: float, search: str = "auto") -> Plan:
+    def __call__(self, candidate: Candidate, seconds: float, search: str | None = None) -> Plan:
         count = candidate.hybrid.micro_batches
         clock.did("moves tried", (TRIAL_S if search == "local" else FULL_S) / clock.RATES["moves tried"])
         needed = LIMIT_BYTES + 1 + 10 * abs(count - SPARING)

@@ -131,11 +131,11 @@ class JointSearch:
             self._prices[key] = Prices(space, self.cluster, self.optimizer, stages=ranks)
         return self._prices[key]
 
-    def _prices_of_device(self, micro_batches: int, ranks: int, shape: tuple[int, ...], cached: bool) -> Prices:
-        """The same, of the device alone; ``cached``: as if all element-wise traffic stayed in its cache."""
-        key = (micro_batches, ranks, shape, cached)
+    def _prices_of_device(self, micro_batches: int, ranks: int, shape: tuple[int, ...], cache: float) -> Prices:
+        """The same, of the device alone, were its cache ``cache`` times as large."""
+        key = (micro_batches, ranks, shape, cache)
         if key not in self._of_device:
-            self._of_device[key] = self._prices_of(micro_batches, ranks, shape).of_device(cached)
+            self._of_device[key] = self._prices_of(micro_batches, ranks, shape).of_device(cache)
         return self._of_device[key]
 
     def estimate(self, candidate: Candidate, best_s: float = math.inf) -> Candidate:
@@ -226,7 +226,8 @@ class JointSearch:
     @property
     def sparing(self) -> list[Candidate]:
         """All combinations that memory does not rule out, those with the least bound of bytes first; of equal ones
-        those that divide parameters (ZeRO-3), and that send the least: fewest pipeline ranks, and shards of a tensor."""
+        those that divide parameters (ZeRO-3), with the fewest pipeline ranks, ranks of the inner axis and
+        micro-batches."""
         def order(candidate: Candidate) -> tuple[float, ...]:
             h, shape = candidate.hybrid, candidate.mesh_shape
             return (self.bounds.least_bytes(candidate), -h.zero_stage, h.pipeline_ranks,

@@ -42,13 +42,13 @@ SENT = 0.75
 class StepBounds:
     """Lower bounds of a combination's steps: of all its plans, and of its plans that recompute every block.
 
-    ``prices_of(micro_batches, pipeline_ranks, mesh_shape, cached)``: unit costs on the reduced-depth model, of the
-    device alone (``cached``: as if all element-wise traffic stayed in its cache). ``micro_batches(pipeline_ranks)``:
+    ``prices_of(micro_batches, pipeline_ranks, mesh_shape, cache)``: unit costs on the reduced-depth model, of the
+    device alone (``cache``: were its cache so many times as large). ``micro_batches(pipeline_ranks)``:
     numbers of micro-batches that are tried. Before `tighten`, bounds are those of ops divided evenly.
     """
 
     def __init__(self, reduced_model: ReducedModel, cluster: Cluster, even: CandidateBounds,
-                 prices_of: Callable[[int, int, tuple[int, ...], bool], Prices],
+                 prices_of: Callable[[int, int, tuple[int, ...], float], Prices],
                  micro_batches: Callable[[int], Sequence[int]]) -> None:
         self.reduced_model, self.cluster, self.even = reduced_model, cluster, even
         self.prices_of, self.micro_batches = prices_of, micro_batches
@@ -61,12 +61,16 @@ class StepBounds:
         new. Takes about 0.1 s. Not ``fully``: none that bounds this combination alone.
 
         Its own graph comes last, and before it those that bound other ZeRO stages, too: of the fewest micro-batches
-        that divide its own, and of its own. No step of a divisor takes longer, but for what stays in the cache (the
-        first such step is bounded without that too, and any above ``best_s``). After the graphs memory has a price.
+        that divide its own, and of its own. No step of a divisor takes longer, but for what stays in the cache: the
+        first such step is bounded as one of all its multiples, and so is any above ``best_s``. After the graphs memory
+        has a price.
         """
         kind = Kind.of(candidate)
-        least = dict.fromkeys(kind.least(count) for count in (self._fewer(kind)[0], kind.micro_batches))
-        for one in (*least, *([kind] if fully else [])):
+        fewest, own = kind.least(self._fewer(kind)[0]), kind.least(kind.micro_batches)
+        if fewest != own and fewest not in self.found.more:
+            self._bound_more(fewest)
+            return True
+        for one in (own, *([kind] if fully else [])):
             if one not in self.found.work:
                 self._bound(one, best_s)
                 return True
@@ -98,9 +102,13 @@ class StepBounds:
             self._divisors[key] = sorted(m for m in counts if kind.micro_batches % m == 0 and m % kind.copies == 0)
         return self._divisors[key]
 
+    def _most(self, kind: Kind) -> int:
+        """The most micro-batches for which a bound of kinds with more micro-batches holds."""
+        return max(kind.micro_batches, *self.micro_batches(kind.pipeline_ranks))
+
     def _bound(self, kind: Kind, best_s: float) -> None:
         try:
-            work = self._least_work(kind, cached=False)
+            work = self._least_work(kind)
         except InfeasibleError:    # the model computes across samples, as batch norm does
             self.found.note(Found("work", kind, Work(math.inf, math.inf, 1.0)))
             return
@@ -109,8 +117,16 @@ class StepBounds:
             return
         if self.cluster.profile is None:
             self.found.note(Found("more", kind, work))
-        elif work.alone_s / kind.pipeline_ranks >= best_s or kind.micro_batches == self._fewer(kind)[0]:
-            self.found.note(Found("more", kind, self._least_work(kind, cached=True)))
+        elif work.alone_s / kind.pipeline_ranks >= best_s and kind not in self.found.more:
+            self._bound_more(kind)
+
+    def _bound_more(self, kind: Kind) -> None:
+        """Bound the steps of a kind, and of kinds with a multiple of its micro-batches."""
+        try:
+            work = self._least_work(kind, self._most(kind) / kind.micro_batches)
+        except InfeasibleError:
+            work = Work(math.inf, math.inf, 1.0)
+        self.found.note(Found("more", kind, work))
 
     def step_s(self, candidate: Candidate) -> float:
         """Seconds that no plan of the combination is below, though it may recompute as few blocks as memory allows."""
@@ -130,7 +146,8 @@ class StepBounds:
         """Seconds on one rank of a pipeline in which all micro-batches take ``longer`` times as long."""
         kind, even_s = Kind.of(candidate), self.even.work_s(candidate)
         known = [self.found.work.get(one) for one in (kind, kind.least(kind.micro_batches))]
-        known += [self.found.more.get(kind.least(count)) for count in self._fewer(kind)]
+        known += [self.found.more.get(one) for one in map(kind.least, self._fewer(kind))
+                  if kind.micro_batches <= self._most(one)]
         return max([longer * even_s, *(work.at(longer, even_s) for work in known if work is not None)])
 
     def _step_s(self, candidate: Candidate, again_s: float) -> float:
@@ -147,8 +164,10 @@ class StepBounds:
         computing_s = max(worked_s / h.pipeline_ranks, launched_s) + update.more_s
         return fixed_s(self.cluster, h) + max(computing_s, self.even.fetch_s(h) + update.whole_s)
 
-    def _least_work(self, kind: Kind, cached: bool) -> Work:
-        prices = self.prices_of(kind.micro_batches, kind.pipeline_ranks, kind.mesh_shape, cached)
+    def _least_work(self, kind: Kind, cache: float = 1.0) -> Work:
+        """The optima of a kind's graph, were the cache ``cache`` times as large. With so many times the micro-batches
+        each tensor is so many times smaller at least, and finds no more of itself in the cache."""
+        prices = self.prices_of(kind.micro_batches, kind.pipeline_ranks, kind.mesh_shape, cache)
         inside, stands_for = self.reduced_model.inside(prices.space), self.reduced_model.counts(prices.space)
         counts = ExecutionCounts(prices.space, kind.hybrid, multiplicities=stands_for)
         pricer = SpacePricer(prices, counts=counts, exposed=kind.least_exposed(prices))
@@ -163,7 +182,7 @@ class StepBounds:
         """The seconds on one rank, as long as they are in its pipeline, of those of a combination's plans that fit and
         are faster than ``best_s``, each of whose blocks recomputes nothing or so (or as it likes, "any")."""
         h, kind = candidate.hybrid, Kind.of(candidate)
-        prices = self.prices_of(h.micro_batches, h.pipeline_ranks, candidate.mesh_shape, False)
+        prices = self.prices_of(h.micro_batches, h.pipeline_ranks, candidate.mesh_shape, 1.0)
         space, longer = prices.space, h.pipeline_ranks * equal_stages_s(h, 1.0)
         several = [count > 1 for count in self.reduced_model.counts(space)]
         held, exposed = self._least_held(candidate, prices, best_s), kind.least_exposed(prices)

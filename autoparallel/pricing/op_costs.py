@@ -302,14 +302,14 @@ def worst(seconds: Sequence[np.ndarray], least: bool = False) -> np.ndarray:
 
 
 def costs_of(spaces: Spaces, kinds: Sequence[Cluster], training: bool = True, spread: int = 1, part: str = "both",
-             cached: bool = False, least: bool = False, pieces: int = 1) -> OpCosts:
+             cache: float = 1.0, least: bool = False, pieces: int = 1) -> OpCosts:
     """The costs of ops on devices of these kinds (`Cluster.kinds`), each by its profile, if it has one. ``part``: as in
-    `ProfileCosts`; ``cached``: as if all element-wise traffic stayed in the device's cache; ``least``: on the fastest
-    of the devices; ``pieces``: as in `CurveCosts`."""
+    `ProfileCosts`; ``cache``: were the device's cache so many times as large; ``least``: on the fastest of the devices;
+    ``pieces``: as in `CurveCosts`."""
     def of(kind: Cluster) -> CurveCosts:
         if kind.profile is None:
             return CurveCosts(spaces, kind, training, spread, pieces)
-        profile = replace(kind.profile, cache_bytes=math.inf) if cached else kind.profile
+        profile = kind.profile if cache == 1 else replace(kind.profile, cache_bytes=cache * kind.profile.cache_bytes)
         return ProfileCosts(spaces, kind, profile, training, spread, part, pieces)
 
     return of(kinds[0]) if len(kinds) == 1 else MixedCosts([of(kind) for kind in kinds], least)

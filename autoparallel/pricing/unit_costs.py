@@ -125,20 +125,20 @@ class Prices:
         least = min(map(usable_bytes, self.kinds))
         return tuple(least / one for one in usable) if max(usable) > least else ()
 
-    def of_device(self, cached: bool = False) -> Prices:
+    def of_device(self, cache: float = 1.0) -> Prices:
         """A copy for lower bounds: with the seconds of the device alone, as if the host launched everything ahead
-        (``cached``: and as if all element-wise traffic stayed in its cache), and of the fastest of several kinds."""
-        return self._least_of("device", cached)
+        (``cache``: and had a cache so many times as large), and of the fastest of several kinds."""
+        return self._least_of("device", cache)
 
     def of_host(self) -> Prices:
         """A copy for lower bounds: with the seconds in which the host launches ops, by the fastest of several kinds."""
         return self._least_of("host")
 
-    def _least_of(self, part: str, cached: bool = False) -> Prices:
+    def _least_of(self, part: str, cache: float = 1.0) -> Prices:
         if self.cluster.profile is None and len(self.kinds) == 1:
             return self
         made = copy(self)
-        made.costs = costs_of(self.space.spaces, self.kinds, self.training, self.spread, part, cached, least=True)
+        made.costs = costs_of(self.space.spaces, self.kinds, self.training, self.spread, part, cache, least=True)
         made.least, made.differ, made._ops, made._pieces = True, False, {}, {}
         return made
 
