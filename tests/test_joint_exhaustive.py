@@ -150,6 +150,20 @@ def test_bubbles_make_all_of_a_micro_batch_longer() -> None:
     assert work.at(2.5, 4.0) == 18.0 and work.at(2.5, 7.0) == 20.5 and Work(10.0, 10.0, 1.0).at(1.5, 4.0) == 12.0
 
 
+def test_steps_of_few_micro_batches_bound_those_of_more() -> None:
+    """With as much of the cache as tensors of the most micro-batches find; not those of more than the search tries."""
+    case = SmallCase(30)
+    bounds, (fewest, *counts) = case.search.step_bounds, case.search.space.micro_batches(1)
+    kind = Kind.of(Candidate(Hybrid(fewest), (case.cluster.num_devices,))).least(fewest)
+    work = {count: bounds._least_work(kind.least(count)).alone_s for count in counts}
+    bounds._bound_more(kind)
+    more_s = bounds.found.more[kind].alone_s
+    assert bounds._least_work(kind, math.inf).alone_s < more_s <= min(work.values()) * (1 + 1e-9)
+    tried, beyond = (Candidate(Hybrid(count), (case.cluster.num_devices,)) for count in (counts[-1], 2 * counts[-1]))
+    assert bounds._known_work_s(tried, 1.0) >= more_s and bounds._most(kind) == counts[-1]
+    assert bounds._known_work_s(beyond, 1.0) == bounds.even.work_s(beyond)
+
+
 def test_recompute_that_memory_forces_is_worked_out_once_for_all_zero_stages(monkeypatch: pytest.MonkeyPatch) -> None:
     """It depends on neither ZeRO nor sharding, and is what it is for each by itself."""
     case, worked_out = SmallCase(0), list[Hybrid]()
