@@ -55,6 +55,8 @@ class StepBounds:
         self.found = FoundBounds()
         #: By numbers of micro-batches, pipeline ranks and copies.
         self._divisors: dict[tuple[int, int, int], list[int]] = {}
+        #: By pipeline ranks.
+        self._largest: dict[int, int] = {}
 
     def tighten(self, candidate: Candidate, best_s: float = FORBIDDEN, fully: bool = True) -> bool:
         """Bound the combination's decision graph, or one that is no more, unless that is done; returns whether it is
@@ -104,7 +106,10 @@ class StepBounds:
 
     def _most(self, kind: Kind) -> int:
         """The most micro-batches for which a bound of kinds with more micro-batches holds."""
-        return max(kind.micro_batches, *self.micro_batches(kind.pipeline_ranks))
+        ranks = kind.pipeline_ranks
+        if ranks not in self._largest:
+            self._largest[ranks] = max(self.micro_batches(ranks))
+        return max(kind.micro_batches, self._largest[ranks])
 
     def _bound(self, kind: Kind, best_s: float) -> None:
         try:
