@@ -238,11 +238,12 @@ def _stepping(x: torch.Tensor, count: int) -> Call:
 
 def _op(op_class: str, size: float, call: Call, repeats: int, device: torch.device,
         dtype: torch.dtype = torch.float32, kernels: int = 1) -> MeasuredOp:
-    """Seconds of one of the ``kernels`` of a call, timed over ten calls in a row or more (`LEAST_SERIES_S`)."""
+    """Seconds of one of the ``kernels`` of a call, timed over ten of them in a row or more (`LEAST_SERIES_S`)."""
     def row_s(times: int, repeats: int) -> float:
         return _slowest(_timed(partial(_in_a_row, call, times), repeats, after_barrier, device), device)
 
-    times = max(10, math.ceil(10 * LEAST_SERIES_S / row_s(10, 1)))
+    few = math.ceil(10 / kernels)
+    times = max(few, math.ceil(few * LEAST_SERIES_S / row_s(few, 1)))
     return MeasuredOp(op_class, size, row_s(times, repeats) / times / kernels, str(dtype).removeprefix("torch."))
 
 
