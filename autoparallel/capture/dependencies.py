@@ -302,7 +302,8 @@ class Recorder:
         for change in filter(_is_longer, self._changes):
             added = [value for key, value in change.now.items() if key not in change.before] \
                 if isinstance(change.value, dict) else change.now[len(change.before):]
-            if not any(_depends_on_call(leaf, graph) for leaf in pytree.tree_leaves(added)):
+            traced = (leaf for leaf in pytree.tree_leaves(added) if isinstance(leaf, FakeTensor))    # by this thread
+            if not any(_depends_on_call(leaf, graph) for leaf in traced):
                 continue
             if (place := attributes.get(id(change.value))) is not None:
                 self._left.setdefault(place[0], {})[place[1]] = None

@@ -283,7 +283,9 @@ class _TrialPlans:
     def search_sparing(self, sparing: Sequence[Candidate], deadline: float) -> None:
         """Search in full until one fits: first those whose trial plans took the fewest bytes, then in turn the others
         with trial plans and the ``sparing`` ones, each in order. After the deadline at most `MOST_LATE` searches begin,
-        which have the seconds of one."""
+        which have the seconds of one; none where there was no time for any trial plan."""
+        if not self.trial_s and clock.now() >= deadline:
+            return
         known = {c.key: c for c in sorted(self.trial_s, key=lambda c: (self.expected_s(c, 1.0), c.estimate_s))}
         failed = sorted(self.needed_bytes, key=self.needed_bytes.__getitem__)
         in_turn = itertools.zip_longest(known, (c.key for c in sparing))
