@@ -375,11 +375,11 @@ def turned(p: Tensor) -> None:
     (O.AdamW, {}, torch.float32, False, True), (O.Adam, {"amsgrad": True}, torch.float64, False, True),
     (O.AdamW, {"foreach": False}, torch.float32, False, False),
     (O.AdamW, {"fused": False}, torch.float32, False, False), (O.AdamW, {}, torch.bfloat16, False, False),
-    (O.AdamW, {}, torch.float32, True, False)])
+    (O.AdamW, {}, torch.float32, True, True)])
 def test_adam_on_a_cpu_passes_over_memory_once_where_its_kernel_is_left_open(
         mesh_of_one: DeviceMesh, kind: Any, options: dict[str, Any], dtype: torch.dtype, strided: bool, fused: bool
 ) -> None:
-    """The option stays open; a gradient laid out by columns is not read in memory's order."""
+    """The option stays open; a gradient laid out by columns is not read in memory's order, those beside it are."""
     model, x = Net().to(dtype), torch.rand(4, 6, dtype=dtype)
     parallel = autoparallel.compile(copy.deepcopy(model), mesh_of_one, example_inputs=(x,))
     made, expected = kind(parallel.parameters(), lr=0.1, **options), kind(model.parameters(), lr=0.1, **options)
@@ -393,8 +393,44 @@ def test_adam_on_a_cpu_passes_over_memory_once_where_its_kernel_is_left_open(
             made.step()
         expected.step()
         assert any(name.startswith("_fused_adam") for name in seen.names) == fused
+        assert ("lerp_" in seen.names) == (strided or not fused)
         assert [group["fused"] for group in made.param_groups] == before
         for optimizer in (made, expected):
             optimizer.zero_grad()
     for name, value in model.named_parameters():
         torch.testing.assert_close(gathered(parallel.named_parameters())[name], value.detach(), msg=name)
+
+
+def test_a_parameter_steps_alike_to_the_bit_whatever_else_its_group_has(mesh_of_one: DeviceMesh) -> None:
+    """Copies of a tied weight on two pipeline stages stay the same, though one stage has blocks of another dtype."""
+    x, found = torch.rand(4, 6), []
+    for other in (None, torch.bfloat16):
+        parallel = autoparallel.compile(Net(), mesh_of_one, example_inputs=(x,))
+        others = [] if other is None else [nn.Parameter(torch.ones(3, dtype=other))]
+        optimizer = O.AdamW([*parallel.parameters(), *others], lr=0.1, amsgrad=True)
+        for _ in range(5):
+            optimizer.zero_grad()
+            (parallel(x) + sum(p.float().square().sum() for p in others)).backward()
+            optimizer.step()
+        assert all((p < 0.6).all() for p in others)
+        found.append(gathered(parallel.named_parameters()))
+    for name, value in found[0].items():
+        assert torch.equal(value, found[1][name]), name
+
+
+def test_after_a_step_that_fails_the_kernel_of_adam_is_still_open(mesh_of_one: DeviceMesh) -> None:
+    """Also to the user, who then names one."""
+    x = torch.rand(4, 6)
+    parallel = autoparallel.compile(Net(), mesh_of_one, example_inputs=(x,))
+    optimizer = O.AdamW(parallel.parameters(), lr=0.1)
+    group = optimizer.param_groups[0]
+    parallel(x).backward()
+    group["lr"] = "0.1"
+    with pytest.raises(TypeError):
+        optimizer.step()
+    assert optimizer.state_dict()["param_groups"][0]["fused"] is None
+    group["lr"], group["fused"] = 0.1, False
+    with Ops() as seen:
+        optimizer.step()
+    assert group["fused"] is False
+    assert not any(name.startswith("_fused_adam") for name in seen.names)

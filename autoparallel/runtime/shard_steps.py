@@ -9,7 +9,8 @@ these lists. Here ``_init_group`` is wrapped, per optimizer, to put the local sh
 touches ``_init_group``.)
 
 Adam and AdamW on a CPU whose kernel is left open (``foreach`` and ``fused`` None) step by torch's fused kernel, which
-passes over memory once; torch's own default there are ten kernels for each parameter.
+passes over memory once; torch's own default there are ten kernels for each parameter. Whether a parameter does depends
+on itself alone, never on others of its group: copies on several ranks stay the same to the bit.
 """
 
 from __future__ import annotations
@@ -18,12 +19,13 @@ import inspect
 import weakref
 from collections import OrderedDict
 from collections.abc import Mapping, Sequence
+from itertools import compress
 from typing import Any, cast
-from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
+from torch.optim.adam import adam
 
 from autoparallel.runtime.sparse_gradients import sparse_gradient
 
@@ -31,8 +33,6 @@ from autoparallel.runtime.sparse_gradients import sparse_gradient
 ELEMENTWISE: tuple[type[torch.optim.Optimizer], ...] = (
     torch.optim.SGD, torch.optim.Adam, torch.optim.AdamW, torch.optim.Adamax, torch.optim.NAdam, torch.optim.RAdam,
     torch.optim.Adagrad, torch.optim.Adadelta, torch.optim.RMSprop, torch.optim.ASGD, torch.optim.Rprop)
-#: Parameter groups that torch steps by a kernel picked here, until the step ends.
-_picked: WeakKeyDictionary[torch.optim.Optimizer, list[dict[str, Any]]] = WeakKeyDictionary()
 
 
 def steps_shards(kind: type[torch.optim.Optimizer]) -> bool:
@@ -52,39 +52,49 @@ def step_shards(optimizer: torch.optim.Optimizer) -> None:
     def collect_shards(group: dict[str, Any], *lists: list[Tensor]) -> Any:
         itself = alive()
         assert itself is not None
-        if itself in _picked:    # another group, or a step that has raised
-            end_step(itself)
         found = collect(itself, group, *lists)
         if not group.get("differentiable"):
             _replace(*lists)
-            if isinstance(itself, torch.optim.Adam) and _is_for_fused(group, lists):
-                group["fused"] = True    # read after this call
-                _picked.setdefault(itself, []).append(group)
+            if isinstance(itself, torch.optim.Adam):
+                _step_fused(itself, group, lists)
         return found
 
     optimizer._init_group = collect_shards  # type: ignore[attr-defined]
-    if isinstance(optimizer, torch.optim.SGD | torch.optim.Adam):
+    if isinstance(optimizer, torch.optim.SGD):
         hook = optimizer.register_step_post_hook(lambda optimizer, args, kwargs: end_step(optimizer))
         cast(OrderedDict[int, Any], optimizer._optimizer_step_post_hooks).move_to_end(hook.id, last=False)
 
 
 def end_step(optimizer: torch.optim.Optimizer) -> None:
-    """After the step of an optimizer that steps shards: its groups and states are as torch leaves them."""
-    for group in _picked.pop(optimizer, ()):
-        group["fused"] = None
+    """After the step of an optimizer that steps shards: its states are as torch leaves them."""
     if isinstance(optimizer, torch.optim.SGD):
         _take_momentum(optimizer)
 
 
-def _is_for_fused(group: Mapping[str, Any], lists: Sequence[Sequence[Tensor]]) -> bool:
-    """Whether torch's fused kernel of Adam computes the same as the default on a CPU, in fewer passes: in single or
-    double precision. It reads all tensors in the order of memory, and step counts in single precision."""
-    if group.get("fused") is not None or group.get("foreach") is not None or group.get("capturable"):
-        return False
-    *tensors, steps = lists
-    return bool(lists[0]) and all(step.dtype is torch.float32 and step.is_cpu for step in steps) and all(
-        one.dtype in _FUSED and one.is_cpu and one.is_contiguous() and type(one) in _PLAIN
-        for values in tensors for one in values)
+def _step_fused(optimizer: torch.optim.Adam, group: Mapping[str, Any], lists: Sequence[list[Tensor]]) -> None:
+    """Step those of the lists that `_is_for_fused`, and leave the others in the lists, which torch steps afterwards."""
+    if any(group.get(name) is not None for name in ("fused", "foreach")) or group.get("capturable"):
+        return
+    fits = [_is_for_fused(*row) for row in zip(*filter(None, lists), strict=True)]    # (one is empty without amsgrad)
+    if not any(fits):
+        return
+    parameters, gradients, means, squares, most, steps = (list(compress(values, fits)) for values in lists)
+    for values in lists:
+        values[:] = compress(values, [not fit for fit in fits])
+    beta1, beta2 = group["betas"]
+    adam(parameters, gradients, means, squares, most, steps, fused=True,
+         grad_scale=getattr(optimizer, "grad_scale", None), found_inf=getattr(optimizer, "found_inf", None),
+         decoupled_weight_decay=group["decoupled_weight_decay"], amsgrad=group["amsgrad"], beta1=beta1, beta2=beta2,
+         lr=group["lr"], weight_decay=group["weight_decay"], eps=group["eps"], maximize=group["maximize"])
+
+
+def _is_for_fused(*row: Tensor) -> bool:
+    """Whether torch's fused kernel of Adam computes the same of a parameter, gradient, states and step count (last) as
+    the default on a CPU, in fewer passes: in single or double precision. It reads all tensors in the order of memory,
+    and step counts in single precision."""
+    *tensors, step = row
+    return step.dtype is torch.float32 and step.is_cpu and row[0].dtype in _FUSED and all(
+        one.dtype is row[0].dtype and one.is_cpu and one.is_contiguous() and type(one) in _PLAIN for one in tensors)
 
 
 def _replace(parameters: list[Tensor], gradients: list[Tensor], *states: list[Tensor]) -> None:
