@@ -55,7 +55,7 @@ class Stepper:
     norm is checked because AdamW hides gradients that are wrong by a factor. ``kernel``: options of all steps' AdamW.
     """
 
-    kernel: ClassVar[dict[str, bool]] = {}
+    kernel: ClassVar[dict[str, Any]] = {}
 
     def __init__(self, model: nn.Module, kwargs: dict[str, Any], mean: bool = False, called: Any = None) -> None:
         self.model, self.kwargs, self.mean = model, kwargs, mean
