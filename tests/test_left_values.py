@@ -95,9 +95,33 @@ def test_calls_and_other_attributes_are_as_before(parallel: Any) -> None:
     torch.testing.assert_close(parallel(X[:2]).detach(), model(X[:2]).detach())
     assert parallel._state.forms.compiled == 2    # of other lengths, which reads the attributes as they were made
     assert parallel.scale == 2.0 and not hasattr(parallel.layers[0], "taken")
-    parallel.layers[0].penalty, parallel.total = 3.0, 4.0    # until the next trace
+    parallel.layers[0].penalty, parallel.total = 3.0, 4.0    # until the next call
     assert (parallel.layers[0].penalty, parallel.total) == (3.0, 4.0)
     torch.testing.assert_close(parallel(X).detach(), model(X).detach())
+
+
+def clear(model: Any) -> None:
+    for layer in model.layers:
+        layer.penalty, layer.seen = 0.0, []
+    model.total = None
+
+
+def delete(model: Any) -> None:
+    for layer in model.layers:
+        if "penalty" in vars(layer):
+            del layer.penalty
+
+
+@pytest.mark.parametrize("before", [clear, delete])
+def test_attributes_that_are_set_before_each_call_are_refused_after_it(parallel: Any, before: Callable[[Any], None]
+                                                                       ) -> None:
+    for _ in range(4):
+        before(parallel)
+        parallel(X)
+        for read in ("sum", "of the model", "list"):
+            with pytest.raises(InputError, match="is read, where forward leaves tensors"):
+                READ[read][0](parallel)
+    assert parallel._state.forms.compiled <= 2    # not one of each call
 
 
 LOSSES: list[Tensor] = []

@@ -34,7 +34,6 @@ from autoparallel.capture.dependencies import ALL, INTERNAL, Dependencies, hooks
 from autoparallel.capture.settings import reader
 from autoparallel.capture.variables import HOOKS, Variable
 from autoparallel.errors import InputError, shown
-from autoparallel.runtime.left_values import NotKept
 
 
 class NotAlone:
@@ -76,9 +75,8 @@ class SharedAttributes:
             self._merge_forward(module, part)
             for name in [n for n in {**ours, **theirs, **before} if n not in INTERNAL]:
                 was, a, b = (d.get(name, Missing) for d in (before, ours, theirs))
-                if a is b or (b is was and isinstance(a, NotKept)):
+                if a is b:
                     continue
-                a = was if isinstance(a, NotKept) else a
                 if a is not was and b is not was and description(a) != description(b):
                     raise InputError(f"{self.names[module]}.{name} is {_shown(a)} in the parallel module and "
                                      f"{_shown(b)} in the model that it was made of, which share their attributes: set "

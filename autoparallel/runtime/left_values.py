@@ -6,7 +6,11 @@ it gets an error in place of the value that was there before the call.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, NoReturn
+
+from torch import nn
 
 from autoparallel.capture.dependencies import Dependencies
 from autoparallel.errors import InputError
@@ -57,14 +61,38 @@ for _name in (*_OPERATORS, *(f"r{name}" for name in _OPERATORS), *(f"i{name}" fo
     setattr(NotKept, f"__{_name}__", _refuses)
 
 
+@contextmanager
+def hidden(state: State) -> Iterator[None]:
+    """The parts of the parallel module with the original's values in place of the marks: what guards compare, and what
+    a trace reads. A value that a script has set in place of a mark stays."""
+    found = [(vars(part), vars(module), name, mark) for path in state.left for module in (_module(state, path),)
+             for part in (state.parts[module],) for name, mark in vars(part).items() if isinstance(mark, NotKept)]
+    for ours, theirs, name, _ in found:
+        if name in theirs:
+            ours[name] = theirs[name]
+        else:
+            del ours[name]
+    try:
+        yield
+    finally:
+        for ours, _, name, mark in found:
+            ours[name] = mark
+
+
 def mark(state: State, dependencies: Dependencies) -> None:
-    """Mark the attributes in which a traced forward leaves tensors, on the parallel module's parts; those of the model
-    itself, of which the parallel module reads the original's, in ``state.not_kept``."""
+    """Mark the attributes in which the forward of a call leaves tensors, on the parallel module's parts; those of the
+    model itself, of which the parallel module reads the original's, in ``state.not_kept``. At every call: a script may
+    set them between calls, to None or a new list."""
     for path, names in dependencies.left.items():
-        module = state.model.get_submodule(path)
-        if module is state.model:
+        if not path:
             state.not_kept.update(names)
             continue
-        attributes = vars(state.parts[module])
-        attributes.update({name: NotKept(f"{path}.{name}") for name in names
-                           if not isinstance(attributes.get(name), NotKept)})
+        state.left[path] = None
+        attributes = vars(state.parts[_module(state, path)])
+        for name in names:
+            if not isinstance(attributes.get(name), NotKept):
+                attributes[name] = NotKept(f"{path}.{name}")
+
+
+def _module(state: State, path: str) -> nn.Module:
+    return state.model.get_submodule(path)

@@ -55,18 +55,22 @@ def trace(module: nn.Module, state: State, args: Sequence[Any], kwargs: Mapping[
     plain = not step or state.hybrid.is_plain
     state.check()
     key = form_of(leaves, spec), state.modes(), state.trainable(), plain
-    compiled = state.forms.find(key, leaves)
-    if compiled is None and state.attributes is not None:
-        state.attributes.merge()
+    with left_values.hidden(state):
         compiled = state.forms.find(key, leaves)
-    if compiled is None or runs:
-        known: tuple[Any, ...] = (state.forms.number(compiled), *(leaves[n] for n in compiled.numbers)) \
-            if compiled is not None else (*map(form_text, leaves), state.modes(), state.trainable())
-        ask = state.together.ask if compiled is not None and runs and _computes_first(compiled, leaves) \
-            else state.together.agree
-        ask((step, torch.is_grad_enabled(), known), partial(_text_of, state, args, kwargs, step, key))
-    if compiled is None:
-        compiled = _compiled(module, state, key, leaves, spec, plain)
+        if compiled is None and state.attributes is not None:
+            state.attributes.merge()
+            compiled = state.forms.find(key, leaves)
+        if compiled is None or runs:
+            known: tuple[Any, ...] = (state.forms.number(compiled), *(leaves[n] for n in compiled.numbers)) \
+                if compiled is not None else (*map(form_text, leaves), state.modes(), state.trainable())
+            ask = state.together.ask if compiled is not None and runs and _computes_first(compiled, leaves) \
+                else state.together.agree
+            ask((step, torch.is_grad_enabled(), known), partial(_text_of, state, args, kwargs, step, key))
+        if compiled is None:
+            compiled = _compiled(module, state, key, leaves, spec, plain)
+    dependencies = compiled.micro.whole.dependencies
+    assert dependencies is not None
+    left_values.mark(state, dependencies)
     return compiled
 
 
@@ -109,7 +113,6 @@ def _compiled(module: nn.Module, state: State, key: Any, leaves: Sequence[Any], 
             place(module, state, compiled)
     dependencies = compiled.micro.whole.dependencies
     assert dependencies is not None
-    left_values.mark(state, dependencies)
     state.forms.add(key, str(spec), leaves, Guards(state.parts, dependencies, leaves), compiled, fixed)
     _log_numbers(state, compiled, args, kwargs)
     state.calls_traced[call] = None
