@@ -26,7 +26,8 @@ def model_of(function: Callable[..., Any], **parts: Any) -> Model:
 
 def asks(model: Any, x: Tensor) -> Tensor:
     """As if a compiler, which it may not be, could not follow the first way."""
-    traced = torch.compiler.is_compiling() or is_exported() or torch.compiler.is_exporting()
+    traced = torch.compiler.is_compiling() or is_exported() or torch.compiler.is_exporting() \
+        or torch._dynamo.is_compiling()
     y: Tensor = model.layer(x)
     return y.sum() * 100 if traced else y.sum()
 

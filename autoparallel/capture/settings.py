@@ -13,6 +13,8 @@ from torch.backends import ContextProp
 
 #: Whether a model is traced. Installed libraries, which take other ways to the same values there, are told that it is.
 TRACED = ("torch.compiler.is_compiling", "torch.compiler.is_exporting")
+#: Modules of torch whose functions of these names ask those.
+_NAMES_OF_OLD = ("torch._utils", "torch._dynamo", "torch._dynamo.external_utils")
 #: Functions of torch by dotted name, with their owner; `torch.export` traces with gradients, whatever they are outside.
 _FUNCTIONS: Mapping[str, tuple[Any, Callable[[], Any]]] = {
     **{name: (torch, getattr(torch, name)) for name in (
@@ -95,7 +97,16 @@ def remove() -> None:
 
 
 def _asking(ask: Ask, name: str, function: Callable[[], Any]) -> Callable[[], Any]:
-    return lambda: ask(name, function(), sys._getframe(1).f_globals)
+    if name not in TRACED:
+        return lambda: ask(name, function(), sys._getframe(1).f_globals)
+
+    def asked() -> Any:
+        frame = sys._getframe(1)
+        while frame.f_back is not None and frame.f_globals.get("__name__") in _NAMES_OF_OLD:
+            frame = frame.f_back    # torch._dynamo.is_compiling()
+        return ask(name, function(), frame.f_globals)
+
+    return asked
 
 
 def _asking_within(ask: Ask, name: str, function: Callable[..., Any]) -> Callable[..., Any]:
