@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import copy
+import pickle
 from collections.abc import Callable
 from functools import partial
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
@@ -19,16 +20,23 @@ from autoparallel.errors import CaptureError, InputError
 X = torch.linspace(-1, 1, 24).view(4, 6)
 
 
+class Notes:
+    mean: Any
+
+
 class Layer(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.linear, self.seen = nn.Linear(6, 6), list[Tensor]()
         self.penalty: Any = 0.0
+        self.context, self.made = Notes(), cast(Any, None)
 
     def forward(self, x: Tensor) -> Tensor:
         made: Tensor = self.linear(x)
         self.penalty = made.square().mean()
         self.seen.append(made)
+        self.context.mean, self.made = made.mean(), Notes()
+        self.made.mean = self.context.mean
         self.taken = made
         del self.taken
         self.length = len(x)
@@ -68,6 +76,10 @@ READ: dict[str, tuple[Callable[[Any], Any], str]] = {
     "of the model": (lambda m: m.total, "total"),
     "asked for": (lambda m: getattr(m, "total", None), "total"),
     "in a dict": (lambda m: m.last["x"], "last"),
+    "if it is a tensor": (lambda m: sum(p for p in (layer.penalty for layer in m.layers) if isinstance(p, Tensor)),
+                          "layers.0.penalty"),
+    "of an object": (lambda m: m.layers[0].context.mean, "layers.0.context"),
+    "of a new object": (lambda m: m.layers[0].made.mean, "layers.0.made"),
     "of a copy": (lambda m: penalties(copy.deepcopy(m)), "layers.0.penalty"),
 }
 
@@ -83,6 +95,40 @@ def test_tensors_left_in_attributes_are_refused(parallel: Any, name: str) -> Non
     parallel(X)
     with pytest.raises(InputError, match=rf"^{attribute} is read, where forward leaves tensors"):
         read(parallel)
+
+
+def test_parts_with_such_attributes_are_copied_and_pickled(parallel: Any) -> None:
+    notes = parallel.layers[0].penalty
+    for other in (copy.copy(notes), copy.deepcopy(notes), pickle.loads(pickle.dumps(notes))):
+        assert repr(other) == "<layers.0.penalty: not kept by a parallel module>"
+        assert not isinstance(other, nn.Parameter)
+
+
+TABLES: dict[int, Tensor] = {}
+
+
+class Keeps(nn.Module):
+    """Tables that the first call makes as an argument is, of which they read no value."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear, self.mask = nn.Linear(6, 6), cast(Any, None)
+
+    def forward(self, x: Tensor) -> Tensor:
+        if len(x) not in TABLES:
+            TABLES[len(x)] = torch.arange(6).type_as(x) + torch.ones_like(x)
+        if self.mask is None:
+            self.mask = x.new_ones(6, 6).tril()
+        made: Tensor = self.linear(x) @ self.mask + TABLES[len(x)]
+        return made
+
+
+def test_tables_made_like_an_argument_are_kept(mesh_of_one: Any) -> None:
+    model = Keeps()
+    parallel = autoparallel.compile(model, mesh_of_one)
+    results = [parallel(x).detach() for x in (X, X + 1)]
+    assert not TABLES
+    torch.testing.assert_close(results, [model(x).detach() for x in (X, X + 1)])
 
 
 def test_calls_and_other_attributes_are_as_before(parallel: Any) -> None:

@@ -22,15 +22,32 @@ import torch
 import torch.utils._pytree as pytree
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensor
-from torch.fx import Graph
+from torch.fx import Graph, Node
 from torch.utils._python_dispatch import _get_current_dispatch_mode, _pop_mode_temporarily
 
 from autoparallel.capture import environment, settings
-from autoparallel.capture.contents import Change, Inventory, Missing, description, is_plain, is_users, restore
+from autoparallel.capture.contents import (
+    FLAT,
+    MOST,
+    Change,
+    Inventory,
+    Missing,
+    description,
+    inside,
+    is_mutable,
+    is_plain,
+    is_users,
+    restore,
+)
 from autoparallel.capture.impure import OthersDrawError, RandomNumbers, Watch, draws_by_numpy, others_run
 from autoparallel.capture.variables import ENVIRONMENT, HOOKS, Variable, is_installed, read_by
 from autoparallel.errors import CaptureError, shown
 
+aten = torch.ops.aten
+#: Ops that make values of their own in the shape, type or on the device of a tensor, and those that take only these of
+#: all tensors but the first.
+_MADE_LIKE = (aten.new_zeros, aten.new_ones, aten.new_full, aten.zeros_like, aten.ones_like, aten.full_like)
+_AS_OTHER = (aten.type_as, aten.expand_as, aten.view_as, aten.reshape_as)
 #: In place of the names of attributes: all, and how many they are.
 ALL = "__dict__"
 #: Lists of a recurrent layer's parameters, which follow those that are registered.
@@ -256,7 +273,9 @@ class Recorder:
                 function.cache_clear()  # of tensors without data
         self._reassigned = []
         for variable, before in zip(self._variables, self._values, strict=True):
-            if is_plain(before) and description(now := variable.value()) != description(before):
+            now = variable.value()
+            if now is not before and ((is_plain(before) and description(now) != description(before))
+                                      or isinstance(now, FakeTensor)):
                 self._reassigned.append((variable.name, before, now))
                 variable.set(before)
         self._changes = self._inventory.changes()
@@ -287,7 +306,8 @@ class Recorder:
                 raise self.memory(f"has a result of {name} kept by functools.lru_cache, which is made of arguments, "
                                   "parameters or random numbers")
         for name, before, now in self._reassigned:
-            raise self.memory(f"assigns to the variable {name} ({_kind(before)}, then {_kind(now)})")
+            if is_plain(before) or _depends_on_call(now, graph):
+                raise self.memory(f"assigns to the variable {name} ({_kind(before)}, then {_kind(now)})")
 
     def _note_left(self, graph: Graph) -> None:
         """Note the attributes that have tensors of the call after a trace, and the lists and dicts in attributes to
@@ -295,22 +315,20 @@ class Recorder:
         not of a model with hooks, which add to them, as users are warned)."""
         self._left = {}
         for (path, name), value in self._at_end.items():
-            if any(_depends_on_call(leaf, graph) for leaf in pytree.tree_leaves(value)):
+            if _holds_of_call(value, graph):
                 self._left.setdefault(path, {})[name] = None
         attributes = {id(value): (path, name) for path, module in self._modules()
                       for name, value in self._before[module].items()}
-        for change in filter(_is_longer, self._changes):
-            added = [value for key, value in change.now.items() if key not in change.before] \
-                if isinstance(change.value, dict) else change.now[len(change.before):]
-            traced = (leaf for leaf in pytree.tree_leaves(added) if isinstance(leaf, FakeTensor))    # by this thread
-            if not any(_depends_on_call(leaf, graph) for leaf in traced):
+        for change in self._changes:
+            if not _holds_of_call(_added(change), graph, FakeTensor):    # others are of other threads
                 continue
             if (place := attributes.get(id(change.value))) is not None:
                 self._left.setdefault(place[0], {})[place[1]] = None
             elif not any(self._hooks_of_users()):
                 raise CaptureError(f"forward of {type(self.model).__name__} adds tensors to what is in {change.name}, "
                                    "and a program returns outputs only\n  Return them from forward too, in a tuple or "
-                                   "a dict.")
+                                   "a dict. If it is what a first call keeps for later ones (a table of positions), "
+                                   "call the model itself once, before it is compiled.")
 
     def _hooks_of_users(self) -> Iterator[Any]:
         return (hook for module in self._before for name in HOOKS[:2] for hook in vars(module)[name].values()
@@ -404,6 +422,14 @@ def _is_longer(change: Change) -> bool:
     return isinstance(value, (list, deque)) and len(now) > len(before) and all(map(is_, before, now))
 
 
+def _added(change: Change) -> list[Any]:
+    """What was added to a list, a dict or an object."""
+    before, now = change.before, change.now
+    if isinstance(before, dict):
+        return [value for key, value in now.items() if key not in before]
+    return list(now[len(before):]) if _is_longer(change) else []
+
+
 def _depends_on_call(value: Any, graph: Graph) -> bool:
     """Whether a value is a traced tensor that is made of arguments, parameters, buffers or random numbers."""
     if not isinstance(value, torch.Tensor):
@@ -418,9 +444,33 @@ def _depends_on_call(value: Any, graph: Graph) -> bool:
         node = stack.pop()
         if node.op == "placeholder" or torch.Tag.nondeterministic_seeded in getattr(node.target, "tags", ()):
             return True
-        more = [n for n in node.all_input_nodes if n not in seen]
+        more = [n for n in _values_of(node) if n not in seen]
         seen.update(more)
         stack.extend(more)
+    return False
+
+
+def _values_of(node: Node) -> list[Node]:
+    """The inputs of a node whose values it reads; of others it takes the shape, type and device."""
+    packet = getattr(node.target, "overloadpacket", node.target)
+    if packet in _MADE_LIKE:
+        return []
+    return node.all_input_nodes if packet not in _AS_OTHER and node.target is not aten.to.other else \
+        [n for n in node.args[:1] if isinstance(n, Node)]
+
+
+def _holds_of_call(root: Any, graph: Graph, kind: type[torch.Tensor] = torch.Tensor) -> bool:
+    """Whether a value, or a container or object of the user's in it, has such a tensor that `_depends_on_call`."""
+    waiting, known = [root], set[int]()
+    while waiting and len(known) < MOST:
+        value = waiting.pop()
+        if id(value) in known:
+            continue
+        known.add(id(value))
+        if isinstance(value, kind) and _depends_on_call(value, graph):
+            return True
+        if is_mutable(value) and not isinstance(value, FLAT):
+            waiting.extend(inside(value))
     return False
 
 

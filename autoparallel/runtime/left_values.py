@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, NoReturn
 
-from torch import nn
+import torch
 
 from autoparallel.capture.dependencies import Dependencies
 from autoparallel.errors import InputError
@@ -29,8 +29,18 @@ def refused(name: str) -> InputError:
 class NotKept:
     """In place of an attribute's value that no program keeps: whatever is asked of it raises InputError."""
 
+    _is_param = _is_buffer = False    # asked by isinstance(x, nn.Parameter)
+
     def __init__(self, name: str) -> None:
         self.__dict__["name"] = name
+
+    @property  # type: ignore[misc]
+    def __class__(self) -> type[torch.Tensor]:  # type: ignore[override]
+        """For `isinstance(layer.penalty, torch.Tensor)`, after which a script reads it, or else leaves it out."""
+        return torch.Tensor
+
+    def __reduce__(self) -> Any:
+        return NotKept, (self.__dict__["name"],)
 
     def __repr__(self) -> str:
         return f"<{self.__dict__['name']}: not kept by a parallel module>"
@@ -65,17 +75,21 @@ for _name in (*_OPERATORS, *(f"r{name}" for name in _OPERATORS), *(f"i{name}" fo
 def hidden(state: State) -> Iterator[None]:
     """The parts of the parallel module with the original's values in place of the marks: what guards compare, and what
     a trace reads. A value that a script has set in place of a mark stays."""
-    found = [(vars(part), vars(module), name, mark) for path in state.left for module in (_module(state, path),)
-             for part in (state.parts[module],) for name, mark in vars(part).items() if isinstance(mark, NotKept)]
-    for ours, theirs, name, _ in found:
-        if name in theirs:
-            ours[name] = theirs[name]
-        else:
-            del ours[name]
+    found = list[tuple[dict[str, Any], str, NotKept]]()
+    pairs = [*state.parts.items()] if state.left else []
+    for place, names in state.left.values():
+        theirs, ours = map(vars, pairs[place])
+        for name in names:
+            if isinstance(mark := ours.get(name), NotKept):
+                found.append((ours, name, mark))
+                if name in theirs:
+                    ours[name] = theirs[name]
+                else:
+                    del ours[name]
     try:
         yield
     finally:
-        for ours, _, name, mark in found:
+        for ours, name, mark in found:
             ours[name] = mark
 
 
@@ -83,16 +97,16 @@ def mark(state: State, dependencies: Dependencies) -> None:
     """Mark the attributes in which the forward of a call leaves tensors, on the parallel module's parts; those of the
     model itself, of which the parallel module reads the original's, in ``state.not_kept``. At every call: a script may
     set them between calls, to None or a new list."""
+    parts = [*state.parts.values()] if dependencies.left else []
     for path, names in dependencies.left.items():
         if not path:
             state.not_kept.update(names)
             continue
-        state.left[path] = None
-        attributes = vars(state.parts[_module(state, path)])
+        if path not in state.left:
+            state.left[path] = [*state.parts].index(state.model.get_submodule(path)), {}
+        place, known = state.left[path]
+        known.update(dict.fromkeys(names))
+        attributes = vars(parts[place])
         for name in names:
             if not isinstance(attributes.get(name), NotKept):
                 attributes[name] = NotKept(f"{path}.{name}")
-
-
-def _module(state: State, path: str) -> nn.Module:
-    return state.model.get_submodule(path)

@@ -70,7 +70,7 @@ class State:
         self.calls_traced: dict[str, None] = {}
         self.numbers_told: set[str] = set()
         self.not_kept: set[str] = set()    # attributes of the model itself in which forward leaves tensors
-        self.left: dict[str, None] = {}    # paths of its modules that have such attributes
+        self.left: dict[str, tuple[int, dict[str, None]]] = {}    # of modules in it: their place in parts, the names
         self.layouts: dict[str, Layout] = {}
         self.shared_groups: dict[Ranks, dist.ProcessGroup] = {}
         self.calls = 0
