@@ -27,7 +27,7 @@ from autoparallel.runtime.dtensors import is_watched
 from autoparallel.runtime.loading import check_place
 from autoparallel.runtime.offload.optimizer import OffloadedOptimizer
 from autoparallel.runtime.originals import refuse_idle, refuse_originals
-from autoparallel.runtime.shard_steps import end_step, step_shards, steps_shards
+from autoparallel.runtime.shard_steps import step_shards, steps_shards, take_momentum
 from autoparallel.runtime.sparse_gradients import keep_hooks_outside, on_shards, step_sparse_shards, swaps
 from autoparallel.schedule.tiers import Offload
 
@@ -120,8 +120,9 @@ def step_some(optimizer: torch.optim.Optimizer, parameters: Sequence[Sequence[Te
         with torch.no_grad(), autocast.without_autocast(), \
                 on_shards(optimizer) if swaps(optimizer) else nullcontext():
             inspect.unwrap(type(optimizer).step)(optimizer)
+        if isinstance(optimizer, torch.optim.SGD):
+            take_momentum(optimizer)
     finally:
-        end_step(optimizer)
         for group, whole in zip(groups, kept, strict=True):
             group["params"] = whole
 

@@ -61,14 +61,8 @@ def step_shards(optimizer: torch.optim.Optimizer) -> None:
 
     optimizer._init_group = collect_shards  # type: ignore[attr-defined]
     if isinstance(optimizer, torch.optim.SGD):
-        hook = optimizer.register_step_post_hook(lambda optimizer, args, kwargs: end_step(optimizer))
+        hook = optimizer.register_step_post_hook(lambda optimizer, args, kwargs: take_momentum(optimizer))
         cast(OrderedDict[int, Any], optimizer._optimizer_step_post_hooks).move_to_end(hook.id, last=False)
-
-
-def end_step(optimizer: torch.optim.Optimizer) -> None:
-    """After the step of an optimizer that steps shards: its states are as torch leaves them."""
-    if isinstance(optimizer, torch.optim.SGD):
-        _take_momentum(optimizer)
 
 
 def _step_fused(optimizer: torch.optim.Adam, group: Mapping[str, Any], lists: Sequence[list[Tensor]]) -> None:
@@ -133,7 +127,7 @@ def _take_spec(other: DTensor, parameter: Tensor) -> bool:
     return ours.placements == theirs.placements and ours.mesh == theirs.mesh and ours.shape == theirs.shape
 
 
-def _take_momentum(optimizer: torch.optim.SGD) -> None:
+def take_momentum(optimizer: torch.optim.SGD) -> None:
     """SGD stores its momentum under the tensors of its lists: move what it stored under local shards to their
     parameters, as DTensors."""
     for group in optimizer.param_groups:
@@ -149,4 +143,4 @@ def _on_meshes(parameters: Sequence[Tensor]) -> list[DTensor]:
     return [parameter for parameter in parameters if isinstance(parameter, DTensor)]
 
 
-__all__ = ["ELEMENTWISE", "end_step", "step_shards", "steps_shards"]
+__all__ = ["ELEMENTWISE", "step_shards", "steps_shards", "take_momentum"]
