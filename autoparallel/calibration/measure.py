@@ -23,6 +23,7 @@ from autoparallel.kernels import collectives, groups
 from autoparallel.kernels.groups import Axis
 from autoparallel.kernels.host_copies import process_bytes
 from autoparallel.kernels.norm import rms_norm
+from autoparallel.runtime.shard_steps import step_shards
 from cost_models import Cluster, Link
 from cost_models.calibrate import (
     Measured,
@@ -228,11 +229,12 @@ def _reductions(x: torch.Tensor) -> None:
 
 
 def _stepping(x: torch.Tensor, count: int) -> Call:
-    """A step of AdamW of ``count`` parameters like x, by the kernel that programs take on this kind of device."""
+    """A step of AdamW of ``count`` parameters like x, by the kernel that steps a program's shards."""
     parameters = [torch.nn.Parameter(x.clone()) for _ in range(count)]
     for parameter in parameters:
         parameter.grad = x
-    optimizer = torch.optim.AdamW(parameters, lr=1e-6, fused=True if x.device.type == "cpu" else None)
+    optimizer = torch.optim.AdamW(parameters, lr=1e-6)
+    step_shards(optimizer)
     return optimizer.step
 
 
