@@ -44,8 +44,7 @@ from autoparallel.capture.variables import ENVIRONMENT, HOOKS, Variable, is_inst
 from autoparallel.errors import CaptureError, shown
 
 aten = torch.ops.aten
-#: Ops that make values of their own in the shape, type or on the device of a tensor, and those that take only these of
-#: all tensors but the first.
+#: Ops that read only the shape, dtype and device of their tensor; and ops that read only these of all but the first.
 _MADE_LIKE = (aten.new_zeros, aten.new_ones, aten.new_full, aten.zeros_like, aten.ones_like, aten.full_like)
 _AS_OTHER = (aten.type_as, aten.expand_as, aten.view_as, aten.reshape_as)
 #: In place of the names of attributes: all, and how many they are.
@@ -232,9 +231,9 @@ class Recorder:
                         for table in (module._parameters, module._buffers, module._modules)]
 
     def ends(self) -> None:
-        """Note the attributes that the forward, which returns now, leaves with other values. (torch.export puts some
-        back.) Raises CaptureError for a parameter, buffer or submodule that it has made or put in place of another
-        one, other than by assigning to a buffer."""
+        """When forward returns: note the attributes whose values it has changed (torch.export puts some back). Raises
+        CaptureError for a parameter, buffer or submodule that it has made or put in place of another one, other than by
+        assigning to a buffer."""
         self._at_end = {(path, name): value for path, module in self._modules() for name, value in vars(module).items()
                         if name not in INTERNAL and value is not self._before[module].get(name, Missing)}
         for path, table, before in self._tables:

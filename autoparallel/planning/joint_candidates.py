@@ -132,7 +132,7 @@ class JointSearch:
         return self._prices[key]
 
     def _prices_of_device(self, micro_batches: int, ranks: int, shape: tuple[int, ...], cache: float) -> Prices:
-        """The same, of the device alone, were its cache ``cache`` times as large."""
+        """The same, of the device alone, with ``cache`` times its cache."""
         key = (micro_batches, ranks, shape, cache)
         if key not in self._of_device:
             self._of_device[key] = self._prices_of(micro_batches, ranks, shape).of_device(cache)
@@ -225,9 +225,8 @@ class JointSearch:
 
     @property
     def sparing(self) -> list[Candidate]:
-        """All combinations that memory does not rule out, those with the least bound of bytes first; of equal ones
-        those that divide parameters (ZeRO-3), with the fewest pipeline ranks, ranks of the inner axis and
-        micro-batches."""
+        """All combinations that memory does not rule out, by lower bounds of bytes, the least first. Ties: the higher
+        ZeRO stage first, then the fewest pipeline ranks, ranks of the inner axis and micro-batches."""
         def order(candidate: Candidate) -> tuple[float, ...]:
             h, shape = candidate.hybrid, candidate.mesh_shape
             return (self.bounds.least_bytes(candidate), -h.zero_stage, h.pipeline_ranks,

@@ -116,7 +116,7 @@ def search_jointly(
             search.known_s = min(search.known_s, trials.best_s)
         if recompute_less is not None:
             trials.recompute_less(recompute_less, started + FEWER_RECOMPUTED * time_limit_s)
-        trials.search_on(started + time_limit_s, search.sparing)
+        trials.search_on(started + time_limit_s, search.sparing if trials.best is None else ())
         if trials.best is not None:
             trials.plan_others(started + time_limit_s)
             search.known_s = min(search.known_s, trials.best_s)
@@ -281,9 +281,9 @@ class _TrialPlans:
                 self.trial_s[candidate] = step_s
 
     def search_sparing(self, sparing: Sequence[Candidate], deadline: float) -> None:
-        """Search in full until one fits: first those whose trial plans took the fewest bytes, then in turn the others
-        with trial plans and the ``sparing`` ones, each in order. After the deadline at most `MOST_LATE` searches begin,
-        which have the seconds of one; none where there was no time for any trial plan."""
+        """Search in full until one fits: first those whose trial plans took the fewest bytes, then alternately the
+        others with trial plans and the ``sparing`` ones, each in order. After the deadline at most `MOST_LATE` searches
+        begin, which have the seconds of one; none where there was no time for any trial plan."""
         if not self.trial_s and clock.now() >= deadline:
             return
         known = {c.key: c for c in sorted(self.trial_s, key=lambda c: (self.expected_s(c, 1.0), c.estimate_s))}

@@ -43,7 +43,7 @@ class StepBounds:
     """Lower bounds of a combination's steps: of all its plans, and of its plans that recompute every block.
 
     ``prices_of(micro_batches, pipeline_ranks, mesh_shape, cache)``: unit costs on the reduced-depth model, of the
-    device alone (``cache``: were its cache so many times as large). ``micro_batches(pipeline_ranks)``:
+    device alone (``cache``: with so many times its cache). ``micro_batches(pipeline_ranks)``:
     numbers of micro-batches that are tried. Before `tighten`, bounds are those of ops divided evenly.
     """
 
@@ -170,7 +170,7 @@ class StepBounds:
         return fixed_s(self.cluster, h) + max(computing_s, self.even.fetch_s(h) + update.whole_s)
 
     def _least_work(self, kind: Kind, cache: float = 1.0) -> Work:
-        """The optima of a kind's graph, were the cache ``cache`` times as large. With so many times the micro-batches
+        """The optima of a kind's graph on a device with ``cache`` times its cache. With so many times the micro-batches
         each tensor is so many times smaller at least, and finds no more of itself in the cache."""
         prices = self.prices_of(kind.micro_batches, kind.pipeline_ranks, kind.mesh_shape, cache)
         inside, stands_for = self.reduced_model.inside(prices.space), self.reduced_model.counts(prices.space)

@@ -304,7 +304,7 @@ def worst(seconds: Sequence[np.ndarray], least: bool = False) -> np.ndarray:
 def costs_of(spaces: Spaces, kinds: Sequence[Cluster], training: bool = True, spread: int = 1, part: str = "both",
              cache: float = 1.0, least: bool = False, pieces: int = 1) -> OpCosts:
     """The costs of ops on devices of these kinds (`Cluster.kinds`), each by its profile, if it has one. ``part``: as in
-    `ProfileCosts`; ``cache``: were the device's cache so many times as large; ``least``: on the fastest of the devices;
+    `ProfileCosts`; ``cache``: with so many times the device's cache; ``least``: on the fastest of the devices;
     ``pieces``: as in `CurveCosts`."""
     def of(kind: Cluster) -> CurveCosts:
         if kind.profile is None:
