@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from autoparallel.kernels import buckets, groups
+from autoparallel.kernels.collectives import all_to_all_tensor, begin_all_gather, begin_reduce_scatter
 from benchmarks.in_process import on_every_rank
 
 RANKS = 4
 #: Shapes of whole tensors, cut dims, and lengths of shards.
 SHAPES = (((8, 6), 0, (2, 2, 2, 2)), ((3,), 0, (1, 1, 1, 0)), ((16, 32), 0, (4, 4, 4, 4)), ((2, 8), 1, (2, 2, 2, 2)),
-          ((4,), 0, (1, 1, 1, 1)))
+          ((4,), 0, (1, 1, 1, 1)), ((2, 7, 3), 1, (2, 2, 2, 1)), ((2, 3, 8), 2, (2, 2, 2, 2)))
 
 
 def _gathered(coordinate: tuple[int, ...]) -> list[torch.Tensor]:
@@ -47,3 +51,34 @@ def test_a_large_tensor_is_not_copied() -> None:
     split = buckets._Split.of([(0, (2, 2)), (1, (2, 2)), (0, (3, 1)), (0, (2, 2))], [buckets.LARGE_BYTES] * 3 + [64])
     assert split == buckets._Split((0,), (1, 2, 3))    # cut dim not the first, uneven, small
     assert split.merged(["a"], ["b", "c", "d"]) == ("a", "b", "c", "d")  # type: ignore[list-item]
+
+
+class _Copies(TorchDispatchMode):
+    """The tensors that copies read."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.read: list[torch.Tensor] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func in (torch.ops.aten.clone.default, torch.ops.aten.copy_.default):
+            self.read.append(args[-1])
+        return func(*args, **(kwargs or {}))
+
+
+def _strides_of_copies(coordinate: tuple[int, ...]) -> list[int]:
+    axis, equal = groups.current("x"), (8,) * RANKS
+    with _Copies() as copies:
+        begin_all_gather(torch.ones(2, 3, 8), axis, 2, equal)()
+        begin_reduce_scatter(torch.ones(2, 3, 32), axis, 2, equal)()
+        all_to_all_tensor(torch.ones(2, 8, 32), axis, 1, equal, 2, equal)
+        two = [torch.ones(2, 8), torch.ones(8, 2)], [torch.ones(2, 32), torch.ones(32, 2)]
+        buckets.begin_all_gathers(two[0], axis, [(1, equal), (0, equal)])()
+        buckets.begin_reduce_scatters(two[1], axis, [(1, equal), (0, equal)])()
+    return [copied.stride(-1) for copied in copies.read]
+
+
+def test_copies_read_rows() -> None:
+    """No shard is copied element by element, as one is whose cut dim is moved to the front."""
+    for strides in on_every_rank((RANKS,), ("x",), _strides_of_copies).values():
+        assert len(strides) > 3 and set(strides) == {1}

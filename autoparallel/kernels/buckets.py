@@ -19,6 +19,7 @@ from autoparallel.kernels.collectives import (
     begin_sums_of_shards,
     begin_whole_tensors,
     gathered_up,
+    joined,
     padded,
 )
 from autoparallel.kernels.groups import Axis
@@ -69,7 +70,7 @@ def begin_all_gathers(values: Sequence[torch.Tensor], axis: Axis, cuts: Sequence
         return lambda: (finish_one(),)
     split = _Split.of(cuts, [axis.size * x.nbytes for x in values])
     sent = [values[n].contiguous() for n in split.alone]
-    shards = [padded(values[n].movedim(cuts[n][0], 0), max(cuts[n][1])) for n in split.together]
+    shards = [padded(values[n], max(cuts[n][1]), cuts[n][0]) for n in split.together]
     shapes, places = [x.shape for x in shards], [cuts[n] for n in split.together]
     if shards:
         sent.append(torch.cat([x.reshape(-1) for x in shards]))
@@ -81,32 +82,30 @@ def begin_all_gathers(values: Sequence[torch.Tensor], axis: Axis, cuts: Sequence
         if not shapes:
             return tuple(whole)
         by_rank = whole.pop().view(axis.size, -1).split([shape.numel() for shape in shapes], dim=1)
-        return split.merged(whole, [_joined(part.unflatten(1, shape), *cut)
+        return split.merged(whole, [_own(part.unflatten(1, shape), *cut)
                                     for part, shape, cut in zip(by_rank, shapes, places, strict=True)])
 
     return finish
 
 
-def _joined(shards: torch.Tensor, dim: int, sizes: Sizes) -> torch.Tensor:
-    """[ranks, longest, ...], cut dim first -> the whole tensor, in memory of its own."""
-    if any(size != shards.shape[1] for size in sizes):
-        return torch.cat([shard[:size] for shard, size in zip(shards, sizes, strict=True)]).movedim(0, dim).contiguous()
+def _own(shards: torch.Tensor, dim: int, sizes: Sizes) -> torch.Tensor:
+    """[ranks, *the longest shard] -> the whole tensor, in memory of its own."""
     if len(shards) == 1:  # which is contiguous as it is: a part of its bucket
-        return shards[0].movedim(0, dim).clone(memory_format=torch.contiguous_format)
-    return shards.movedim((0, 1), (dim, dim + 1)).contiguous().flatten(dim, dim + 1)
+        return shards[0].clone(memory_format=torch.contiguous_format)
+    return joined(shards, dim, sizes).contiguous()
 
 
 def begin_reduce_scatters(values: Sequence[torch.Tensor], axis: Axis, cuts: Sequence[Cut]
                           ) -> Callable[[], tuple[torch.Tensor, ...]]:
     """Reduce-scatter several tensors of one dtype, on GPUs as one group of messages. Results of tensors in a bucket
-    are views of it where their cut dim is the first."""
+    are views of it, but where shards are uneven along another dim than the first."""
     if len(values) == 1:
         finish_one = begin_reduce_scatter(values[0], axis, *cuts[0])
         return lambda: (finish_one(),)
     split = _Split.of(cuts, [x.nbytes for x in values])
     sent = [values[n].contiguous() for n in split.alone]
     places = [cuts[n] for n in split.together]
-    shapes = [torch.Size((max(sizes), *values[n].movedim(dim, 0).shape[1:]))
+    shapes = [torch.Size((*values[n].shape[:dim], max(sizes), *values[n].shape[dim + 1:]))
               for n, (dim, sizes) in zip(split.together, places, strict=True)]
     if shapes:
         sent.append(_bucket([values[n] for n in split.together], axis, places, shapes))
@@ -118,7 +117,7 @@ def begin_reduce_scatters(values: Sequence[torch.Tensor], axis: Axis, cuts: Sequ
         if not shapes:
             return tuple(made)
         parts = made.pop().split([shape.numel() for shape in shapes])
-        return split.merged(made, [part.view(shape)[: sizes[axis.rank]].movedim(0, dim).contiguous()
+        return split.merged(made, [part.view(shape).narrow(dim, 0, sizes[axis.rank]).contiguous()
                                    for part, shape, (dim, sizes) in zip(parts, shapes, places, strict=True)])
 
     return finish
@@ -135,10 +134,10 @@ def _bucket(values: Sequence[torch.Tensor], axis: Axis, cuts: Sequence[Cut], sha
 
 
 def _cut_into(shards: torch.Tensor, x: torch.Tensor, dim: int, sizes: Sizes) -> None:
-    """Write a whole tensor as shards [ranks, longest, ...], cut dim first and padded with zeros."""
-    if all(size == shards.shape[1] for size in sizes):
-        shards.copy_(x.unflatten(dim, shards.shape[:2]).movedim((dim, dim + 1), (0, 1)))
+    """Write a whole tensor as shards [ranks, *the longest shard], padded with zeros."""
+    if len(set(sizes)) == 1:
+        shards.copy_(x.unflatten(dim, (len(sizes), sizes[0])).movedim(dim, 0))
         return
     shards.zero_()
-    for shard, part, size in zip(shards, x.movedim(dim, 0).split(list(sizes)), sizes, strict=True):
-        shard[:size].copy_(part)
+    for shard, part, size in zip(shards, x.split(list(sizes), dim), sizes, strict=True):
+        shard.narrow(dim, 0, size).copy_(part)
