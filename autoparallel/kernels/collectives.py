@@ -234,23 +234,33 @@ class _Exchange(torch.autograd.Function):
     """All-to-all of rows (dim 0) with any counts; backward sends the rows' gradients back."""
 
     @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, axis: Axis, received: Sequence[int], sent: Sequence[int]) -> torch.Tensor:
+    def forward(ctx: Any, axis: Axis, received: Sequence[int], sent: Sequence[int], *values: torch.Tensor
+                ) -> tuple[torch.Tensor, ...]:
         ctx.reverse = axis, sent, received
         ctx.set_materialize_grads(False)
-        width = x[0].numel() if len(x) else x.new_empty(x.shape[1:]).numel()
-        counts = [[n * width for n in numbers] for numbers in (received, sent)]
-        made = _begin_all_to_all(x.reshape(-1), axis, *counts)()
-        return made.view(sum(received), *x.shape[1:])
+        begun = list[Finish]()
+        for x in values:
+            width = math.prod(x.shape[1:])
+            counts = [[n * width for n in numbers] for numbers in (received, sent)]
+            begun.append(_begin_all_to_all(x.reshape(-1), axis, *counts))
+        return tuple(finish().view(sum(received), *x.shape[1:]) for finish, x in zip(begun, values, strict=True))
 
     @staticmethod
-    def backward(ctx: Any, gradient: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
-        return None if gradient is None else exchanged_rows(gradient, *ctx.reverse), None, None, None
+    def backward(ctx: Any, *gradients: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
+        back = iter(rows_exchanged_together([g for g in gradients if g is not None], *ctx.reverse))
+        return None, None, None, *(None if g is None else next(back) for g in gradients)
+
+
+def rows_exchanged_together(values: Sequence[torch.Tensor], axis: Axis, received: Sequence[int], sent: Sequence[int]
+                            ) -> tuple[torch.Tensor, ...]:
+    """`exchanged_rows` of several tensors with as many rows, all on their way at once."""
+    return _Exchange.apply(axis, received, sent, *values) if values else ()
 
 
 def exchanged_rows(x: torch.Tensor, axis: Axis, received: Sequence[int], sent: Sequence[int]) -> torch.Tensor:
     """Send the first ``sent[0]`` rows of x to rank 0, and so on; returns ``received[r]`` rows of each rank r, in order.
     Differentiable."""
-    return _Exchange.apply(x, axis, received, sent)
+    return rows_exchanged_together([x], axis, received, sent)[0]
 
 
 def slice_tensor(x: torch.Tensor, axis: Axis, dim: int, sizes: Sizes) -> torch.Tensor:

@@ -1,17 +1,16 @@
 """Expert dispatch (expert parallelism): tokens and experts are sharded over one axis; rows are sent to the ranks of
 their experts and back.
 
-The row counts depend on the data: ranks exchange them first, and the host waits for them.
+How many rows there are of each expert depends on the data: ranks exchange these numbers first, and the host waits for
+them. Rows are sent in the order of their experts, so that the numbers tell the expert of each row that arrives.
 """
 
 from __future__ import annotations
 
-import itertools
-
 import torch
 
 from autoparallel.kernels import groups
-from autoparallel.kernels.collectives import exchanged_rows
+from autoparallel.kernels.collectives import exchanged_rows, rows_exchanged_together
 from autoparallel.layout import shards
 from autoparallel.ops.routed_experts import body_of, routed_experts
 
@@ -26,14 +25,16 @@ def dispatched_experts(body: str, tokens: torch.Tensor, ids: torch.Tensor, by_ro
     (name,) = axes
     axis = groups.current(name)
     lengths = shards(body_of(body).num_experts, axis.size)
-    ends = torch.tensor(list(itertools.accumulate(lengths)), device=ids.device)
-    owner, order = torch.sort(torch.searchsorted(ends, ids, right=True), stable=True)
-    counts = torch.bincount(owner, minlength=axis.size)
-    each = [1] * axis.size
-    sent, received = counts.tolist(), exchanged_rows(counts, axis, each, each).tolist()
-    rows = exchanged_rows(tokens[order // (ids.shape[0] // tokens.shape[0])], axis, received, sent)
-    theirs = exchanged_rows(ids[order], axis, received, sent)
-    row_values = [exchanged_rows(value[order], axis, received, sent) for value in by_row]
-    made = routed_experts(body, rows, theirs, row_values, weights, first)
+    own = lengths[axis.rank]
+    _, order = torch.sort(ids, stable=True)
+    counts = torch.bincount(ids, minlength=sum(lengths))
+    theirs = exchanged_rows(counts, axis, [own] * axis.size, lengths)
+    by_rank = torch.stack([part.sum() for part in counts.split(lengths)]), theirs.view(axis.size, own).sum(1)
+    sent, received = torch.stack(by_rank).tolist()
+    rows, *row_values = rows_exchanged_together(
+        [tokens[order // (ids.shape[0] // tokens.shape[0])], *(value[order] for value in by_row)], axis, received, sent)
+    experts = torch.arange(first, first + own, device=ids.device).repeat(axis.size)
+    experts = torch.repeat_interleave(experts, theirs, output_size=sum(received))
+    made = routed_experts(body, rows, experts, row_values, weights, first)
     back = exchanged_rows(made, axis, sent, received)
     return torch.zeros_like(back).index_put((order,), back)  # (`index_copy` would save ``back``)

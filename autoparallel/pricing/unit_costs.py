@@ -235,7 +235,7 @@ class Prices:
                 elements = self.space.spaces(s.input_metas[exchange.input]).local_elements[s.inputs[exchange.input]]
                 elements = elements * share_read(s, exchange.input)
                 for axis, group in enumerate(self.groups):
-                    each = np.full(len(elements), group.size) if exchange.ranks else elements
+                    each = np.ones(len(elements)) if exchange.fixed else elements
                     num_bytes = each * (group.size if exchange.whole else 1) * exchange.bytes_per_element
                     uses = s.array[:, axis] == number
                     if uses.any():

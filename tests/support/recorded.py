@@ -65,7 +65,7 @@ def _within_an_op() -> bool:
         code = frame.f_code
         if code.co_filename.endswith(("/kernels/recomputed.py", "/kernels/regather.py")):
             return False
-        if code.co_name == "exchanged_rows" or code.co_filename.endswith(tuple(f"/kernels/{n}" for n in _VARIANTS)):
+        if code.co_name == "rows_exchanged_together" or code.co_filename.endswith(tuple(f"/kernels/{n}" for n in _VARIANTS)):
             return True
     return False
 

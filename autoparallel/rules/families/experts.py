@@ -38,9 +38,8 @@ def _dispatch(op: OpView, tokens: int) -> AxisStrategy:
     """All cut over one axis: rows travel to their experts and back. (Experts are taken to be chosen evenly.)"""
     each = [m.dtype.itemsize for m in op.inputs]
     rows, beside = op.shapes[1][0], range(2, len(op.inputs) - len(op.arg("weights")))
-    there = [Exchange("all_to_all", 1, 8.0, ranks=True),  # the numbers of rows
+    there = [Exchange("all_to_all", 1, 8.0 * body_of(op.arg("body")).num_experts, fixed=True),  # the numbers of rows
              Exchange("all_to_all", 0, each[0] * rows / tokens, forward=1, backward=1),
-             Exchange("all_to_all", 1, each[1]),
              *(Exchange("all_to_all", i, each[i], forward=1, backward=1) for i in beside)]
     width = math.prod(op.out.shape[1:]) * op.out.dtype.itemsize
     back = Exchange("all_to_all", 1, width, forward=1, backward=1)
