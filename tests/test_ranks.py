@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import sys
 import time
 from collections.abc import Callable
 
@@ -51,6 +52,10 @@ def process_id() -> int:
     return os.getpid()
 
 
+def is_preloaded() -> bool:
+    return "tests.support.preloaded" in sys.modules
+
+
 def returned(value: object) -> object:
     return value
 
@@ -84,6 +89,11 @@ def test_processes_are_reused(ranks: Ranks) -> None:
     first = ranks(4).run(process_id)
     assert ranks(4).run(process_id) == first
     assert len(set(first)) == 4
+
+
+def test_ranks_have_all_imports_of_the_fork_server(ranks: Ranks) -> None:
+    """A preload that fails at an import is dropped without a word, and each rank then imports all that it uses."""
+    assert all(ranks(2).run(is_preloaded))
 
 
 def test_every_job_starts_with_the_same_seed(ranks: Ranks) -> None:
