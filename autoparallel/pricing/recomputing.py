@@ -84,9 +84,11 @@ class RecomputedBlocks:
     def ends(self) -> dict[Block, int]:
         """By block, the decision before which its recompute stops: the last op that saves an input, or after the last
         op that saves what it makes (torch's early stop); the end of the block with zero bubble, whose backward has two
-        parts."""
-        if not self.how.early_stop or self.hybrid.puts_off_weights:
+        parts. A block that saves nothing, such as a sum that a cut leaves alone, is not recomputed (0)."""
+        if not self.how.early_stop:
             return {block: last + 1 for block, last in self.last.items()}
+        if self.hybrid.puts_off_weights:
+            return {block: last + 1 if block in self.starts else 0 for block, last in self.last.items()}
         found = dict.fromkeys(self.last if self.hybrid.recompute != "offload" else (), 0)
         for block, index in self.starts.items():
             rule = self.space.strategy_sets[index].rule
