@@ -17,6 +17,7 @@ import torch
 import torch.utils._pytree as pytree
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.export import ExportedProgram
+from torch.fx._lazy_graph_module import _use_lazy_graph_module
 
 from autoparallel.capture.contents import inside
 from autoparallel.capture.dependencies import recorder, uncounted
@@ -57,7 +58,7 @@ def trace(model: torch.nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]
     try:
         with (_quiet(), uncounted(), torch.enable_grad(), functions_as_ops(), without_checks(), traced_methods(),
               flex_attention_as_ops(), rows_by_value(), TracedCalls(known), as_symbols(model, numbers),
-              refusing_attributes(model)):
+              refusing_attributes(model), _use_lazy_graph_module(True)):  # no Python code of graphs that are not called
             return torch.export.export(model, tuple(args), dict(kwargs), strict=False)
     except CaptureError:
         raise
