@@ -13,6 +13,7 @@ from autoparallel.planning.candidates import Candidate, CandidateSpace, Fixed
 from autoparallel.plans import Hybrid
 from autoparallel.plans.reports.timeline import timeline_of
 from cost_models import Cluster
+from tests.support.captured import plan_of
 from tests.support.launch_order import check_order
 from tests.support.models import CASES
 from tests.support.ranks import mesh_of
@@ -111,19 +112,14 @@ def test_copies_compute_what_one_after_the_other_does(ranks: Any, case_name: str
     ({"copies": 0}, "copies is 0"),
 ])
 def test_copies_that_cannot_be(options: dict[str, Any], message: str) -> None:
-    case = CASES["mlp"]
-    args, kwargs = case.inputs(12)
     with pytest.raises(PlanError, match=message):
-        autoparallel.plan(case.build(), Cluster.load("h100-sxm", num_devices=4), example_inputs=args,
-                          example_kwargs=kwargs, mesh_shape=(2, 2), **options)
+        plan_of("mlp", Cluster.load("h100-sxm", num_devices=4), 12, mesh_shape=(2, 2), **options)
 
 
 def test_copies_hide_activations_and_hold_more_of_them() -> None:
     """Tensor-parallel micro-batches, one after the other and two at a time, with the same layouts."""
-    case, cluster = CASES["llama"], Cluster.load("h100-sxm", num_devices=4)
-    args, kwargs = case.inputs(8)
-    alone, two = (autoparallel.plan(case.build(), cluster, example_inputs=args, example_kwargs=kwargs,
-                                    by_hand=f"tp=4,dp=1,micro_batch=2,copies={copies}") for copies in (1, 2))
+    cluster = Cluster.load("h100-sxm", num_devices=4)
+    alone, two = (plan_of("llama", cluster, by_hand=f"tp=4,dp=1,micro_batch=2,copies={copies}") for copies in (1, 2))
     assert alone.strategies == two.strategies
     now, before = two.prediction, alone.prediction
     assert now.forward_communication_s == before.forward_communication_s

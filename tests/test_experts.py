@@ -18,6 +18,7 @@ from autoparallel.pricing import Prices, SpacePricer
 from autoparallel.pricing.record import workload
 from autoparallel.strategies.space import StrategySpace
 from cost_models import Cluster
+from tests.support.captured import graph_of, plan_of
 from tests.support.models import CASES
 from tests.support.ranks import mesh_of
 from tests.support.reference import assert_same_gradients, gradients_of, scalar, train_reference
@@ -26,10 +27,7 @@ from tests.support.tiers import slow
 
 def planned(mesh_shape: tuple[int, ...], strategy: tuple[str, ...]) -> autoparallel.Plan:
     """The search's plan, with another strategy for the mixtures."""
-    case = CASES["mixtral"]
-    args, kwargs = case.inputs(8)
-    plan = autoparallel.plan(case.build(), Cluster.load("local-cpu", num_devices=4), example_inputs=args,
-                             example_kwargs=kwargs, mesh_shape=mesh_shape)
+    plan = plan_of("mixtral", Cluster.load("local-cpu", num_devices=4), mesh_shape=mesh_shape)
     mixtures = {name: strategy for name in plan.strategies if name.startswith("routed_experts") and ":" not in name}
     assert len(mixtures) == 2
     return dataclasses.replace(plan, strategies={**plan.strategies, **mixtures})
@@ -63,10 +61,8 @@ def test_a_mixture_is_cut_by_tokens_and_experts(ranks: Any, mesh_shape: tuple[in
 @pytest.mark.parametrize("by_hand", [slow("dp=4,ep=2,zero=1"), "dp=4,ep=2,zero=3"])
 def test_experts_by_hand_with_zero_over_both_axes(ranks: Any, by_hand: str) -> None:
     """Weights of no expert are stored in shards over all four ranks; one step equals one process."""
-    case, reference = CASES["mixtral"], train_reference(CASES["mixtral"], "sgd", num_steps=1)
-    args, kwargs = case.inputs(8)
-    plan = autoparallel.plan(case.build(), Cluster.load("local-cpu", num_devices=4), example_inputs=args,
-                             example_kwargs=kwargs, by_hand=by_hand)
+    reference = train_reference(CASES["mixtral"], "sgd", num_steps=1)
+    plan = plan_of("mixtral", Cluster.load("local-cpu", num_devices=4), by_hand=by_hand)
     assert all(stored[0] == "S" for stored in plan.strategies["model.layers.0.self_attn.q_proj.weight"])
     for loss, gradients in ranks(4).run(run_plan, plan.mesh_shape, plan, timeout_s=100):
         assert loss == pytest.approx(reference.losses[0], rel=1e-5)
@@ -79,21 +75,16 @@ def test_experts_by_hand_with_zero_over_both_axes(ranks: Any, by_hand: str) -> N
     pytest.param("dp=4,ep=4,zero=2", "expert 4 (in shards), ZeRO 2", marks=pytest.mark.slow)])
 def test_expert_parallel_ranks_by_hand_share_the_work(ranks: Any, by_hand: str, roles: str) -> None:
     """Beside them, tensor-parallel ranks take other tokens, and ZeRO shards what is no expert over all of them."""
-    case = CASES["mixtral"]
-    args, kwargs = case.inputs(8)
-    plan = autoparallel.plan(case.build(), Cluster.load("h100-sxm", num_devices=4), by_hand=by_hand,
-                             example_inputs=args, example_kwargs=kwargs)
+    plan = plan_of("mixtral", Cluster.load("h100-sxm", num_devices=4), by_hand=by_hand)
     assert str(roles_of(plan)) == roles and not roles_of(plan).departures and "depart" not in plan.evidence.stop_reason
-    reference = train_reference(case, "sgd", num_steps=1)
+    reference = train_reference(CASES["mixtral"], "sgd", num_steps=1)
     for loss, gradients in ranks(4).run(run_plan, plan.mesh_shape, plan, timeout_s=120):
         assert loss == pytest.approx(reference.losses[0], rel=1e-5)
         assert_same_gradients(gradients, reference)
 
 
 def test_model_flops_of_experts_are_three_times_those_of_forward() -> None:
-    case = CASES["mixtral"]
-    args, kwargs = case.inputs(8)
-    graph = capture(case.build(), args, kwargs)
+    graph = graph_of("mixtral")
     space = StrategySpace(graph, (2,))
     pricer = SpacePricer(Prices(space, Cluster.load("h100-sxm", num_devices=2)))
     first = [s.strategies[0] for s in space.strategy_sets]
@@ -108,9 +99,7 @@ def test_model_flops_of_experts_are_three_times_those_of_forward() -> None:
 
 def test_experts_without_a_row() -> None:
     """A rank whose experts nobody chose: zeros, and zero gradients."""
-    case = CASES["mixtral"]
-    args, kwargs = case.inputs(8)
-    graph = capture(case.build(), args, kwargs)
+    graph = graph_of("mixtral")
     node = next(n for n in graph.of_kind("op") if n.target is routed_experts)
     sizes = [graph.meta(ref).shape for ref in node.inputs]
     tokens, scores, up, down = (torch.randn(s, requires_grad=True) for s in (sizes[0], *sizes[2:]))
@@ -175,9 +164,7 @@ def test_rows_must_not_look_at_one_another() -> None:
 
 def test_bytes_of_a_part_of_the_experts() -> None:
     """With half of the experts and rows dealt out evenly, backward keeps half of what the mixture makes inside."""
-    case = CASES["mixtral"]
-    args, kwargs = case.inputs(8)
-    graph = capture(case.build(), args, kwargs)
+    graph = graph_of("mixtral")
     node = next(n for n in graph.of_kind("op") if n.target is routed_experts)
     space = StrategySpace(graph, (2,))
     decision = space.decision_named[node.name]

@@ -21,6 +21,7 @@ from autoparallel.plans import Plan
 from autoparallel.schedule.tiers import Offload
 from benchmarks.published_offload import ROWS
 from cost_models import Cluster
+from tests.support.captured import plan_of
 from tests.support.models import CASES
 from tests.support.offloaded import Options, differing, resumed_in_tiers, trained
 from tests.support.ranks import mesh_of
@@ -128,9 +129,7 @@ def test_a_bucket_gathered_on_one_rank_is_in_memory_of_its_own(ranks: Any) -> No
 
 
 def planned(devices: int = 4, cluster: str = "a100-sxm", **options: Any) -> Plan:
-    args, kwargs = CASES["llama"].inputs(8)
-    machine = Cluster.load(cluster, num_devices=devices, software="none")
-    return autoparallel.plan(CASES["llama"].build(), machine, example_inputs=args, example_kwargs=kwargs, **options)
+    return plan_of("llama", Cluster.load(cluster, num_devices=devices, software="none"), **options)
 
 
 @pytest.mark.parametrize("devices", [1, 4])
@@ -152,11 +151,9 @@ def test_fetches_that_compute_does_not_hide_are_counted() -> None:
     """Twice per step and parameter (forward, and backward again) over a link of 1 MB/s; over a fast one, none."""
     machine = Cluster.load("a100-sxm", num_devices=1, software="none")
     slow_link = replace(machine, host=replace(machine.host, to_device_bytes_per_s=1e6))
-    args, kwargs = CASES["gpt2"].inputs(8)
 
     def of(cluster: Cluster, tier: str) -> Any:
-        return autoparallel.plan(CASES["gpt2"].build(), cluster, example_inputs=args, example_kwargs=kwargs,
-                                 mesh_shape=(1,), zero_stage=3, offload=tier).prediction
+        return plan_of("gpt2", cluster, mesh_shape=(1,), zero_stage=3, offload=tier).prediction
 
     here, there, fast = of(slow_link, "host"), of(slow_link, "parameters"), of(machine, "parameters")
     count = sum(p.numel() for p in CASES["gpt2"].build().parameters())

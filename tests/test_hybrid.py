@@ -25,7 +25,7 @@ from autoparallel.runtime.pipeline import with_messages
 from autoparallel.schedule.in_flight import in_flight
 from autoparallel.strategies.space import StrategySpace
 from cost_models import Cluster
-from tests.support.captured import graph_of
+from tests.support.captured import graph_of, plan_of
 from tests.support.models import CASES
 from tests.support.ranks import RankError, mesh_of
 from tests.support.reference import (
@@ -466,9 +466,6 @@ def test_fewer_micro_batches_than_ranks() -> None:
     for schedule, last in (("interleaved", 1), ("zero_bubble", 3)):
         assert [in_flight(Hybrid(1, 4, 2, schedule), stage) for stage in range(4)] == [1, 1, 1, 1]
         assert [in_flight(Hybrid(3, 8, 4, schedule), stage) for stage in range(8)] == [3, 3, 3, 3, 3, 3, 3, last]
-    case = CASES["gpt2"]
-    args, kwargs = case.inputs(8)
-    made = autoparallel.plan(case.build(), Cluster.load("h100-sxm", num_devices=2), example_inputs=args,
-                             example_kwargs=kwargs, mesh_shape=(2, 1), pipeline_stages=4, micro_batches=1,
-                             schedule="zero_bubble")
+    made = plan_of("gpt2", Cluster.load("h100-sxm", num_devices=2), mesh_shape=(2, 1), pipeline_stages=4,
+                   micro_batches=1, schedule="zero_bubble")
     assert made.hybrid.stages == 4 and made.prediction.activation_bytes > 0

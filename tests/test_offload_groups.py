@@ -18,6 +18,7 @@ from autoparallel.errors import InfeasibleError, InputError, PlanError
 from autoparallel.plans import Plan
 from autoparallel.schedule.tiers import offload_of
 from cost_models import Cluster, offload
+from tests.support.captured import plan_of
 from tests.support.models import CASES
 from tests.support.offloaded import Net, Options, Wide, check_as_one_process, differing, in_file, local, trained
 from tests.support.ranks import mesh_of
@@ -30,9 +31,7 @@ BLOCK = {"*layers.0.*": "parameters", "*embed*": "disk", "*": "host"}
 
 
 def planned(cluster: Cluster = PLAIN, **options: Any) -> Plan:
-    args, kwargs = CASES["llama"].inputs(8)
-    return autoparallel.plan(CASES["llama"].build(), cluster, example_inputs=args, example_kwargs=kwargs,
-                             **{"mesh_shape": (4,), **options})
+    return plan_of("llama", cluster, **{"mesh_shape": (4,), **options})
 
 
 def elements(pattern: str) -> int:
@@ -252,10 +251,8 @@ def test_what_is_no_group_is_refused(away: Any, told: str) -> None:
 
 
 def test_a_tied_parameter_has_one_name() -> None:
-    args, kwargs = CASES["gpt2"].inputs(8)
     with pytest.raises(PlanError, match=r"'lm_head\*' matches is known as transformer\.wte\.weight, to which"):
-        autoparallel.plan(CASES["gpt2"].build(), PLAIN, example_inputs=args, example_kwargs=kwargs,
-                          offload={"lm_head*": "host"})
+        plan_of("gpt2", PLAIN, offload={"lm_head*": "host"})
 
 
 @pytest.mark.parametrize(("options", "told"), [

@@ -13,7 +13,6 @@ import pytest
 import torch
 
 import autoparallel
-from autoparallel.capture import capture
 from autoparallel.errors import ClusterError, InfeasibleError, PlanError
 from autoparallel.partition import Splits
 from autoparallel.planning.offloading import fastest_tier
@@ -24,6 +23,7 @@ from autoparallel.schedule.tiers import BLOCK_BYTES, BUFFERS, TILE_BYTES, Offloa
 from benchmarks.published_offload import SOFTWARE, STEPS, left_out
 from cost_models import Cluster, offload
 from cost_models.memory import optimizer_step_s, step_bytes
+from tests.support.captured import graph_of, plan_of
 from tests.support.models import CASES
 from tests.support.tiers import slow
 
@@ -32,9 +32,7 @@ CPU = Cluster.load("local-cpu", num_devices=4)
 
 
 def planned(cluster: Cluster = PLAIN, case: str = "llama", **options: Any) -> Plan:
-    args, kwargs = CASES[case].inputs(8)
-    return autoparallel.plan(CASES[case].build(), cluster, example_inputs=args, example_kwargs=kwargs,
-                             **{"mesh_shape": (4,), **options})
+    return plan_of(case, cluster, **{"mesh_shape": (4,), **options})
 
 
 def test_known_answers() -> None:
@@ -264,9 +262,8 @@ def test_bounds_of_tiers_are_below_their_plans(tier: str, fraction: float | None
     """And what they rule out has no plan."""
     options: dict[str, Any] = {"offload": tier, "offload_fraction": fraction}
     plan = planned(**options, mesh_shape=None, by_hand="dp=4,zero=3")
-    args, kwargs = CASES["llama"].inputs(8)
     chosen = options_of({**options, "time_limit_s": 3.0})
-    bounds = TierBounds(Splits(capture(CASES["llama"].build(), args, kwargs)), PLAIN, None)
+    bounds = TierBounds(Splits(graph_of("llama")), PLAIN, None)
     even = bounds._search(chosen, float("inf")).bounds
     (update_s, more_s), even_s = even.host_update(plan.hybrid), plan.prediction.optimizer_s
     assert even_s * 0.7 < update_s <= even_s * 1.001 and 0 <= more_s <= update_s    # small parameters are not cut

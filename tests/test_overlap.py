@@ -16,7 +16,6 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import autoparallel
-from autoparallel.capture import capture
 from autoparallel.kernels import regather
 from autoparallel.partition import split_batch
 from autoparallel.pricing import ExecutionCounts, Prices, SpacePricer
@@ -24,6 +23,7 @@ from autoparallel.pricing.overlap_simulation import RankStep
 from autoparallel.pricing.step_tasks import Launch, Wait
 from autoparallel.strategies.space import StrategySpace
 from cost_models import Cluster
+from tests.support.captured import graph_of
 from tests.support.models import CASES
 from tests.support.overlapped import Beside, Calls, Tied, backward_twice, products_overlapped, steps_on_ranks, two_steps
 from tests.support.ranks import mesh_of
@@ -84,7 +84,7 @@ def most_gathered(mesh_shape: tuple[int, ...], options: dict[str, Any]) -> tuple
     args, kwargs = case.inputs(8)
     parallel = autoparallel.compile(case.build(), mesh_of(*mesh_shape), example_inputs=args, example_kwargs=kwargs,
                                     bucket_bytes=0, **options)
-    space = StrategySpace(capture(case.build(), args, kwargs), mesh_shape)
+    space = StrategySpace(graph_of("llama"), mesh_shape)
     prices = Prices(space, Cluster.load("local-cpu", num_devices=4), direct=True)
     pricer = SpacePricer(prices, counts=ExecutionCounts(space, parallel.plan.hybrid))
     problem, choice = pricer.full(), pricer.choice_of(parallel.plan.strategies_on(space))
@@ -139,7 +139,7 @@ def gathers_of_a_step(options: dict[str, Any], bucket_bytes: float
     parallel = autoparallel.compile(case.build(), mesh_of(2, 2), example_inputs=args, example_kwargs=kwargs,
                                     bucket_bytes=bucket_bytes, **options)
     micro_batches = options.get("micro_batches", 1)
-    space = StrategySpace(split_batch(capture(case.build(), args, kwargs), micro_batches).body, (2, 2))
+    space = StrategySpace(split_batch(graph_of("llama"), micro_batches).body, (2, 2))
     prices = Prices(space, Cluster.load("local-cpu", num_devices=4), direct=True)
     plan = RankStep(
         SpacePricer(prices, counts=ExecutionCounts(space, parallel.plan.hybrid)), parallel.plan.strategies_on(space)

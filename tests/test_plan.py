@@ -19,7 +19,6 @@ from torch.distributed.tensor import Replicate, Shard
 
 import autoparallel
 from autoparallel import Cluster, Plan
-from autoparallel.api import plan
 from autoparallel.errors import InfeasibleError, PlanError, SearchError
 from autoparallel.layout import INVARIANT, REPLICATE, shard
 from autoparallel.lower import count_collectives, emit
@@ -399,17 +398,12 @@ def test_pins_are_honoured_by_the_search() -> None:
 
 
 def planned_with_pins() -> Plan:
-    case = CASES["llama"]
-    machine = Cluster.load("h100-sxm", num_devices=4)
-    return plan(case.build(), machine, example_kwargs=case.inputs(8)[1], mesh_shape=(2, 2), axis_names=AXES, pins=PINS)
+    return plan_of("llama", Cluster.load("h100-sxm", num_devices=4), mesh_shape=(2, 2), axis_names=AXES, pins=PINS)
 
 
 def test_a_pinned_replica_may_be_read_for_different_work() -> None:
     """Replicate() pins what ranks hold of an output: I and R hold the same."""
-    case = CASES["mlp"]
-    machine = Cluster.load("h100-sxm", num_devices=2)
-    args, _ = case.inputs(8)
-    made = plan(case.build(), machine, example_inputs=args, mesh_shape=(2,), pins={"up": Replicate()})
+    made = plan_of("mlp", Cluster.load("h100-sxm", num_devices=2), mesh_shape=(2,), pins={"up": Replicate()})
     space = StrategySpace(graph_of("mlp"), (2,))
     index = space.decision_named["linear"]
     assert space.strategy_sets[index].output_layout(made.strategies_on(space)[index])[0] in (INVARIANT, REPLICATE)

@@ -25,7 +25,7 @@ from autoparallel.runtime.offload.mapped import MappedFiles
 from autoparallel.schedule.tiers import PLACES, Offload, offload_of
 from cost_models import Cluster, offload
 from cost_models.memory import TrainingState
-from tests.support.models import CASES
+from tests.support.captured import plan_of
 from tests.support.offloaded import Options, Wide, check_as_one_process, differing, local, resumed_in_tiers, trained
 from tests.support.ranks import mesh_of
 from tests.support.tiers import slow
@@ -212,8 +212,7 @@ def test_refused_before_training(ranks: Any, tmp_path: Path) -> None:
 
 
 def planned(cluster: Cluster = PLAIN, **options: Any) -> Plan:
-    args, kwargs = CASES["llama"].inputs(8)
-    return autoparallel.plan(CASES["llama"].build(), cluster, example_inputs=args, example_kwargs=kwargs, **options)
+    return plan_of("llama", cluster, **options)
 
 
 @pytest.mark.parametrize("tier", ["host/host/disk", *(slow(tier) for tier in PLACES if tier.count("/"))])

@@ -27,6 +27,7 @@ from autoparallel.pricing import ExecutionCounts, Prices, SpacePricer, step_s
 from autoparallel.strategies.space import StrategySpace
 from cost_models import Cluster, Device, Link
 from cost_models.unequal import OtherHosts, Slow
+from tests.support.captured import graph_of, plan_of
 from tests.support.launching import output_of
 from tests.support.models import CASES
 from tests.support.ranks import mesh_of
@@ -105,9 +106,7 @@ def test_without_a_pipeline_all_wait_for_the_slowest() -> None:
 def test_a_mesh_of_two_kinds_is_never_faster_than_one_of_either(software: str) -> None:
     h100, a100 = (Cluster.load(name, 16, software) for name in ("h100-sxm", "a100-sxm"))
     both = dataclasses.replace(h100, others=(OtherHosts("a100-sxm", tuple(range(8, 16)), a100.device, a100.profile),))
-    case = CASES["gpt2"]
-    args, kwargs = case.inputs(16)
-    space = StrategySpace(capture(case.build(), args, kwargs), (4, 4))
+    space = StrategySpace(graph_of("gpt2", 16), (4, 4))
     mixed, *each = (Prices(space, one) for one in (both, h100, a100))
     for decision, s in zip(space.decisions, space.strategy_sets, strict=True):
         if decision.kind == "op" and s.rule is not None and not s.rule.fixed:
@@ -232,10 +231,7 @@ def test_the_command_line_says_what_a_cluster_is(tmp_path: Path) -> None:
 
 def test_an_export_lists_the_order_of_hosts() -> None:
     cluster = slow(Cluster.load("h100-sxm", num_devices=16), *range(8))
-    case = CASES["llama"]
-    args, kwargs = case.inputs(16)
-    plan = autoparallel.plan(case.build(), cluster, example_inputs=args, example_kwargs=kwargs,
-                             by_hand="dp=8,pp=2,micro_batch=1")
+    plan = plan_of("llama", cluster, 16, by_hand="dp=8,pp=2,micro_batch=1")
     assert plan.devices == (*range(8, 16), *range(8))
     assert "start the ranks on the cluster's devices 8-15, 0-7" in str(degrees_of(plan).lost)
 
@@ -247,10 +243,7 @@ def test_an_export_lists_the_order_of_hosts() -> None:
 def test_an_uneven_pipeline_equals_one_process(ranks: Any) -> None:
     """Llama on four ranks, two of which are slow: the plan of that cluster runs, with fewer layers on the slow ones."""
     cluster = slow(Cluster.load("local-cpu", num_devices=4), 2, 3, speed=0.25)
-    case = CASES["llama"]
-    args, kwargs = case.inputs(8)
-    plans = [autoparallel.plan(case.build(), one, example_inputs=args, example_kwargs=kwargs, mesh_shape=(2, 2),
-                               pipeline_stages=2, micro_batches=4)
+    plans = [plan_of("llama", one, mesh_shape=(2, 2), pipeline_stages=2, micro_batches=4)
              for one in (Cluster.load("local-cpu", num_devices=4), cluster)]
     assert plans[0].hybrid.cuts != plans[1].hybrid.cuts
     assert_one_process(ranks, "llama", (2, 2), {"plan": dataclasses.replace(plans[1], record=plans[1].known)})
@@ -280,12 +273,9 @@ def test_a_reordered_pipeline_equals_one_process(ranks: Any) -> None:
     """Ranks 0 and 2 are slow: the second stage is theirs."""
     wide = dataclasses.replace(PLAIN, links=(PLAIN.links[0], dataclasses.replace(PLAIN.links[1], num_devices=4)),
                                num_devices=4)
-    case = CASES["llama"]
-    args, kwargs = case.inputs(8)
-    plan = autoparallel.plan(case.build(), slow(wide, 0, 2), example_inputs=args, example_kwargs=kwargs,
-                             mesh_shape=(2, 2), pipeline_stages=2, micro_batches=4)
+    plan = plan_of("llama", slow(wide, 0, 2), mesh_shape=(2, 2), pipeline_stages=2, micro_batches=4)
     assert plan.devices == (1, 3, 0, 2)
-    expected = train_reference(case, "sgd", num_steps=2, batch_size=8)
+    expected = train_reference(CASES["llama"], "sgd", num_steps=2, batch_size=8)
     found = ranks(4).run(train_reordered, dataclasses.replace(plan, record=None), timeout_s=120)
     for rank, (trained, mesh, told) in enumerate(found):
         assert mesh == [[1, 3], [0, 2]]
