@@ -37,6 +37,7 @@ from tests.support import reported
 from tests.support.captured import graph_of, plan_of
 from tests.support.models import CASES
 from tests.support.steps import assert_one_process
+from tests.support.tiers import slow
 
 
 def test_a_reduced_model_has_the_price_of_the_model() -> None:
@@ -467,21 +468,22 @@ def test_stages_that_the_user_fixed_may_be_more_than_blocks() -> None:
     assert plan.hybrid.replicas == (2, 2)
 
 
-@pytest.mark.parametrize("limit_share", [1.0, *(pytest.param(x, marks=pytest.mark.slow) for x in (0.6, 0.35))])
-def test_joint_plans_compute_one_process_s_step(ranks: Any, limit_share: float) -> None:
+@pytest.mark.parametrize(("limit_share", "time_limit_s"), [(1.0, 5), slow(1.0, 15), slow(0.6, 15), slow(0.35, 15)])
+def test_joint_plans_compute_one_process_s_step(ranks: Any, limit_share: float, time_limit_s: float) -> None:
     """Under three memory limits: none, and shares of what the plan without a limit takes."""
     cluster = Cluster.load("a100-sxm", num_devices=4)
 
     def best(limit: float) -> autoparallel.Plan:
-        return plan_of("llama", cluster, joint=True, memory_limit_bytes=limit, time_limit_s=15)
+        return plan_of("llama", cluster, joint=True, memory_limit_bytes=limit, time_limit_s=time_limit_s)
 
-    free = best(float("inf"))
-    made = free if limit_share == 1.0 else best(limit_share * free.prediction.peak_bytes)
+    free = made = best(float("inf"))
+    if limit_share < 1:
+        made = best(limit_share * free.prediction.peak_bytes)
     assert made.prediction.peak_bytes <= limit_share * free.prediction.peak_bytes
     bound_s = made.evidence.step_bound_s
     assert bound_s is not None and 0 < free.evidence.step_bound_s <= bound_s <= made.prediction.step_s
-    above = percent_up(made.prediction.step_s / bound_s - 1)
-    assert f"At most {above} slower than the best combination" in made.summary()
+    most = percent_up(made.prediction.step_s / bound_s - 1)
+    assert f"At most {most} slower than the best combination" in made.summary()
     mesh = (made.hybrid.pipeline_ranks, *made.mesh_shape) if made.hybrid.stages > 1 else made.mesh_shape
     mesh = mesh[:-1] if made.hybrid.stages > 1 and made.mesh_shape == (1,) else mesh
     assert_one_process(ranks, "llama", mesh, {"plan": made})

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import pytest
@@ -19,16 +20,19 @@ from cost_models import Cluster
 from tests.support.models import CASES as MODELS
 from tests.support.ranks import mesh_of
 from tests.support.reference import differences, gathered, gradients_of
+from tests.support.tiers import slow
 from tests.support.users_models import BATCH, CASES, WIDTH, Model, StraightThrough, bfloat16, mlp, x
 
+TENSOR_PARALLEL = {"baseline": "tensor_parallel"}
 
-def wrong(name: str, options: dict[str, Any]) -> list[str]:
+
+def wrong(name: str, mesh_shape: tuple[int, ...], options: dict[str, Any]) -> list[str]:
     """What of the case differs from one process."""
     torch.manual_seed(0)
     one = CASES[name]()
     torch.manual_seed(0)
     many = CASES[name]()
-    parallel = autoparallel.compile(many.model, mesh_of(2, 2), **options)
+    parallel = autoparallel.compile(many.model, mesh_of(*mesh_shape), **options)
     with one.around():
         expected = one.model(*one.args, **one.kwargs)
     with many.around():
@@ -46,10 +50,12 @@ def wrong(name: str, options: dict[str, Any]) -> list[str]:
     return [f"{name}: {d}" for d in found if d.error > one.tolerance]
 
 
-@pytest.mark.parametrize("options", [{}, {"baseline": "tensor_parallel"}], ids=["chosen", "tensor_parallel"])
+@pytest.mark.parametrize(("mesh_shape", "options"), [((2, 2), {}), ((2,), TENSOR_PARALLEL),
+                                                     slow((2, 2), TENSOR_PARALLEL)], ids=str)
 @pytest.mark.parametrize("name", CASES)
-def test_users_models_compute_the_same(ranks: Any, name: str, options: dict[str, Any]) -> None:
-    for found in ranks(4).run(wrong, name, options, timeout_s=100):
+def test_users_models_compute_the_same(ranks: Any, name: str, mesh_shape: tuple[int, ...], options: dict[str, Any]
+                                       ) -> None:
+    for found in ranks(math.prod(mesh_shape)).run(wrong, name, mesh_shape, options, timeout_s=100):
         assert not found, "\n".join(found)
 
 
