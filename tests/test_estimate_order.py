@@ -1,4 +1,4 @@
-"""Expected ratios of the joint search's estimates to bounds: those of the closed form of a Gaussian process."""
+"""Expected ratios of the joint search's estimates to bounds: a Gaussian process over what is near, and the trend."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import math
 import numpy as np
 import pytest
 
-from autoparallel.planning.estimate_order import CURVE, HOPE, LEVEL, REACH, SLOPE, Ratios
+from autoparallel.planning.estimate_order import BY_HAND, CURVE, HOPE, LEVEL, NOISE, REACH, SLOPE, Ratios
 
 
 @pytest.mark.parametrize("count", [1, 2, 40])
@@ -32,3 +32,28 @@ def test_ratios_are_those_of_the_closed_form(count: int) -> None:
         expected = mean + weights @ (found - prior[seen]) - HOPE * math.sqrt(variance)
         assert ratios.expected()[np.flatnonzero((candidates == candidate).all(axis=1) & (prior == mean))] == (
             pytest.approx(expected, abs=1e-9))
+
+
+def test_ratios_follow_what_is_near_and_the_trend() -> None:
+    """Along the first coordinate the ratio doubles with each step; the second says nothing."""
+    points = np.array([[x, y] for x in range(6) for y in range(3)], float)
+    ratios = Ratios(points, np.full(len(points), 0.1))
+    assert (ratios.expected() == 0.1).all()
+    for x, y in ((0, 0), (1, 2), (3, 0)):
+        ratios.learn(np.array([x, y], float), 0.1, x * math.log(2), NOISE)
+    expected = dict(zip(map(tuple, points.tolist()), ratios.expected(), strict=True))
+    assert expected[3, 0] == pytest.approx(3 * math.log(2), abs=0.05)
+    rising = [expected[x, 1] for x in range(6)]
+    assert rising == sorted(rising) and expected[5, 0] > expected[3, 0]
+    assert expected[2, 0] == pytest.approx(2 * math.log(2), abs=0.4)
+
+
+def test_a_plan_by_hand_says_less_than_an_estimate() -> None:
+    """Of its own combination too: a person's layouts may be slower than those that a search finds."""
+    points = np.array([[0.0], [4.0]])
+    expected = []
+    for noise in (NOISE, BY_HAND):
+        ratios = Ratios(points, np.zeros(2))
+        ratios.learn(points[0], 0.0, 1.0, noise)
+        expected.append(ratios.expected()[0])
+    assert expected[1] < expected[0] < 1.0

@@ -20,7 +20,7 @@ from autoparallel.errors import InfeasibleError, PlanError, SearchError
 from autoparallel.partition import Splits, split_batch
 from autoparallel.partition.stages import stages_of
 from autoparallel.planning.candidates import Candidate, CandidateSpace, Fixed
-from autoparallel.planning.estimate_order import BY_HAND, NOISE, EstimateOrder, Ratios
+from autoparallel.planning.estimate_order import EstimateOrder
 from autoparallel.planning.joint_candidates import WORTH, JointSearch
 from autoparallel.planning.joint_plan import plan_jointly
 from autoparallel.planning.joint_search import PIPELINE_EXCESS, _TrialPlans
@@ -377,31 +377,6 @@ def test_promising_candidates_are_estimated_first() -> None:
     assert order.next(2.0, 1.0) is far
     assert order.next(2.0, 1.0) is None
     assert order.next(2.0, float("inf")) is near and order.next(2.0, float("inf")) is None
-
-
-def test_ratios_follow_what_is_near_and_the_trend() -> None:
-    """Along the first coordinate the ratio doubles with each step; the second says nothing."""
-    points = np.array([[x, y] for x in range(6) for y in range(3)], float)
-    ratios = Ratios(points, np.full(len(points), 0.1))
-    assert (ratios.expected() == 0.1).all()
-    for x, y in ((0, 0), (1, 2), (3, 0)):
-        ratios.learn(np.array([x, y], float), 0.1, x * math.log(2), NOISE)
-    expected = dict(zip(map(tuple, points.tolist()), ratios.expected(), strict=True))
-    assert expected[3, 0] == pytest.approx(3 * math.log(2), abs=0.05)
-    rising = [expected[x, 1] for x in range(6)]
-    assert rising == sorted(rising) and expected[5, 0] > expected[3, 0]
-    assert expected[2, 0] == pytest.approx(2 * math.log(2), abs=0.4)
-
-
-def test_a_plan_by_hand_says_less_than_an_estimate() -> None:
-    """Of its own combination too: a person's layouts may be slower than those that a search finds."""
-    points = np.array([[0.0], [4.0]])
-    expected = []
-    for noise in (NOISE, BY_HAND):
-        ratios = Ratios(points, np.zeros(2))
-        ratios.learn(points[0], 0.0, 1.0, noise)
-        expected.append(ratios.expected()[0])
-    assert expected[1] < expected[0] < 1.0
 
 
 def test_micro_batches_of_a_batch_that_is_no_power_of_two() -> None:
