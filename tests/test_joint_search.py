@@ -9,7 +9,6 @@ import math
 import time
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 
