@@ -65,7 +65,8 @@ def _within_an_op() -> bool:
         code = frame.f_code
         if code.co_filename.endswith(("/kernels/recomputed.py", "/kernels/regather.py")):
             return False
-        if code.co_name == "rows_exchanged_together" or code.co_filename.endswith(tuple(f"/kernels/{n}" for n in _VARIANTS)):
+        variant = code.co_filename.endswith(tuple(f"/kernels/{name}" for name in _VARIANTS))
+        if variant or code.co_name == "rows_exchanged_together":
             return True
     return False
 
