@@ -15,21 +15,20 @@ import torch
 import autoparallel
 from autoparallel import clock
 from autoparallel.capture import capture
-from autoparallel.errors import InfeasibleError, PlanError, SearchError
+from autoparallel.errors import InfeasibleError, PlanError
 from autoparallel.partition import Splits, split_batch
 from autoparallel.partition.stages import stages_of
 from autoparallel.planning.candidates import Candidate, CandidateSpace, Fixed
 from autoparallel.planning.estimate_order import EstimateOrder
 from autoparallel.planning.joint_candidates import WORTH, JointSearch
 from autoparallel.planning.joint_plan import plan_jointly
-from autoparallel.planning.joint_search import PIPELINE_EXCESS, _TrialPlans
 from autoparallel.planning.options import Options
 from autoparallel.planning.plan_graph import as_found
 from autoparallel.planning.reduced_model import reduced_model
 from autoparallel.plans import Hybrid
 from autoparallel.plans.reports.units import percent_up
 from autoparallel.pricing import ExecutionCounts, Prices, SpacePricer
-from autoparallel.search import NotRepairedError, evaluate, solve
+from autoparallel.search import evaluate, solve
 from autoparallel.strategies.space import StrategySpace
 from cost_models import Cluster
 from tests.support import reported
@@ -169,142 +168,6 @@ def test_estimates_count_overlap() -> None:
                                  micro_batches=hybrid.micro_batches)
         assert made.prediction.hidden_s > 0.02 * made.prediction.step_s
         assert found.estimate_s == pytest.approx(made.prediction.step_s, rel=0.01)
-
-
-def test_trial_plans_are_ordered_by_the_ratios_of_their_kind() -> None:
-    """Pipelines are expected to take longer than estimated, until one did not; one that does not fit holds back only
-    what runs like it; without an estimate that fits, all are searched in full."""
-    some = plan_of("mlp", Cluster.load("h100-sxm", num_devices=2), mesh_shape=(2,))
-    took: dict[Candidate, float] = {}
-    order: list[Candidate] = []
-
-    def in_full(candidate: Candidate, seconds: float, search: str = "auto") -> autoparallel.Plan:
-        order.append(candidate)
-        if candidate not in took:
-            raise SearchError("does not fit")
-        more = took[candidate] - some.prediction.step_s
-        return dataclasses.replace(some, prediction=dataclasses.replace(some.prediction, waiting_s=more))
-
-    def candidate(stages: int, micro_batches: int, estimate_s: float) -> Candidate:
-        hybrid = Hybrid(micro_batches, stages, stages, "1f1b", (), 1, "none")
-        return Candidate(hybrid, (2,), estimate_s, lambda space: [])
-
-    alone, two, four, six = candidate(1, 1, 1.1), candidate(2, 8, 1.0), candidate(4, 8, 1.2), candidate(2, 16, 0.9)
-    took.update({alone: 1.2, two: 1.0})
-    trial_plans = _TrialPlans(in_full, lambda candidate, best_s: candidate)
-    trial_plans.add([alone, two, four, six])
-    trial_plans.run(math.inf)
-    assert order == [six, alone, two] and trial_plans.best_s == pytest.approx(1.0)
-    lost = _TrialPlans(in_full, lambda candidate, best_s: candidate)
-    lost.add([dataclasses.replace(two, estimate_s=math.inf, first=None)])
-    lost.run(-math.inf)
-    order.clear()
-    lost.search_on(-math.inf)
-    assert [c.hybrid for c in order] == [two.hybrid] and lost.best is None
-
-
-def test_all_that_may_be_the_best_are_searched_in_full() -> None:
-    """Those within two percent, with a trial plan or without, but for those whose bound is above the best plan; after
-    the deadline none."""
-    some = plan_of("mlp", Cluster.load("h100-sxm", num_devices=2), mesh_shape=(2,))
-    order: list[int] = []
-
-    def in_full(candidate: Candidate, seconds: float, search: str = "auto") -> autoparallel.Plan:
-        order.append(candidate.hybrid.micro_batches)
-        more = (1.0 if search == "local" else 0.99) - some.prediction.step_s
-        return dataclasses.replace(some, prediction=dataclasses.replace(some.prediction, waiting_s=more))
-
-    def trials() -> _TrialPlans:
-        made = _TrialPlans(in_full, lambda candidate, best_s: candidate,
-                           floor=lambda candidate: 0.995 if candidate.hybrid.micro_batches == 4 else 0.5)
-        made.add([Candidate(Hybrid(count), (2,), estimate_s, lambda space: [])
-                  for count, estimate_s in ((1, 0.99), (2, 0.995), (4, 0.997), (8, 1.2))])
-        made.run(math.inf)
-        order.clear()
-        return made
-
-    found = trials()
-    found.search_on(math.inf)
-    assert order == [1, 2] and found.best_s == pytest.approx(0.99)
-    trials().search_on(-math.inf)
-    assert not order
-
-
-def test_plans_that_are_known_are_expected_to_take_their_seconds() -> None:
-    """The estimates of others are multiplied by what trial plans of their kind took beyond them, these not."""
-    some = plan_of("mlp", Cluster.load("h100-sxm", num_devices=2), mesh_shape=(2,))
-    took = {4: 1.6, 8: 1.2, 16: 1.1}
-
-    def in_full(candidate: Candidate, seconds: float, search: str = "auto") -> autoparallel.Plan:
-        more = took[candidate.hybrid.micro_batches] - some.prediction.step_s
-        return dataclasses.replace(some, prediction=dataclasses.replace(some.prediction, waiting_s=more))
-
-    known, first, last = (Candidate(Hybrid(count, 2, 2), (2,), estimate_s, lambda space: [])
-                          for count, estimate_s in ((8, 1.3), (4, 1.0), (16, 1.29)))
-    trial_plans = _TrialPlans(in_full, lambda candidate, best_s: candidate)
-    trial_plans.left, trial_plans.sure = [known], {known.key}
-    trial_plans.add([first, last])
-    assert trial_plans.expected_s(known) == 1.3 and trial_plans.expected_s(first) == 1.0 * PIPELINE_EXCESS
-    trial_plans.run(math.inf)    # 4 (1.6 for 1.15), then 8 before 16, of which 1.6 times 1.29 s are expected
-    assert [candidate.hybrid.micro_batches for candidate in trial_plans.trial_s] == [4, 8]
-    assert trial_plans.expected_s(last) == pytest.approx(1.6 * 1.29)
-    longer = Candidate(Hybrid(16, 4, 4), (2,), 1.0, lambda space: [])
-    assert trial_plans.expected_s(longer) == PIPELINE_EXCESS    # of another kind, of which nothing is known
-
-
-def test_the_best_trial_plans_are_tried_with_fewer_recomputed_blocks() -> None:
-    """Where one of them could become the best: not those that are slower without any recompute."""
-    some = plan_of("mlp", Cluster.load("h100-sxm", num_devices=2), mesh_shape=(2,))
-
-    def plan(micro_batches: int, step_s: float, recompute_s: float) -> autoparallel.Plan:
-        more = dataclasses.replace(some.prediction, waiting_s=step_s - some.prediction.step_s, recompute_s=recompute_s)
-        hybrid = Hybrid(micro_batches, recompute="full" if recompute_s else "none")
-        return dataclasses.replace(some, prediction=more, hybrid=hybrid)
-
-    plans = {1: plan(1, 1.0, 0.0), 2: plan(2, 1.1, 0.3), 4: plan(4, 1.2, 0.1)}
-
-    def in_full(candidate: Candidate, seconds: float, search: str = "auto") -> autoparallel.Plan:
-        return plans[candidate.hybrid.micro_batches]
-
-    trial_plans, asked = _TrialPlans(in_full, lambda candidate, best_s: candidate), list[int]()
-    for made in plans.values():
-        candidate = Candidate(made.hybrid, (2,), 0.9, lambda space: [])
-        trial_plans.trial_s[candidate] = trial_plans.take(candidate, 1.0)
-
-    def less(made: autoparallel.Plan, deadline: float, seconds: float, search: str = "auto") -> autoparallel.Plan:
-        asked.append(made.hybrid.micro_batches)
-        return plan(2, 0.9, 0.1)
-
-    trial_plans.recompute_less(less, math.inf)
-    assert asked == [2] and trial_plans.best_s == pytest.approx(0.9)
-    trial_plans.search_on(math.inf)
-    assert trial_plans.planned == 3
-
-
-def test_candidates_above_their_estimated_memory_are_estimated_with_less() -> None:
-    """A trial plan that does not fit is estimated again with less memory, by the factor of its excess, if possible."""
-    some = plan_of("mlp", Cluster.load("h100-sxm", num_devices=2), mesh_shape=(2,))
-    rooms: list[float] = []
-
-    def in_full(candidate: Candidate, seconds: float, search: str = "auto") -> autoparallel.Plan:
-        if candidate.room == 1.0:
-            raise NotRepairedError("a trial plan", 125.0, 100.0)
-        return some
-
-    def estimate(candidate: Candidate, best_s: float) -> Candidate:
-        rooms.append(candidate.room)
-        return dataclasses.replace(candidate, estimate_s=2.0 if candidate.hybrid.micro_batches == 8 else math.inf)
-
-    def trial_plans_of(micro_batches: int) -> _TrialPlans:
-        trial_plans = _TrialPlans(in_full, estimate)
-        trial_plans.add([Candidate(Hybrid(micro_batches, 2, 2), (2,), 1.0, lambda space: [])])
-        trial_plans.run(math.inf)
-        return trial_plans
-
-    found, lost = trial_plans_of(8), trial_plans_of(4)
-    assert found.best == some and lost.best is None and rooms == [0.8, 0.8]
-    assert [c.estimate_s for c in found.updated()] == [math.inf, some.prediction.step_s]
-    assert isinstance(lost.failure, NotRepairedError)
 
 
 def test_hopeless_candidates_cost_a_bound_only() -> None:

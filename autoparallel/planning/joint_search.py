@@ -170,11 +170,11 @@ class _TrialPlans:
 
     ``floor``: seconds that no plan of a candidate is below. ``least_s``: seconds of a full search, at least.
 
-    Expected seconds are the estimate times the ratio of trial plan to estimate seen with the same kind of pipeline
-    (stages are never quite equal, the less so the more there are). For a kind not tried yet it is the smallest ratio
-    seen with other pipelines, at most `PIPELINE_EXCESS`; for candidates estimated with less memory it is 1. A
-    candidate that fits as a reduced-depth model but not in full (a stage has more than its share) is estimated again
-    with less memory.
+    Expected seconds are the estimate times the ratio of trial plan to estimate seen with the same kind of pipeline:
+    its stages (never quite equal, the less so the more there are), and what decides how much memory they take, since a
+    plan that is repaired to fit may take far longer. For a kind not tried yet it is the smallest ratio seen with other
+    pipelines, at most `PIPELINE_EXCESS`; for candidates estimated with less memory it is 1. A candidate that fits as a
+    reduced-depth model but not in full (a stage has more than its share) is estimated again with less memory.
     """
 
     def __init__(self, in_full: InFull, estimate: Callable[[Candidate, float], Candidate],
@@ -189,7 +189,7 @@ class _TrialPlans:
         self._nearest = (True, math.inf)
         self.trial_s: dict[Candidate, float] = {}
         self.plans: dict[Candidate, Plan] = {}
-        self.ratios: dict[tuple[int, int, str], float] = {}
+        self.ratios: dict[tuple[object, ...], float] = {}
         self.failed: dict[Hybrid, float] = {}
         #: Bytes of trial plans that did not fit.
         self.needed_bytes: dict[Combination, float] = {}
@@ -243,9 +243,11 @@ class _TrialPlans:
         return math.inf if self.best is None else self.best.prediction.step_s
 
     @staticmethod
-    def _kind(candidate: Candidate) -> tuple[int, int, str]:
+    def _kind(candidate: Candidate) -> tuple[object, ...]:
         h = candidate.hybrid
-        return h.stages, h.pipeline_ranks, h.schedule
+        if h.stages == 1:
+            return h.stages, h.schedule
+        return h.stages, h.pipeline_ranks, h.schedule, h.zero_stage == 3, h.recompute, candidate.mesh_shape
 
     def expected_s(self, candidate: Candidate, excess: float = PIPELINE_EXCESS) -> float:
         """The expected seconds of a candidate's plan: those of its trial plan, if one fits. ``excess``: the assumed
@@ -253,7 +255,7 @@ class _TrialPlans:
         trial_s = self.trial_s.get(candidate, math.inf)
         if trial_s < math.inf or candidate.key in self.sure:
             return trial_s if trial_s < math.inf else candidate.estimate_s
-        pipelined = [ratio for (stages, *_), ratio in self.ratios.items() if stages > 1]
+        pipelined = [ratio for (stages, *_), ratio in self.ratios.items() if stages != 1]
         typical = min(excess, *pipelined) if pipelined else excess
         typical = typical if candidate.hybrid.stages > 1 else 1.0
         ratio = self.ratios.get(self._kind(candidate), typical) if candidate.room == 1.0 else 1.0
