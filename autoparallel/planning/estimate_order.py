@@ -138,6 +138,12 @@ class EstimateOrder:
         for other in np.flatnonzero(self.open & (self.floors < best_s) & (self.on_mesh == mesh)):
             self.floors[other] = self.floor(self.candidates[other])
 
+    def leave_length(self, pipeline_ranks: int) -> None:
+        """Leave out all candidates of a pipeline length."""
+        for (ranks, _), number in self.meshes.items():
+            if ranks == pipeline_ranks:
+                self.open[self.on_mesh == number] = False
+
     def learn(self, candidate: Candidate, noise: float = NOISE) -> None:
         """Update expected ratios by an estimate (``noise``: standard deviation of its logarithm). Where it does not
         fit, `UNFIT` times as much is expected of candidates that need as much memory or more."""

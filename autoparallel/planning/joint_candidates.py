@@ -97,19 +97,20 @@ class JointSearch:
     """Estimates the candidates for one program on one cluster.
 
     ``known``: the candidates estimated so far, by combination; ``may_fit``: all of the last `run` that memory does not
-    rule out; ``known_s``: seconds of the best plan of the whole model that is known, beyond which no candidate is of
-    use; ``by_hand``: combinations of plans by hand, with their steps; ``tell`` is called with the number of estimates
-    after each.
+    rule out; ``starts``: combinations of plans that fit, with their steps; ``known_s``: seconds of the best plan of the
+    whole model that is known, beyond which no candidate is of use; ``by_hand``: combinations of plans by hand, with
+    their steps; ``tell`` is called with the number of estimates after each.
     ``space`` enumerates candidates, ``bounds`` has their lower bounds, ``split`` the micro-batches of the reduced-depth
     model. ``kept``: of earlier searches. ``bounding``: where bounds are raised beside the search; else it raises them
     itself.
     """
 
     def __init__(self, graph: OpGraph, cluster: Cluster, fixed: Fixed, optimizer: str, limit_bytes: float,
-                 tell: Callable[[int], None] = lambda count: None, known_s: float = math.inf,
+                 tell: Callable[[int], None] = lambda count: None, starts: Sequence[Candidate] = (),
                  wider_limits: tuple[float, float] | None = None, by_hand: Sequence[Candidate] = (),
                  kept: Kept | None = None, bounding: Bounding | None = None) -> None:
-        self.tell, self.known_s, self.by_hand, self.bounding = tell, known_s, by_hand, bounding
+        self.tell, self.starts, self.by_hand, self.bounding = tell, starts, by_hand, bounding
+        self.known_s = min((c.estimate_s for c in starts), default=math.inf)
         self.known: dict[Combination, Candidate] = {}
         self.may_fit: Sequence[Candidate] = ()
         self.cluster, self.optimizer, self.limit = cluster, optimizer, limit_bytes
@@ -184,16 +185,19 @@ class JointSearch:
         return replace(candidate, estimate_s=share * estimate(pricer, strategies), first=first)
 
     def run(self, deadline: float = math.inf) -> Survey:
-        """Estimate the promising candidates, and raise the bounds of the others, until ``deadline`` (of `clock`); known
-        ones are not estimated again. One candidate of each pipeline length comes first."""
+        """Estimate the promising candidates, but for known ones, and raise the bounds of the others, until ``deadline``
+        (of `clock`). First comes one candidate on the mesh of each of the ``starts``, if it is expected to be better,
+        then one of each pipeline length, the most promising length first."""
         bounds_end, now = deadline, clock.now()
         if deadline < math.inf and self.bounding is None:
             deadline -= SHARE_OF_BOUNDS * (deadline - now)
         first = self.space.first_round()
         tried = {c.key: c for c in first}
+        for mesh in dict.fromkeys(c.mesh for c in self.starts) if not self.known else ():
+            self._estimate_all([c for c in first if c.mesh == mesh], deadline, 1.0, one_a_length=True)
         seen = {c.hybrid.pipeline_ranks for c in self.known.values()}
-        for ranks in sorted({c.hybrid.pipeline_ranks for c in first} - seen):
-            self._estimate_all([c for c in first if c.hybrid.pipeline_ranks == ranks], deadline, math.inf, most=1)
+        self._estimate_all([c for c in first if c.hybrid.pipeline_ranks not in seen], deadline, math.inf,
+                           one_a_length=True)
         for patience in (1.0, math.inf):  # first those expected to be better, then those that may be
             now = clock.now()
             bounded = patience > 1.0    # their bounds may take as long as estimates
@@ -269,10 +273,10 @@ class JointSearch:
         return next((c for c in sorted(fit, key=lambda c: c.estimate_s)[:3] if c.key not in seen), None)
 
     def _estimate_all(self, candidates: Sequence[Candidate], deadline: float, patience: float, bounded: bool = False,
-                      most: float = math.inf) -> None:
-        """Estimate at most ``most`` of those that may fit and whose bound is below the best estimate, the most
-        promising first, while their expected seconds are below ``patience`` times the best. ``bounded``: bound each
-        one's decision graph before, which may rule it out."""
+                      one_a_length: bool = False) -> None:
+        """Estimate those that may fit and whose bound is below the best estimate, the most promising first, while their
+        expected seconds are below ``patience`` times the best. ``bounded``: bound each one's decision graph before,
+        which may rule it out. ``one_a_length``: no more than one of each pipeline length."""
         best = self.best_s
         new = [c for c in candidates if c.key not in self.known and self.bounds.may_fit(c)]
 
@@ -291,11 +295,12 @@ class JointSearch:
             order.learn(by_hand, BY_HAND)
         for estimated in self.known.values():
             order.learn(estimated)
-        while most > 0 and (candidate := order.next(best, patience, deadline, self.hear)) is not None:
-            most -= 1
+        while (candidate := order.next(best, patience, deadline, self.hear)) is not None:
             made = self.known[candidate.key] = self.estimate(candidate, best)
             self.tell(sum(not one.is_bound for one in self.known.values()))
             order.learn(made)
+            if one_a_length:
+                order.leave_length(candidate.hybrid.pipeline_ranks)
             best = min(best, made.estimate_s)
 
 

@@ -99,7 +99,7 @@ def search_jointly(
 
     search = JointSearch(graph, cluster, fixed, optimizer, limit_bytes,
                          lambda count: tell(f"{count} combination{'s' * (count != 1)} estimated"),
-                         min((c.estimate_s for c in starts), default=math.inf), wider_limits, by_hand, kept, bounding)
+                         starts, wider_limits, by_hand, kept, bounding)
     least_s = min(max(LEAST_FULL_S, LEAST_FULL * time_limit_s), MOST_FULL_S)
     trials = _TrialPlans(in_full, search.estimate, tell, search.floor_s, least_s)
     trials.left += starts
