@@ -184,6 +184,26 @@ def test_hopeless_candidates_cost_a_bound_only() -> None:
     assert bound not in search.run(deadline=0.0).candidates
 
 
+def test_the_search_begins_near_the_plans_that_are_known(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With their mesh and micro-batches; then comes one combination of the other pipeline length."""
+    cluster = Cluster.load("h100-sxm", num_devices=16)
+    start = Candidate(Hybrid(8, 2, 2, zero_stage=1), (4, 2), 10.0)
+    search = JointSearch(graph_of("llama", 64), cluster, Fixed(), "adamw", float("inf"), starts=[start])
+    order: list[Candidate] = []
+
+    def estimate(candidate: Candidate, best_s: float) -> Candidate:
+        order.append(candidate)
+        if len(order) > 2:
+            raise KeyboardInterrupt
+        return dataclasses.replace(candidate, estimate_s=math.inf)
+
+    monkeypatch.setattr(search, "estimate", estimate)
+    with pytest.raises(KeyboardInterrupt):
+        search.run()
+    assert order[0].mesh == start.mesh and order[0].hybrid.micro_batches == 8
+    assert [c.hybrid.pipeline_ranks for c in order[:2]] == [2, 1]
+
+
 def test_the_second_round_tries_neighbours_of_the_best() -> None:
 
     search = JointSearch(graph_of("llama"), Cluster.load("h100-sxm", num_devices=16), Fixed(), "adamw", float("inf"))

@@ -186,15 +186,16 @@ class JointSearch:
 
     def run(self, deadline: float = math.inf) -> Survey:
         """Estimate the promising candidates, but for known ones, and raise the bounds of the others, until ``deadline``
-        (of `clock`). First comes one candidate on the mesh of each of the ``starts``, if it is expected to be better,
-        then one of each pipeline length, the most promising length first."""
+        (of `clock`). First comes one candidate with the mesh and micro-batches of each of the ``starts``, if it is
+        expected to be better, then one of each pipeline length, the most promising length first."""
         bounds_end, now = deadline, clock.now()
         if deadline < math.inf and self.bounding is None:
             deadline -= SHARE_OF_BOUNDS * (deadline - now)
         first = self.space.first_round()
         tried = {c.key: c for c in first}
-        for mesh in dict.fromkeys(c.mesh for c in self.starts) if not self.known else ():
-            self._estimate_all([c for c in first if c.mesh == mesh], deadline, 1.0, one_a_length=True)
+        for start in self.starts if not self.known else ():
+            near = [c for c in first if c.mesh == start.mesh and c.hybrid.micro_batches == start.hybrid.micro_batches]
+            self._estimate_all(near, deadline, 1.0, one_a_length=True)
         seen = {c.hybrid.pipeline_ranks for c in self.known.values()}
         self._estimate_all([c for c in first if c.hybrid.pipeline_ranks not in seen], deadline, math.inf,
                            one_a_length=True)

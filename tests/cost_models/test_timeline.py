@@ -104,6 +104,15 @@ def test_invariants_of_every_program(tasks: list[Task], factor: float) -> None:
     assert free.total_s <= durations.sum() + 1e-9
 
 
+@given(programs())
+@settings(deadline=None)
+def test_without_slowdown_the_same_as_by_events(tasks: list[Task]) -> None:
+    """A factor of 1 slows nothing down, and is simulated event by event."""
+    streams = sorted({task.stream for task in tasks} | {"compute", "other"})
+    plain, by_events = simulate(tasks), simulate(tasks, equal_slowdown(streams, 1.0))
+    assert plain.start_s.tolist() == by_events.start_s.tolist() and plain.end_s.tolist() == by_events.end_s.tolist()
+
+
 def test_large_programs_are_quick() -> None:
     import time
 
