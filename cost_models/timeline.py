@@ -89,12 +89,38 @@ def simulate(tasks: Sequence[Task], slowdown: Slowdown | None = None) -> Timelin
     Raises TimelineError if a task takes no time that there is (negative, infinite), comes after one that is not in the
     list, or the tasks wait for one another.
     """
-    run = _Run(tuple(tasks), slowdown or {})
-    if slowdown:
-        run.go()
-    else:
-        run.go_through()
+    if not slowdown:
+        found = InOrder(tasks)
+        return Timeline(found.tasks, *map(np.array, found.times([task.duration_s for task in tasks])))
+    run = _Run(tuple(tasks), slowdown)
+    run.go()
     return Timeline(run.tasks, np.array(run.start_s), np.array(run.end_s))
+
+
+class InOrder:
+    """Tasks that nothing slows down: each starts when the last that it waits for has ended. Their order holds for all
+    durations. Raises TimelineError as `simulate` does."""
+
+    def __init__(self, tasks: Sequence[Task]) -> None:
+        run = _Run(tuple(tasks), {})
+        self.tasks, self._next_of = run.tasks, run.next_of
+        self._order = [n for n, waits in enumerate(run.waits) if not waits]
+        for number in self._order:    # which grows
+            for other in self._next_of[number]:
+                run.waits[other] -= 1
+                if not run.waits[other]:
+                    self._order.append(other)
+        run.check_all_ran(len(self._order))
+
+    def times(self, durations_s: Sequence[float]) -> tuple[list[float], list[float]]:
+        """When each task starts and ends, if they take so many seconds."""
+        start_s, end_s, next_of = [0.0] * len(self.tasks), [0.0] * len(self.tasks), self._next_of
+        for number in self._order:
+            end_s[number] = until_s = start_s[number] + durations_s[number]
+            for other in next_of[number]:
+                if until_s > start_s[other]:
+                    start_s[other] = until_s
+        return start_s, end_s
 
 
 class _Run:
@@ -154,23 +180,10 @@ class _Run:
                     waits[other] -= 1
                     if not waits[other]:
                         ready.append(other)
-        self._check_all_ran(done)
+        self.check_all_ran(done)
 
-    def go_through(self) -> None:
-        """As `go` where nothing slows down: each task starts when the last that it waits for has ended."""
-        tasks, waits, start_s = self.tasks, self.waits, self.start_s
-        ready = [n for n in range(len(tasks)) if not waits[n]]
-        for number in ready:    # which grows
-            end_s = self.end_s[number] = start_s[number] + tasks[number][0]
-            for other in self.next_of[number]:
-                if end_s > start_s[other]:
-                    start_s[other] = end_s
-                waits[other] -= 1
-                if not waits[other]:
-                    ready.append(other)
-        self._check_all_ran(len(ready))
-
-    def _check_all_ran(self, done: int) -> None:
+    def check_all_ran(self, done: int) -> None:
+        """Raise TimelineError unless so many tasks are all."""
         tasks = self.tasks
         if done < len(tasks):
             stuck = [f"{n} ({tasks[n].name or tasks[n].stream})" for n, left in enumerate(self.waits) if left]

@@ -9,11 +9,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import cached_property, lru_cache
+
+import numpy as np
 
 from autoparallel.schedule.schedules import Action
 from autoparallel.schedule.step_config import Hybrid
-from cost_models.timeline import Task, simulate
+from cost_models.timeline import InOrder, Task
 
 #: Micro-batches per pipeline rank that are simulated, the fewer and the more; beyond, each takes as long as those
 #: between.
@@ -62,22 +64,37 @@ class PipelineTasks:
     def tasks(self) -> list[Task]:
         """The tasks on the streams "compute" and "send" of each rank."""
         number = {(what, action): place for place, (_, what, action) in enumerate(self.issued)}
-        return [self._task(place, number) for place in range(len(self.issued))]
+        return [self._task(at, number) for at in range(len(self.issued))]
 
-    def _task(self, place: int, number: dict[tuple[str, Action | None], int]) -> Task:
-        rank, what, action = self.issued[place]
-        if action is None:
-            return Task(self.once_s[rank], "compute", (), rank)
-        kind, stage, _ = action
+    @cached_property
+    def seconds(self) -> list[float]:
+        """Of all stages the seconds of a forward, of a backward (of its two equal parts each, gradients of inputs and
+        of weights, where it is split) and of a send; then of all ranks what is done once."""
+        parts = 2 if self.hybrid.pipelining.splits_backward else 1
+        return [*(stage.forward_s for stage in self.stages), *(stage.backward_s / parts for stage in self.stages),
+                *(stage.send_s for stage in self.stages), *self.once_s]
+
+    @cached_property
+    def places(self) -> list[int]:
+        """The place of each task's seconds among these."""
+        count = self.hybrid.stages
+
+        def place(rank: int, what: str, action: Action | None) -> int:
+            if action is None:
+                return 3 * count + rank
+            kind, stage, _ = action
+            if what == "send":
+                return 2 * count + (stage if kind == "F" else stage - 1)
+            return stage if kind == "F" else count + stage
+
+        return [place(*one) for one in self.issued]
+
+    def _task(self, at: int, number: dict[tuple[str, Action | None], int]) -> Task:
+        rank, what, action = self.issued[at]
+        duration_s = self.seconds[self.places[at]]
         if what == "send":
-            return Task(self.stages[stage if kind == "F" else stage - 1].send_s, "send", (place - 1,), rank)
-        return Task(self._seconds(kind, stage), "compute", self._before(action, number), rank)
-
-    def _seconds(self, kind: str, stage: int) -> float:
-        """A backward that is split has two equal parts here: gradients of inputs, then of weights."""
-        if kind == "F":
-            return self.stages[stage].forward_s
-        return self.stages[stage].backward_s / (2 if self.hybrid.pipelining.splits_backward else 1)
+            return Task(duration_s, "send", (at - 1,), rank)
+        return Task(duration_s, "compute", () if action is None else self._before(action, number), rank)
 
     def _is_sent(self, action: Action) -> bool:
         kind, stage, _ = action
@@ -100,10 +117,23 @@ def simulated_s(hybrid: Hybrid, stages: Sequence[StageTimes]) -> float:
     are simulated; between these the pipeline is full, so that each further one takes as long."""
     count, ranks = hybrid.micro_batches, hybrid.pipeline_ranks
     if count <= MORE * ranks or hybrid.replicas:
-        return simulate(PipelineTasks(hybrid, tuple(stages)).tasks).total_s
-    fewer, more = (simulate(PipelineTasks(replace(hybrid, micro_batches=n * ranks), tuple(stages)).tasks).total_s
-                   for n in (FEWER, MORE))
+        return _simulated_s(hybrid, stages)
+    fewer, more = (_simulated_s(replace(hybrid, micro_batches=n * ranks), stages) for n in (FEWER, MORE))
     return more + (count - MORE * ranks) * (more - fewer) / ((MORE - FEWER) * ranks)
+
+
+def _simulated_s(hybrid: Hybrid, stages: Sequence[StageTimes]) -> float:
+    in_order, places = _in_order(Hybrid(hybrid.micro_batches, hybrid.stages, hybrid.pipeline_ranks, hybrid.schedule,
+                                        replicas=hybrid.replicas))
+    seconds = np.array(PipelineTasks(hybrid, tuple(stages)).seconds)
+    return max(in_order.times(seconds[places].tolist())[1], default=0.0)
+
+
+@lru_cache(maxsize=4)
+def _in_order(hybrid: Hybrid) -> tuple[InOrder, np.ndarray]:
+    """The tasks of a pipeline, whatever time they take, and the places of their seconds."""
+    some = PipelineTasks(hybrid, (StageTimes(0.0, 0.0),) * hybrid.stages)
+    return InOrder(some.tasks), np.array(some.places, np.int64)
 
 
 __all__ = ["PipelineTasks", "StageTimes", "simulated_s"]
