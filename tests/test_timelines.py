@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import random
 from collections import Counter
 from dataclasses import replace
 from itertools import pairwise
@@ -13,9 +14,11 @@ from torch.distributed.pipelining import schedules as torch_schedules
 from autoparallel.plans import Plan
 from autoparallel.plans.reports.timeline import timeline_of
 from autoparallel.plans.reports.trace import trace_json
-from autoparallel.schedule.pipeline_tasks import StageTimes, simulated_s
+from autoparallel.schedule.pipeline_tasks import PipelineTasks, StageTimes, simulated_s
+from autoparallel.schedule.schedules import SCHEDULES
 from autoparallel.schedule.step_config import Hybrid
 from cost_models.pipeline import pipeline_s
+from cost_models.timeline import equal_slowdown, simulate
 from tests.support.reported import NAMES, PIPELINES
 
 
@@ -41,6 +44,17 @@ def test_stages_that_are_not_equal_wait_for_one_another() -> None:
     assert unequal > equal * 1.01  # each rank has the same work
     many = replace(hybrid, micro_batches=64)
     assert simulated_s(many, [StageTimes(1.0, 2.0)] * 4) == pytest.approx(pipeline_s([6.0, 6.0], 64, 2))
+
+
+@pytest.mark.parametrize("name", SCHEDULES)
+def test_an_order_that_is_kept_holds_for_all_seconds(name: str) -> None:
+    """Of two pipelines that differ in what their stages take: the end by events, where overlap slows nothing down."""
+    hybrid = Hybrid(8, 4 if SCHEDULES[name].several_stages else 2, 2, name)
+    draw = random.Random(name)
+    for _ in range(3):
+        times = tuple(StageTimes(*(draw.uniform(0.1, 3.0) for _ in range(3))) for _ in range(hybrid.stages))
+        by_events = simulate(PipelineTasks(hybrid, times).tasks, equal_slowdown(["compute", "send"], 1.0))
+        assert simulated_s(hybrid, times) == by_events.total_s
 
 
 @pytest.mark.parametrize(("group", "chunks", "count"), [(2, 2, 4), (4, 2, 8), (4, 4, 32), (8, 1, 8), (4, 3, 12)])
