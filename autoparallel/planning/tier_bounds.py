@@ -21,13 +21,14 @@ class TierBounds:
 
     def may_fit(self, options: Options) -> bool:
         """Whether a combination is left by the bounds of their memory."""
-        search = self._search(options, float("inf"))
+        search = self._search(options)
         return any(map(search.bounds.may_fit, search.space.first_round()))
 
     def may_beat(self, options: Options, seconds: float) -> bool:
         """Whether some combination may take less than so many seconds a step: by work that is divided evenly over all
         devices, then by estimates on the reduced-depth model, as the joint search makes them."""
-        search = self._search(options, seconds)
+        search = self._search(options)
+        search.known_s = seconds
         may_fit = [c for c in search.space.first_round() if search.bounds.may_fit(c)]
         bounds = search.bounds
         least_s = min((max(bounds.work_s(c) / c.hybrid.pipeline_ranks, bounds.fetch_s(c.hybrid))
@@ -37,11 +38,10 @@ class TierBounds:
         found = search.run(clock.now() + ESTIMATING * options.time_limit_s)
         return any(candidate.estimate_s < seconds for candidate in found.candidates)
 
-    def _search(self, options: Options, known_s: float) -> JointSearch:
+    def _search(self, options: Options) -> JointSearch:
         fixed = fixed_by(options, self.mesh_shape, self.cluster)
         return JointSearch(self.split.graph, self.cluster, fixed, options.optimizer,
-                           options.limit_bytes(self.cluster), known_s=known_s,
-                           wider_limits=options.wider_limits(self.cluster),
+                           options.limit_bytes(self.cluster), wider_limits=options.wider_limits(self.cluster),
                            kept=kept_of(self.split, self.cluster, options))
 
 
