@@ -264,7 +264,7 @@ def test_bounds_of_tiers_are_below_their_plans(tier: str, fraction: float | None
     plan = planned(**options, mesh_shape=None, by_hand="dp=4,zero=3")
     chosen = options_of({**options, "time_limit_s": 3.0})
     bounds = TierBounds(Splits(graph_of("llama")), PLAIN, None)
-    even = bounds._search(chosen, float("inf")).bounds
+    even = bounds._search(chosen).bounds
     (update_s, more_s), even_s = even.host_update(plan.hybrid), plan.prediction.optimizer_s
     assert even_s * 0.7 < update_s <= even_s * 1.001 and 0 <= more_s <= update_s    # small parameters are not cut
     assert bounds.may_fit(chosen) and bounds.may_beat(chosen, 1.1 * plan.prediction.step_s)
