@@ -17,12 +17,22 @@ if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
 
+def is_texts(value: Any) -> bool:
+    """Whether a value is the texts of a batch's samples, as torch's collate function makes of one text each."""
+    return isinstance(value, (list, tuple)) and bool(value) and all(isinstance(text, (str, bytes)) for text in value)
+
+
+def flattened(batch: Any) -> tuple[list[Any], Any]:
+    """The leaves of a batch and its structure, which is the same for all numbers of samples: their texts are a leaf."""
+    return pytree.tree_flatten(batch, is_leaf=is_texts)
+
+
 @dataclass(frozen=True)
 class Form:
     """Structure of a batch and the layouts in which the program reads it, by leaf number.
 
     ``whole``: each rank reads whole batches; else only the rows of its shards. ``in_parts``: of these it reads only the
-    part of each sample that its shards have (`reading.Reader.parts`).
+    part of each sample that its shards have (`reading.Reader.parts`). ``plain``: leaves that stay plain tensors.
     """
 
     layouts: Mapping[int, Layout]
@@ -31,12 +41,15 @@ class Form:
     mesh: DeviceMesh
     whole: bool
     in_parts: bool = False
+    plain: frozenset[int] = frozenset()
 
     @staticmethod
-    def of(batch: Any, layouts: Mapping[int, Layout], mesh: DeviceMesh, whole: bool) -> Form:
-        leaves, spec = pytree.tree_flatten(batch)
+    def of(batch: Any, layouts: Mapping[int, Layout], mesh: DeviceMesh, whole: bool,
+           plain: frozenset[int] = frozenset()) -> Form:
+        leaves, spec = flattened(batch)
         shapes = [tuple(leaf.shape) if isinstance(leaf, torch.Tensor) else None for leaf in leaves]
-        return Form(layouts, shapes, spec, mesh, whole or not layouts)
+        whole = whole or not layouts or any(map(is_texts, leaves))    # which a rank has of all samples
+        return Form(layouts, shapes, spec, mesh, whole, plain=plain)
 
     @property
     def has_equal_cuts(self) -> bool:
@@ -89,13 +102,15 @@ class Placing:
     def placed(self, rows: Any, count: int) -> Any:
         """The rows of a batch of ``count`` samples, placed. Raises InputError for another structure than the form's,
         where only some rows were read."""
-        leaves, spec = pytree.tree_flatten(rows)
+        leaves, spec = flattened(rows)
+        plain = self.form.plain if spec == self.form.spec else frozenset()
         if fits := self.form.fits(leaves, spec):
             leaves = [self._shard(i, leaf, count) if i in self.form.layouts else leaf for i, leaf in enumerate(leaves)]
         elif not self.form.whole:
             raise InputError(f"a batch has another structure than the dataset's first sample makes: {spec}, not "
                              f"{self.form.spec}\n  Give samples of one structure, or a collate_fn that makes it.")
-        return pytree.tree_unflatten([self._whole(leaf) for leaf in leaves], spec) if fits or self.form.whole else rows
+        placed = [self._whole(leaf, self.as_dtensors and i not in plain) for i, leaf in enumerate(leaves)]
+        return pytree.tree_unflatten(placed, spec) if fits or self.form.whole else rows
 
     def _shard(self, number: int, value: torch.Tensor, count: int) -> torch.Tensor:
         read = self.form.rows(count)
@@ -111,13 +126,13 @@ class Placing:
         return initialise.as_dtensor(self._moved(value).contiguous(), self.form.mesh, self.form.layouts[number],
                                      torch.Size(shape))
 
-    def _whole(self, value: Any) -> Any:
+    def _whole(self, value: Any, as_dtensor: bool) -> Any:
         """A leaf that is not cut."""
         if not isinstance(value, torch.Tensor) or isinstance(value, initialise.DTensor):
             return value
         mesh = self.form.mesh
         value = self._moved(value)
-        return initialise.as_dtensor(value, mesh, (INVARIANT,) * mesh.ndim) if self.as_dtensors else value
+        return initialise.as_dtensor(value, mesh, (INVARIANT,) * mesh.ndim) if as_dtensor else value
 
     def _moved(self, value: torch.Tensor) -> torch.Tensor:
         """On the device; without waiting, if the loader has pinned it."""
@@ -126,4 +141,4 @@ class Placing:
         return value.to(self.device, non_blocking=value.is_pinned())
 
 
-__all__ = ["Form", "Placing"]
+__all__ = ["Form", "Placing", "flattened", "is_texts"]

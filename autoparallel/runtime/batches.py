@@ -8,34 +8,27 @@ from typing import Any
 
 import torch
 import torch.utils._pytree as pytree
+from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.utils.data import Dataset
 
 from autoparallel.capture import canonical_call
 from autoparallel.errors import InputError
-from autoparallel.layout import Layout, to_torch
-from autoparallel.runtime import data, initialise, streams
-from autoparallel.runtime.batch_form import Form
+from autoparallel.layout import INVARIANT, Layout, to_torch
+from autoparallel.runtime import data, initialise, streams, targets
+from autoparallel.runtime.batch_form import Form, flattened, is_texts
 from autoparallel.runtime.form import Compiled
+from autoparallel.runtime.inputs import local_batch
 from autoparallel.runtime.state import State
 
 _LOG = logging.getLogger("autoparallel")
 
 
-def as_call(batch: Any) -> tuple[tuple[Any, ...], Mapping[str, Any]]:
-    """A batch as (args, kwargs) of a call: a mapping is keyword arguments, a tuple or list positional ones, a tensor
-    the only argument. Raises InputError for other types."""
-    if isinstance(batch, Mapping):
-        return (), batch
-    if not isinstance(batch, (torch.Tensor, tuple, list)):
-        raise InputError(f"a batch is of type {type(batch).__name__}: give a mapping of keyword arguments, a tuple of "
-                         "arguments, or a tensor")
-    return ((batch,) if isinstance(batch, torch.Tensor) else tuple(batch)), {}
-
-
 def sharded(batch: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], compiled: Compiled, state: State) -> Any:
-    """The call ``args``, ``kwargs``, made of ``batch``, with each tensor as a DTensor in the layout that the program of
-    ``compiled`` reads; keyword arguments if ``batch`` is a mapping, else positional ones."""
+    """The batch of the call ``args``, ``kwargs``, with each tensor of the call as a DTensor in the layout that the
+    program of ``compiled`` reads, and targets in that of its outputs. A dict if ``batch`` is a mapping, else a tuple.
+    """
+    named = [name for name, _ in state.inputs.named(args, kwargs)]
     leaves, spec = pytree.tree_flatten(canonical_call(args, kwargs))
     for decision, layout in zip(compiled.program.placeholders, compiled.program.placeholder_layouts, strict=True):
         if decision.kind == "input" and isinstance(whole := leaves[int(decision.path)], DTensor):
@@ -44,7 +37,18 @@ def sharded(batch: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], compil
             mine = initialise.local_shard(whole, state.mesh, layout).to(state.device).contiguous()
             leaves[int(decision.path)] = initialise.as_dtensor(mine, state.mesh, layout, tuple(whole.shape))
     args, kwargs = pytree.tree_unflatten(leaves, spec)
-    return kwargs if isinstance(batch, Mapping) else args
+    rest: Any = () if isinstance(batch, torch.Tensor) else tuple(batch)[len(args):]
+    if isinstance(batch, Mapping):
+        rest = {name: value for name, value in batch.items() if name not in kwargs}
+    if any(state.inputs.kind(name) == "local" for name in named):
+        rest = local_batch(rest, state.mesh, state.device)
+    rest = targets.placed(rest, _layout_of_targets(compiled, state), state.mesh, state.device)
+    return {**kwargs, **rest} if isinstance(batch, Mapping) else (*args, *rest)
+
+
+def _layout_of_targets(compiled: Compiled, state: State) -> Layout | None:
+    training = state.model.training
+    return targets.layout_of_targets(compiled, state.gives_whole(training, compiled.micro.loss is not None))
 
 
 def loader(state: State, trace: Callable[..., Compiled], dataset: Dataset[Any], batch_size: int, *, shuffle: bool,
@@ -57,8 +61,15 @@ def loader(state: State, trace: Callable[..., Compiled], dataset: Dataset[Any], 
     data.check_options(shuffle=shuffle, seed=seed, collate_fn=collate, per_sample=per_sample, drop_last=drop_last)
 
     def form_of(batch: Any, whole: bool) -> Form:
-        layouts = _layouts_of(batch, trace(*as_call(batch))) if state.hybrid.is_plain else {}
-        return Form.of(batch, layouts, state.mesh if layouts else state.position.whole, whole)
+        if not state.hybrid.is_plain:
+            return Form.of(batch, {}, state.position.whole, whole)
+        compiled = trace(*targets.as_call(batch, state.model))
+        layouts, rest = _layouts_of(batch, compiled, state.model)
+        if rest and (layout := _layout_of_targets(compiled, state)) is not None:
+            leaves, _ = flattened(batch)
+            layouts |= {number: layout if leaves[number].dim() else (INVARIANT,) * len(layout) for number in rest}
+            rest = frozenset()
+        return Form.of(batch, layouts, state.mesh if layouts else state.position.whole, whole or bool(rest), rest)
 
     if streams.is_stream(dataset):
         if shuffle or per_sample:
@@ -85,13 +96,15 @@ def tell_of_rest(samples: Any, batch_size: int, micro_batches: int) -> None:
                      "batch. parallel.dataloader(..., drop_last=True) leaves it out", rest, micro_batches)
 
 
-def _layouts_of(batch: Any, compiled: Compiled) -> dict[int, Layout]:
-    """Layouts of the inputs that the program reads, by leaf number of the batch."""
-    leaves, spec = pytree.tree_flatten(batch)
-    numbered = pytree.tree_unflatten(range(len(leaves)), spec)
-    call = as_call(numbered) if numbered != 0 else ((0,), {})  # a tensor by itself
+def _layouts_of(batch: Any, compiled: Compiled, model: nn.Module) -> tuple[dict[int, Layout], frozenset[int]]:
+    """By leaf number of the batch: layouts of the inputs that the program reads; tensors that are not in the call."""
+    leaves, spec = flattened(batch)
+    numbered = pytree.tree_unflatten([[n] * len(leaf) if is_texts(leaf) else n for n, leaf in enumerate(leaves)], spec)
+    call = ((0,), {}) if isinstance(batch, torch.Tensor) else targets.as_call(numbered, model)
     numbers = pytree.tree_leaves(canonical_call(*call))
     program = compiled.program
-    return {numbers[int(decision.path)]: layout
-            for decision, layout in zip(program.placeholders, program.placeholder_layouts, strict=True)
-            if decision.kind == "input"}
+    layouts = {numbers[int(decision.path)]: layout
+               for decision, layout in zip(program.placeholders, program.placeholder_layouts, strict=True)
+               if decision.kind == "input"}
+    return layouts, frozenset(number for number, leaf in enumerate(leaves)
+                              if isinstance(leaf, torch.Tensor) and number not in numbers)

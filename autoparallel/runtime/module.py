@@ -32,6 +32,7 @@ from autoparallel.runtime import (
     placing,
     resume,
     streams,
+    targets,
     tracing,
 )
 from autoparallel.runtime.cached_tables import lookups_of
@@ -280,10 +281,11 @@ class ParallelModule(nn.Module):
         """The batch with each tensor as a DTensor in the layout that the program reads; each rank keeps its shard only.
 
         ``batch``: a mapping of keyword arguments, or a tuple of arguments, of global tensors (with ``inputs="local"``,
-        of this rank's rows). Raises InputError for a step in micro-batches or stages.
+        of this rank's rows). Of what forward does not take (targets, in further entries) rows are cut as the outputs'
+        are, for a loss outside of the model. Raises InputError for a step in micro-batches or stages.
         """
-        args, kwargs = batches.as_call(batch)
-        arguments.check_batch((args, kwargs))
+        arguments.check_batch(batch)
+        args, kwargs = targets.as_call(batch, self._state.model)
         if not self._state.hybrid.is_plain:
             raise InputError("a step in micro-batches or stages takes the whole batch: call step(...) with it as it is")
         args, kwargs = self.taken(args, kwargs)
@@ -309,9 +311,9 @@ class ParallelModule(nn.Module):
         """Batches of ``batch_size`` samples over all ranks; each rank reads the samples of its shards only.
 
         A sample (or the result of ``collate_fn`` on a list of samples) is a call of the model: a mapping of keyword
-        arguments, or a tuple of arguments. With ``shuffle`` all ranks draw one order from ``seed`` and the epoch
-        (`set_epoch`). Random numbers within a sample or ``collate_fn`` (torch, numpy, Python) are seeded by seed, epoch
-        and sample or batch.
+        arguments, or a tuple of arguments; further entries, which forward does not take (targets), come as of
+        `shard_batch`. With ``shuffle`` all ranks draw one order from ``seed`` and the epoch (`set_epoch`). Random
+        numbers within a sample or ``collate_fn`` (torch, numpy, Python) are seeded by seed, epoch and sample or batch.
 
         With a ``collate_fn`` each rank reads and collates whole batches and keeps its shard, since the function may
         depend on the whole batch (pad to the longest). ``per_sample=True`` promises that it treats each sample alone:
