@@ -1,4 +1,5 @@
-"""Tensors that forward leaves in attributes and lists: who reads them gets an error, never an older value."""
+"""Tensors that forward leaves in attributes have the values of the last call, with gradients; lists that grow and
+objects are refused where they are read, never an older value."""
 
 from __future__ import annotations
 
@@ -12,10 +13,12 @@ from typing import Any, cast
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor, Shard
 
 import autoparallel
 from autoparallel.capture import capture
 from autoparallel.errors import CaptureError, InputError
+from tests.support.ranks import mesh_of
 
 X = torch.linspace(-1, 1, 24).view(4, 6)
 
@@ -64,23 +67,31 @@ def penalties(model: Any) -> Any:
     return sum(layer.penalty for layer in model.layers if hasattr(layer, "penalty"))
 
 
-#: What a script reads after a call -> the attribute that is named.
-READ: dict[str, tuple[Callable[[Any], Any], str]] = {
-    "sum": (penalties, "layers.0.penalty"),
-    "stack": (lambda m: torch.stack([layer.penalty for layer in m.layers]), "layers.0.penalty"),
-    "last block": (lambda m: 0.1 * m.layers[3].penalty, "layers.3.penalty"),
-    "method": (lambda m: m.all_penalties(), "layers.0.penalty"),
-    "item": (lambda m: m.layers[1].penalty.item(), "layers.1.penalty"),
-    "truth": (lambda m: bool(m.layers[1].penalty), "layers.1.penalty"),
+def nested(model: Any) -> Any:
+    (x, one) = model.last["x"]
+    return x * one
+
+
+#: What a script reads after a call.
+READ: dict[str, Callable[[Any], Any]] = {
+    "sum": penalties,
+    "stack": lambda m: torch.stack([layer.penalty for layer in m.layers]),
+    "last block": lambda m: 0.1 * m.layers[3].penalty,
+    "method": lambda m: m.all_penalties(),
+    "item": lambda m: m.layers[1].penalty.item(),
+    "truth": lambda m: bool(m.layers[1].penalty),
+    "of the model": lambda m: m.total,
+    "asked for": lambda m: getattr(m, "total", None) if hasattr(m, "total") else None,
+    "in a dict": nested,
+    "if it is a tensor": lambda m: sum(p for p in (layer.penalty for layer in m.layers) if isinstance(p, Tensor)),
+}
+#: What is refused -> the attribute that is named.
+REFUSED: dict[str, tuple[Callable[[Any], Any], str]] = {
     "list": (lambda m: [*m.layers[2].seen], "layers.2.seen"),
-    "of the model": (lambda m: m.total, "total"),
-    "asked for": (lambda m: getattr(m, "total", None), "total"),
-    "in a dict": (lambda m: m.last["x"], "last"),
-    "if it is a tensor": (lambda m: sum(p for p in (layer.penalty for layer in m.layers) if isinstance(p, Tensor)),
-                          "layers.0.penalty"),
     "of an object": (lambda m: m.layers[0].context.mean, "layers.0.context"),
     "of a new object": (lambda m: m.layers[0].made.mean, "layers.0.made"),
     "of a copy": (lambda m: penalties(copy.deepcopy(m)), "layers.0.penalty"),
+    "of the model's copy": (lambda m: copy.deepcopy(m).total + 1, "total"),
 }
 
 
@@ -90,15 +101,102 @@ def parallel(mesh_of_one: Any) -> Any:
 
 
 @pytest.mark.parametrize("name", READ)
-def test_tensors_left_in_attributes_are_refused(parallel: Any, name: str) -> None:
-    read, attribute = READ[name]
+def test_attributes_have_the_tensors_of_the_last_call(mesh_of_one: Any, name: str) -> None:
+    model = Net()
+    parallel = autoparallel.compile(copy.deepcopy(model), mesh_of_one)
+    for x in (X, X + 1):
+        parallel(x), model(x)
+        torch.testing.assert_close(READ[name](parallel), READ[name](model))
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_lists_that_grow_objects_and_copies_are_refused(parallel: Any, name: str) -> None:
+    read, attribute = REFUSED[name]
     parallel(X)
     with pytest.raises(InputError, match=rf"^{attribute} is read, where forward leaves tensors"):
         read(parallel)
 
 
+class Penalised(nn.Module):
+    """Leaves what is summed over the batch, what has a row per sample, and what has no gradient."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.first, self.second = nn.Linear(6, 8), nn.Linear(8, 6)
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.hidden = self.first(x).tanh()
+        self.first.penalty, self.known = self.hidden.square().mean(), self.hidden.detach()
+        self.spread: list[Any] = [self.hidden.mean(), {"by feature": self.hidden.std(0)}]
+        made: Tensor = self.second(self.hidden)
+        return made
+
+
+def penalised(model: Any, steps: int = 3) -> list[Any]:
+    """Losses to which the attributes are added, gradients, and the trained parameters."""
+    found, optimizer = list[Any](), None
+    for _ in range(steps):
+        loss = model(X).square().mean() + model.first.penalty + model.hidden.abs().mean()
+        loss = loss + model.spread[0] + model.spread[1]["by feature"].sum()
+        optimizer = optimizer or torch.optim.SGD(model.parameters(), 0.1)
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        assert not model.known.requires_grad and model.hidden.requires_grad
+        found += [loss.detach(), *(p.grad for p in model.parameters())]
+    return [*map(whole, (*found, model.known, *model.parameters()))]
+
+
+def whole(value: Tensor) -> Tensor:
+    return value.full_tensor().detach() if isinstance(value, DTensor) else value.detach()
+
+
+def penalised_on_mesh(options: dict[str, Any]) -> list[Any]:
+    return penalised(autoparallel.compile(Penalised(), mesh_of(2), example_inputs=(X,), **options))
+
+
+@pytest.mark.parametrize("options", [
+    {"pins": {"x": (Shard(0),)}}, {"pins": {"x": (Shard(0),)}, "outputs": "whole"},
+    {"pins": {"first.weight": (Shard(0),)}}, {"baseline": "fsdp", "zero_stage": 3, "recompute": "full"},
+    {"baseline": "tensor_parallel", "backend": "aot_eager"}])
+def test_they_are_added_to_the_loss_on_ranks(ranks: Any, options: dict[str, Any]) -> None:
+    expected = penalised(Penalised())
+    for found in ranks(2).run(penalised_on_mesh, options):
+        torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-6)
+
+
+class Twice(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(6, 6)
+
+    def forward(self, x: Tensor) -> Tensor:
+        made: Tensor = self.linear(x).square()
+        self.penalty = made.mean()
+        return made.mean()
+
+
+def test_steps_in_micro_batches_leave_none(mesh_of_one: Any) -> None:
+    parallel: Any = autoparallel.compile(Twice(), mesh_of_one, micro_batches=2)
+    parallel.step(X)
+    assert hasattr(parallel, "penalty")
+    with pytest.raises(InputError, match=r"^penalty is read, where forward leaves tensors"):
+        parallel.penalty + 1
+
+
+def test_batches_made_between_call_and_read_change_nothing(mesh_of_one: Any) -> None:
+    parallel: Any = autoparallel.compile(Twice(), mesh_of_one)
+    loss = parallel(X)
+    parallel.shard_batch((X + 1,))
+    torch.testing.assert_close(parallel.penalty, loss)
+    parallel.penalty.backward()
+    assert parallel.linear.weight.grad is not None
+
+
 def test_parts_with_such_attributes_are_copied_and_pickled(parallel: Any) -> None:
-    notes = parallel.layers[0].penalty
+    parallel(X)
+    notes = copy.deepcopy(parallel).layers[0].penalty
     for other in (copy.copy(notes), copy.deepcopy(notes), pickle.loads(pickle.dumps(notes))):
         assert repr(other) == "<layers.0.penalty: not kept by a parallel module>"
         assert not isinstance(other, nn.Parameter)
@@ -159,14 +257,16 @@ def delete(model: Any) -> None:
 
 
 @pytest.mark.parametrize("before", [clear, delete])
-def test_attributes_that_are_set_before_each_call_are_refused_after_it(parallel: Any, before: Callable[[Any], None]
-                                                                       ) -> None:
+def test_attributes_may_be_set_before_each_call(parallel: Any, before: Callable[[Any], None]) -> None:
+    model = Net()
+    parallel.load_state_dict(model.state_dict())
     for _ in range(4):
         before(parallel)
-        parallel(X)
-        for read in ("sum", "of the model", "list"):
-            with pytest.raises(InputError, match="is read, where forward leaves tensors"):
-                READ[read][0](parallel)
+        parallel(X), model(X)
+        for name in ("sum", "of the model"):
+            torch.testing.assert_close(READ[name](parallel), READ[name](model))
+        with pytest.raises(InputError, match="is read, where forward leaves tensors"):
+            REFUSED["list"][0](parallel)
     assert parallel._state.forms.compiled <= 2    # not one of each call
 
 

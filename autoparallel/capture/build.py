@@ -20,12 +20,14 @@ from torch.export import ExportedProgram
 from torch.export.graph_signature import ConstantArgument, InputKind, OutputKind
 from torch.fx import Node as FxNode
 
+from autoparallel.capture import left
 from autoparallel.capture.contents import is_users
 from autoparallel.capture.dependencies import Dependencies, Recorder, hooks_of_all
 from autoparallel.capture.devices import moved, program_device
 from autoparallel.capture.export import trace
 from autoparallel.capture.graph import Node, OpGraph, Ref, TensorMeta, is_floating
 from autoparallel.capture.impure import OthersDrawError
+from autoparallel.capture.left import Left
 from autoparallel.capture.numbers import numbers_as_arguments, refuse_elsewhere
 from autoparallel.capture.passes.autocast import ambient, without_autocast
 from autoparallel.capture.passes.editing import module_path, source_line, source_of
@@ -157,7 +159,9 @@ def _captured(model: torch.nn.Module, args: tuple[Any, ...], kwargs: Mapping[str
     with torch.inference_mode(False):
         program = _traced(model, args, kwargs, autocast, recorder, numbers)
     with torch.inference_mode(False), without_autocast():
-        return _Builder(model, program, (leaves, spec), recorder.dependencies(_equivalent(model)), numbers).build()
+        dependencies = recorder.dependencies(_equivalent(model))
+        results = left.take(program, recorder.returned, dependencies.left)
+        return _Builder(model, program, (leaves, spec), results, dependencies, numbers).build()
 
 
 def _traced(model: torch.nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any], autocast: torch.dtype | None,
@@ -240,9 +244,11 @@ def _paths(program: ExportedProgram) -> dict[str, str]:
 
 class _Builder:
     def __init__(self, model: torch.nn.Module, program: ExportedProgram, call: tuple[list[Any], pytree.TreeSpec],
-                 dependencies: Dependencies, numbers: tuple[int, ...] = ()) -> None:
+                 results: tuple[pytree.TreeSpec, tuple[Left, ...]], dependencies: Dependencies,
+                 numbers: tuple[int, ...] = ()) -> None:
         self.program, self.dependencies, self.numbers = program, dependencies, numbers
         self.leaves, self.in_spec = call
+        self.out_spec, self.left = results
         self.named = dict(model.named_parameters(remove_duplicate=False)) | dict(
             model.named_buffers(remove_duplicate=False)
         )
@@ -297,8 +303,8 @@ class _Builder:
                                    "  Write torch.where(condition, a, b), or a Python loop of fixed length.")
         mutations = {path: self.refs[mutated[name]] for name, path in buffers.items() if name in mutated}
         aliases = {name: first for name, first in self.aliases.items() if name != first}
-        graph = OpGraph(tuple(self.nodes), self.in_spec, self.program.call_spec.out_spec, self.constants, outputs,
-                        mutations, aliases, self.constant_tensors, self.dependencies, self.numbers)
+        graph = OpGraph(tuple(self.nodes), self.in_spec, self.out_spec, self.constants, outputs,
+                        mutations, aliases, self.constant_tensors, self.dependencies, self.numbers, left=self.left)
         check_sparse_gradients(graph)
         return graph
 

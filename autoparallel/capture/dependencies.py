@@ -12,7 +12,7 @@ from __future__ import annotations
 import sys
 import threading
 from collections import deque
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
 from operator import is_
@@ -109,6 +109,7 @@ class Recorder:
         self._assigned: dict[tuple[str, str], Any] = {}
         self._at_end: dict[tuple[str, str], Any] = {}  # attributes that forward left with other values, in this trace
         self._left: dict[str, dict[str, None]] = {}
+        self.returned: tuple[tuple[str, str], ...] = ()
         self._tables: list[tuple[str, dict[str, Any], dict[str, Any]]] = []
         self._buffers_set: set[tuple[str, str]] = set()  # in this trace
         self._read_now: set[tuple[str, str]] = set()  # in this trace
@@ -150,6 +151,7 @@ class Recorder:
     def recording(self) -> Iterator[Recorder]:
         """Record while the model is traced; afterwards the model's attributes have their old values."""
         key = threading.get_ident()
+        self.returned = ()
         for found in (self._assigned, self._at_end, self._read_now, self._read_first, self._buffers_set, self._tables):
             found.clear()
         with _LOCK:
@@ -246,6 +248,14 @@ class Recorder:
                     "the parameters, buffers and submodules that the model had\n  Make them before the model is "
                     "compiled (in __init__; of a table that a first call makes, call the model itself once); write to "
                     "a buffer by self.x.copy_(...).")
+
+    def returns(self, can_be: Callable[[Any], bool]) -> tuple[Any, ...]:
+        """The values that forward has left in attributes, of those that ``can_be`` results of the program; `returned`
+        has the attributes, by module path and name."""
+        found = {place: value for place, value in self._at_end.items() if can_be(value)
+                 and any(isinstance(leaf, torch.Tensor) for leaf in pytree.tree_leaves(value))}
+        self.returned = tuple(found)
+        return tuple(found.values())
 
     def _modules(self) -> list[tuple[str, nn.Module]]:
         return [(self._paths[id(vars(module))], module) for module in self._before]

@@ -21,6 +21,7 @@ from torch.fx._lazy_graph_module import _use_lazy_graph_module
 
 from autoparallel.capture.contents import inside
 from autoparallel.capture.dependencies import recorder, uncounted
+from autoparallel.capture.left import can_be_returned
 from autoparallel.capture.numbers import as_symbols, as_tensors
 from autoparallel.capture.remedies import instead, lines_at, lines_of, makes_number
 from autoparallel.capture.tracing.frames import OWN
@@ -121,13 +122,16 @@ def _containers(root: Any) -> list[Any]:
     return found
 
 
-def _returned(model: torch.nn.Module, args: Any, output: Any) -> None:
+def _returned(model: torch.nn.Module, args: Any, output: Any) -> Any:
+    """What the trace returns: the model's output, and the attributes in which forward left tensors."""
     if (active := recorder()) is None:
-        return
+        return None
     active.ends()
     if REGIONS.escaped(tensors_of(output)):
         raise CaptureError(f"{type(model).__name__} returns what is made in lines that the data say whether to run\n"
                            "  Return what is made for all rows.")
+    values = active.returns(lambda value: can_be_returned(value) and not REGIONS.escaped(tensors_of(value)))
+    return (output, values) if values else None
 
 
 def _distinct(args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:

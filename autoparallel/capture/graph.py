@@ -19,6 +19,7 @@ import torch
 import torch.utils._pytree as pytree
 
 from autoparallel.capture.dependencies import Dependencies
+from autoparallel.capture.left import Left
 from autoparallel.ops.user_function import user_function
 
 PLAIN = (int, float, str, type(None))
@@ -123,12 +124,14 @@ def _name_of(target: object) -> str:
 class OpGraph:
     """A traced program.
 
-    ``in_spec``/``out_spec`` are the pytree structures of ``(args, kwargs)`` and of the result; ``constants`` are the
-    non-tensor leaves of the call by position; ``outputs`` lists the leaves of the result (Refs or Python values);
+    ``in_spec``/``out_spec`` are the pytree structures of ``(args, kwargs)`` and of what forward returns; ``constants``
+    are the non-tensor leaves of the call by position; ``outputs`` lists the leaves of the results (Refs or Python
+    values);
     ``mutations`` maps buffer names to the value that each has after the call; ``aliases`` maps every other name of a
     tied parameter or buffer to the name under which the graph knows it; ``dependencies`` are what the trace read
     beside the arguments; ``numbers`` are the leaves of the call that are read at each call (`numbers.Number` in the
-    arguments of ops), ``fixed`` those that could not be, with the reason.
+    arguments of ops), ``fixed`` those that could not be, with the reason; ``left`` are attributes whose values follow
+    in ``outputs`` on what forward returns.
     """
 
     nodes: tuple[Node, ...]
@@ -142,6 +145,7 @@ class OpGraph:
     dependencies: Dependencies | None = None
     numbers: tuple[int, ...] = ()
     fixed: Mapping[int, str] = field(default_factory=dict)
+    left: tuple[Left, ...] = ()
 
     def __len__(self) -> int:
         return len(self.nodes)

@@ -102,6 +102,7 @@ class Splits:
 
     def __init__(self, graph: OpGraph) -> None:
         self.graph = graph
+        self._returned = replace(graph, outputs=graph.outputs[: graph.out_spec.num_leaves], left=())    # of a step
         self._made: dict[int, MicroBatches] = {}
         self._others: dict[object, object] = {}
         self._impossible: dict[int, str] = {}    # why, by the smallest factor of a count
@@ -130,12 +131,12 @@ class Splits:
         if least in self._impossible:
             raise InfeasibleError(self._impossible[least])
         try:
-            cut = self.once(("cut", least), lambda: _cut(self.graph, least))
+            cut = self.once(("cut", least), lambda: _cut(self._returned, least))
         except InfeasibleError as error:
             self._impossible[least] = str(error)
             raise
         if not cut.divides_by(count):
-            cut = _cut(self.graph, count)
+            cut = _cut(self._returned, count)
         clock.did("decisions made", len(self.graph.nodes))
         return _Splitter(cut, count).run()
 

@@ -11,7 +11,6 @@ from torch import nn
 
 from autoparallel.errors import InputError
 from autoparallel.runtime import tracing
-from autoparallel.runtime.left_values import refused
 from autoparallel.runtime.state import State
 from autoparallel.runtime.wrappers import refuse_reading, refuse_setting
 
@@ -22,7 +21,7 @@ _OWN = frozenset({"__class__", "_state", "_calls", *vars(nn.Module())})
 def read(module: nn.Module, name: str) -> Any:
     """An attribute that ``module`` itself lacks. Methods and properties of the original and of its modules are bound
     to ``module`` and its parts, so that they call these and read their parameters: the original's are not trained.
-    Raises AttributeError, and InputError where forward leaves tensors in the attribute."""
+    Raises AttributeError."""
     try:
         return nn.Module.__getattr__(module, name)
     except AttributeError:
@@ -31,8 +30,8 @@ def read(module: nn.Module, name: str) -> Any:
         if state is None or name.startswith("__"):
             raise
         model = state.model
-    if name in state.not_kept:
-        raise refused(name)
+    if name in state.left_in_root:
+        return state.left_in_root[name]
     described = inspect.getattr_static(type(model), name, None)
     if isinstance(described, property) and described.fget is not None:
         return described.fget(module)
@@ -80,7 +79,7 @@ def set_on_original(module: nn.Module, name: str, value: Any) -> bool:
         return False
     else:
         setattr(state.model, name, value)
-        state.not_kept.discard(name)
+        state.left_in_root.pop(name, None)
     return True
 
 
@@ -89,8 +88,8 @@ def delete_on_original(module: nn.Module, name: str) -> bool:
     state: State | None = module.__dict__.get("_state")
     if state is None or name in module.__dict__ or _registered(module, name):
         return False
-    delattr(state.model, name)
-    state.not_kept.discard(name)
+    if state.left_in_root.pop(name, None) is None or hasattr(state.model, name):
+        delattr(state.model, name)
     return True
 
 

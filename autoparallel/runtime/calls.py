@@ -22,7 +22,7 @@ from autoparallel.kernels import groups, host_copies, rng
 from autoparallel.kernels.numbers import use_numbers
 from autoparallel.kernels.saved_on_disk import use_file
 from autoparallel.layout import INVARIANT, Layout
-from autoparallel.runtime import initialise
+from autoparallel.runtime import initialise, left_values
 from autoparallel.runtime.form import Compiled
 from autoparallel.runtime.interpret import values_of
 from autoparallel.runtime.local_inputs import local_input
@@ -63,7 +63,10 @@ class Calls:
                     value, layout, compiled.space, number, whole and number not in compiled.cached))
                 for number, (value, layout) in enumerate(zip(outputs, compiled.program.output_layouts, strict=True))
             ]
-        return pytree.tree_unflatten(results, compiled.space.graph.out_spec)
+        graph = compiled.space.graph
+        left_values.keep(state, {(left.path, left.name): pytree.tree_unflatten(
+            results[left.first : left.first + left.spec.num_leaves], left.spec) for left in graph.left})
+        return pytree.tree_unflatten(results[: graph.out_spec.num_leaves], graph.out_spec)
 
     def modules(self, compiled: Compiled) -> Mapping[int, nn.Module]:
         """The modules that run a form's steps, by stage, after its first step."""

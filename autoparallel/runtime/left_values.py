@@ -1,16 +1,19 @@
 """Attributes in which the original's forward leaves tensors of a call (``self.penalty = y.square().mean()``).
 
-A program returns outputs only. The parallel module has a `NotKept` in such an attribute, so that a script which reads
-it gets an error in place of the value that was there before the call.
+A program has them as further results (`capture/left.py`), which are put into the attributes of the parallel module
+after the call. What is not a tensor or a structure of tensors (a list that grows, an object), and what a step in
+micro-batches or pipeline stages leaves, has a `NotKept` in its place: a script which reads it gets an error, and not an
+older value.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
+from torch import nn
 
 from autoparallel.capture.dependencies import Dependencies
 from autoparallel.errors import InputError
@@ -21,9 +24,9 @@ if TYPE_CHECKING:
 
 def refused(name: str) -> InputError:
     """The error of a script that reads the attribute ``name``, a dotted path."""
-    return InputError(f"{name} is read, where forward leaves tensors of its call: a program returns outputs only, and "
-                      "has no values of attributes\n  Return them from forward too, in a tuple or a dict, and read "
-                      "them there.")
+    return InputError(f"{name} is read, where forward leaves tensors of its call: a program keeps no lists that grow "
+                      "and no objects there, and nothing of a step in micro-batches or stages\n  Return the tensors "
+                      "from forward too, in a tuple or a dict, and read them there.")
 
 
 class NotKept:
@@ -73,15 +76,15 @@ for _name in (*_OPERATORS, *(f"r{name}" for name in _OPERATORS), *(f"i{name}" fo
 
 @contextmanager
 def hidden(state: State) -> Iterator[None]:
-    """The parts of the parallel module with the original's values in place of the marks: what guards compare, and what
-    a trace reads. A value that a script has set in place of a mark stays."""
-    found = list[tuple[dict[str, Any], str, NotKept]]()
+    """The parts of the parallel module with the original's values in place of those of a call and of the marks: what
+    guards compare, and what a trace reads. A value that a script has set in place of these stays."""
+    found = list[tuple[dict[str, Any], str, Any]]()
     pairs = [*state.parts.items()] if state.left else []
     for place, names in state.left.values():
         theirs, ours = map(vars, pairs[place])
-        for name in names:
-            if isinstance(mark := ours.get(name), NotKept):
-                found.append((ours, name, mark))
+        for name, put in names.items():
+            if put is not None and ours.get(name) is put:
+                found.append((ours, name, put))
                 if name in theirs:
                     ours[name] = theirs[name]
                 else:
@@ -89,24 +92,43 @@ def hidden(state: State) -> Iterator[None]:
     try:
         yield
     finally:
-        for ours, name, mark in found:
-            ours[name] = mark
+        for ours, name, put in found:
+            ours[name] = put
 
 
-def mark(state: State, dependencies: Dependencies) -> None:
+def mark(state: State, dependencies: Dependencies, runs: bool) -> None:
     """Mark the attributes in which the forward of a call leaves tensors, on the parallel module's parts; those of the
-    model itself, of which the parallel module reads the original's, in ``state.not_kept``. At every call: a script may
-    set them between calls, to None or a new list."""
+    model itself, of which the parallel module reads the original's, in ``state.left_in_root``. Before every call that
+    ``runs``, also over the values of the last one: a script may set them between calls, to None or a new list."""
     parts = [*state.parts.values()] if dependencies.left else []
     for path, names in dependencies.left.items():
-        if not path:
-            state.not_kept.update(names)
-            continue
-        if path not in state.left:
+        if path and path not in state.left:
             state.left[path] = [*state.parts].index(state.model.get_submodule(path)), {}
-        place, known = state.left[path]
-        known.update(dict.fromkeys(names))
-        attributes = vars(parts[place])
+        known, attributes = _places(state, path, parts)
         for name in names:
-            if not isinstance(attributes.get(name), NotKept):
-                attributes[name] = NotKept(f"{path}.{name}")
+            if runs or name not in known:
+                known[name] = attributes[name] = NotKept(f"{path}.{name}".strip("."))
+
+
+def keep(state: State, values: Mapping[tuple[str, str], Any]) -> None:
+    """Put the values of a call, by module path and name, where `mark` has marked them."""
+    parts = [*state.parts.values()] if values else []
+    for (path, name), value in values.items():
+        known, attributes = _places(state, path, parts)
+        known[name] = attributes[name] = value
+
+
+def in_copies(state: State) -> dict[int, NotKept]:
+    """For `copy.deepcopy`: marks in place of the values, by their ids. (They belong to the call's graph of autograd,
+    which torch does not copy.)"""
+    names = {(path, name): value for path, (_, known) in state.left.items() for name, value in known.items()}
+    names |= {("", name): value for name, value in state.left_in_root.items()}
+    return {id(value): NotKept(".".join(filter(None, name))) for name, value in names.items() if value is not None}
+
+
+def _places(state: State, path: str, parts: Sequence[nn.Module]) -> tuple[dict[str, Any], dict[str, Any]]:
+    """What is noted of a module's attributes, and the attributes."""
+    if not path:
+        return state.left_in_root, state.left_in_root
+    place, known = state.left[path]
+    return known, vars(parts[place])

@@ -67,8 +67,9 @@ class ParallelModule(nn.Module):
 
     def __init__(self, root: Root, position: groups.MeshPosition, hybrid: Hybrid, compile_call: Compile,
                  inputs: Inputs, outputs: str, max_forms: int, limits: Limits) -> None:
+        #: The first attribute, so that a deep copy has met it before the parts (`left_values.in_copies`).
+        vars(self)["_state"] = State(root, position, hybrid, compile_call, inputs, outputs, max_forms, limits)
         super().__init__()
-        self._state = State(root, position, hybrid, compile_call, inputs, outputs, max_forms, limits)
         model = root.module
         self._calls = Calls(self, self._state)
         self.training = model.training

@@ -24,6 +24,7 @@ from autoparallel.runtime.form import Compile, Forms
 from autoparallel.runtime.generation_caches import Caches
 from autoparallel.runtime.guards import Places, SharedAttributes
 from autoparallel.runtime.inputs import Inputs
+from autoparallel.runtime.left_values import in_copies
 from autoparallel.runtime.let_go import Root
 from autoparallel.runtime.offload.gradients import HostGradients
 from autoparallel.runtime.offload.mapped import MappedFiles
@@ -69,8 +70,10 @@ class State:
         self.original_modes: list[bool] = []
         self.calls_traced: dict[str, None] = {}
         self.numbers_told: set[str] = set()
-        self.not_kept: set[str] = set()    # attributes of the model itself in which forward leaves tensors
-        self.left: dict[str, tuple[int, dict[str, None]]] = {}    # of modules in it: their place in parts, the names
+        #: Attributes in which forward leaves tensors, with the last call's values, or marks: of the model itself by
+        #: name; of modules in it by path, each with its place in ``parts``.
+        self.left_in_root: dict[str, Any] = {}
+        self.left: dict[str, tuple[int, dict[str, Any]]] = {}
         self.layouts: dict[str, Layout] = {}
         self.shared_groups: dict[Ranks, dist.ProcessGroup] = {}
         self.calls = 0
@@ -98,6 +101,7 @@ class State:
         made = memo[id(self)] = object.__new__(State)
         memo.update({id(shared): shared for shared in (self.together, *self.shared_groups.values())})
         memo[id(self.optimizers)] = WeakSet()
+        memo.update(in_copies(self))
         with warnings.catch_warnings():     # torch's, of copies of a call's structure
             warnings.filterwarnings("ignore", r"`isinstance\(treespec, LeafSpec\)`", FutureWarning)
             made.__dict__.update({**deepcopy(self.__dict__, memo), "keeps_away": False})

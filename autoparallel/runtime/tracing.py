@@ -70,7 +70,7 @@ def trace(module: nn.Module, state: State, args: Sequence[Any], kwargs: Mapping[
             compiled = _compiled(module, state, key, leaves, spec, plain)
     dependencies = compiled.micro.whole.dependencies
     assert dependencies is not None
-    left_values.mark(state, dependencies)
+    left_values.mark(state, dependencies, runs)
     return compiled
 
 

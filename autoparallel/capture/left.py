@@ -1,0 +1,72 @@
+"""Attributes in which forward leaves tensors of its call (``self.penalty = y.square().mean()``) as further results of
+the program, after those that it returns.
+
+The first hook after forward adds their values to what it returns, so that torch.export traces them; `take` parts the
+two again. Values that are no tensors, or structures of tensors, are not kept (`Dependencies.left` has all names).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch.utils._pytree as pytree
+from torch._subclasses.fake_tensor import FakeTensor
+from torch.export import ExportedProgram
+from torch.export.graph_signature import OutputKind
+
+#: Structures in which tensors are kept, and what else may be in them.
+_CONTAINERS = (list, tuple, dict)
+_PLAIN = (int, float, bool, str, type(None))
+
+
+@dataclass(frozen=True)
+class Left:
+    """An attribute ``name`` of the module ``path``: its value has the structure ``spec``, and its leaves are the
+    program's outputs from number ``first`` on."""
+
+    path: str
+    name: str
+    spec: pytree.TreeSpec
+    first: int
+
+
+def can_be_returned(value: Any) -> bool:
+    """Whether a value is a traced tensor, or a structure of such and plain values."""
+    if type(value) in _CONTAINERS:
+        return bool(value) and all(map(can_be_returned, value.values() if isinstance(value, dict) else value))
+    return type(value) is FakeTensor or type(value) in _PLAIN
+
+
+def take(program: ExportedProgram, given: tuple[tuple[str, str], ...], kept: Mapping[str, tuple[str, ...]]
+         ) -> tuple[pytree.TreeSpec, tuple[Left, ...]]:
+    """The structure of what forward returns, and the attributes that the program keeps: those of ``given``, which the
+    hook has added in this order, that are among the ``kept``, by module path. Others are taken out of the graph."""
+    spec = program.call_spec.out_spec
+    if not given:
+        return spec, ()
+    returned, added = spec.children()
+    found, first, gone, number = list[Left](), returned.num_leaves, set[int](), returned.num_leaves
+    for (path, name), structure in zip(given, added.children(), strict=True):
+        leaves = range(number, number := number + structure.num_leaves)
+        if name in kept.get(path, ()):
+            found.append(Left(path, name, structure, first))
+            first += len(leaves)
+        else:
+            gone.update(leaves)
+    _take_out(program, gone)
+    return returned, tuple(found)
+
+
+def _take_out(program: ExportedProgram, gone: set[int]) -> None:
+    """Take results of the program out of its graph, by their number among those that the user gets."""
+    output = program.graph.output_node()
+    specs, values = program.graph_signature.output_specs, output.args[0]
+    users = iter(range(len(specs)))
+    stays = [spec.kind is not OutputKind.USER_OUTPUT or next(users) not in gone for spec in specs]
+    output.args = (tuple(value for value, stay in zip(values, stays, strict=True) if stay),)
+    specs[:] = [spec for spec, stay in zip(specs, stays, strict=True) if stay]
+
+
+__all__ = ["Left", "can_be_returned", "take"]
