@@ -5,7 +5,10 @@ Exit codes: `EXIT_CODES`. What takes long is imported by the command that needs 
 
 from __future__ import annotations
 
+import errno
+import io
 import math
+import sys
 from collections.abc import Sequence
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -577,9 +580,19 @@ def _tiers(text: str | None) -> str | dict[str, str] | None:
 
 
 def main() -> None:
-    """Entry point: errors of our own tree are printed without a traceback."""
+    """Entry point: errors of our own tree, and a full disk, are printed without a traceback. Where the terminal's
+    encoding lacks a character, another one is printed."""
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors="replace")
     try:
         app()
     except AutoparallelError as error:
         typer.secho(f"error: {printable(str(error))}", fg="red", err=True)
         raise SystemExit(3 if isinstance(error, InfeasibleError) else 2) from None
+    except OSError as error:
+        if error.errno != errno.ENOSPC:
+            raise
+        sys.stdout = io.StringIO()    # which Python flushes when it ends
+        typer.secho(f"error: the output could not be written: {error.strerror}", fg="red", err=True)
+        raise SystemExit(2) from None

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
+import errno
 import io
+import os
 from pathlib import Path
 
 import pytest
@@ -62,6 +64,42 @@ def test_digits_that_are_no_numbers_are_refused(monkeypatch: pytest.MonkeyPatch,
     with pytest.raises(SystemExit) as end:
         main()
     assert end.value.code == 2 and "cannot read the mesh '²x2'" in capsys.readouterr().err
+
+
+def test_other_encodings_get_help(monkeypatch: pytest.MonkeyPatch) -> None:
+    written = io.TextIOWrapper(io.BytesIO(), encoding="ascii")
+    monkeypatch.setattr("sys.stdout", written)
+    monkeypatch.setattr("sys.argv", ["autoparallel", "plan", "--help"])
+    with pytest.raises(SystemExit) as end:
+        main()
+    written.flush()
+    assert not end.value.code and b"--sequence-length" in written.buffer.getvalue()
+
+
+class Full(io.StringIO):
+    """A file on a disk without room."""
+
+    def write(self, text: str) -> int:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+
+@pytest.mark.parametrize("options", [[], ["--json"]])
+def test_a_full_disk_is_told_in_one_message(tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
+                                            capsys: pytest.CaptureFixture[str], options: list[str]) -> None:
+    _plan().save(tmp_path / "plan.json")
+    monkeypatch.setattr("sys.argv", ["autoparallel", "show", str(tmp_path / "plan.json"), *options])
+    monkeypatch.setattr("sys.stdout", Full())
+    with pytest.raises(SystemExit) as end:
+        main()
+    assert end.value.code == 2
+    assert capsys.readouterr().err == "error: the output could not be written: No space left on device\n"
+
+
+def test_terminals_without_a_size_are_written_to(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", "0")
+    report, file = report_of(_plan()), io.StringIO()
+    print_report(report, ReportConsole(file=file))
+    assert file.getvalue() == as_text(lambda console: print_report(report, console), 80)
 
 
 @pytest.mark.parametrize("width", [80, 50])

@@ -32,6 +32,8 @@ class ReportConsole(Console):
 
     def __init__(self, **options: Any) -> None:
         super().__init__(markup=False, emoji=False, highlight=False, **options)
+        if self.width < 1:    # COLUMNS=0, as of terminals without a size
+            self.width = 80
 
     def render_str(self, text: str, **options: Any) -> Text:
         plain = super().render_str(printable(text), **options)
