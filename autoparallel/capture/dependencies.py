@@ -12,7 +12,7 @@ from __future__ import annotations
 import sys
 import threading
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
 from operator import is_
@@ -107,9 +107,9 @@ class Recorder:
         self._paths = {id(vars(module)): path for path, module in model.named_modules()}
         self._read: dict[str, dict[str, None]] = {path: {} for path in self._paths.values()}
         self._assigned: dict[tuple[str, str], Any] = {}
-        self._at_end: dict[tuple[str, str], Any] = {}  # attributes that forward left with other values, in this trace
+        self.at_end: dict[tuple[str, str], Any] = {}  # attributes that forward left with other values, in this trace
         self._left: dict[str, dict[str, None]] = {}
-        self.returned: tuple[tuple[str, str], ...] = ()
+        self.returned: tuple[tuple[str, str], ...] = ()    # of these, what the trace returns (`export.py`)
         self._tables: list[tuple[str, dict[str, Any], dict[str, Any]]] = []
         self._buffers_set: set[tuple[str, str]] = set()  # in this trace
         self._read_now: set[tuple[str, str]] = set()  # in this trace
@@ -152,7 +152,7 @@ class Recorder:
         """Record while the model is traced; afterwards the model's attributes have their old values."""
         key = threading.get_ident()
         self.returned = ()
-        for found in (self._assigned, self._at_end, self._read_now, self._read_first, self._buffers_set, self._tables):
+        for found in (self._assigned, self.at_end, self._read_now, self._read_first, self._buffers_set, self._tables):
             found.clear()
         with _LOCK:
             _RECORDERS[key] = self
@@ -236,7 +236,7 @@ class Recorder:
         """When forward returns: note the attributes whose values it has changed (torch.export puts some back). Raises
         CaptureError for a parameter, buffer or submodule that it has made or put in place of another one, other than by
         assigning to a buffer."""
-        self._at_end = {(path, name): value for path, module in self._modules() for name, value in vars(module).items()
+        self.at_end = {(path, name): value for path, module in self._modules() for name, value in vars(module).items()
                         if name not in INTERNAL and value is not self._before[module].get(name, Missing)}
         for path, table, before in self._tables:
             now = {name: value for name, value in table.items() if (path, name) not in self._buffers_set}
@@ -248,14 +248,6 @@ class Recorder:
                     "the parameters, buffers and submodules that the model had\n  Make them before the model is "
                     "compiled (in __init__; of a table that a first call makes, call the model itself once); write to "
                     "a buffer by self.x.copy_(...).")
-
-    def returns(self, can_be: Callable[[Any], bool]) -> tuple[Any, ...]:
-        """The values that forward has left in attributes, of those that ``can_be`` results of the program; `returned`
-        has the attributes, by module path and name."""
-        found = {place: value for place, value in self._at_end.items() if can_be(value)
-                 and any(isinstance(leaf, torch.Tensor) for leaf in pytree.tree_leaves(value))}
-        self.returned = tuple(found)
-        return tuple(found.values())
 
     def _modules(self) -> list[tuple[str, nn.Module]]:
         return [(self._paths[id(vars(module))], module) for module in self._before]
@@ -323,7 +315,7 @@ class Recorder:
         which such tensors were added. Raises CaptureError for others, which a script may read by a name of its own (but
         not of a model with hooks, which add to them, as users are warned)."""
         self._left = {}
-        for (path, name), value in self._at_end.items():
+        for (path, name), value in self.at_end.items():
             if _holds_of_call(value, graph):
                 self._left.setdefault(path, {})[name] = None
         attributes = {id(value): (path, name) for path, module in self._modules()

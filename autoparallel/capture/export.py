@@ -130,8 +130,10 @@ def _returned(model: torch.nn.Module, args: Any, output: Any) -> Any:
     if REGIONS.escaped(tensors_of(output)):
         raise CaptureError(f"{type(model).__name__} returns what is made in lines that the data say whether to run\n"
                            "  Return what is made for all rows.")
-    values = active.returns(lambda value: can_be_returned(value) and not REGIONS.escaped(tensors_of(value)))
-    return (output, values) if values else None
+    left = {place: value for place, value in active.at_end.items()
+            if can_be_returned(value) and not REGIONS.escaped(tensors_of(value))}
+    active.returned = tuple(left)
+    return (output, tuple(left.values())) if left else None
 
 
 def _distinct(args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:

@@ -34,9 +34,13 @@ class Left:
 
 def can_be_returned(value: Any) -> bool:
     """Whether a value is a traced tensor, or a structure of such and plain values."""
-    if type(value) in _CONTAINERS:
-        return bool(value) and all(map(can_be_returned, value.values() if isinstance(value, dict) else value))
-    return type(value) is FakeTensor or type(value) in _PLAIN
+    leaves, spec = pytree.tree_flatten(value)
+    return (any(type(leaf) is FakeTensor for leaf in leaves) and _is_plain(spec)
+            and all(type(leaf) in (FakeTensor, *_PLAIN) for leaf in leaves))
+
+
+def _is_plain(spec: pytree.TreeSpec) -> bool:
+    return spec.is_leaf() or (spec.type in _CONTAINERS and all(map(_is_plain, spec.children())))
 
 
 def take(program: ExportedProgram, given: tuple[tuple[str, str], ...], kept: Mapping[str, tuple[str, ...]]
