@@ -63,9 +63,11 @@ TRAFFIC = {"cpu": tuple(2**k for k in (10, 14, 18, 20, 22, 24)),
 #: Sequences of causal attention, and (heads, width of each), by kind of device.
 SEQUENCES = {"cpu": (32, 128, 512), "cuda": (256, 1024, 4096, 8192)}
 HEADS = {"cpu": (8, 64), "cuda": (32, 128)}
-#: Ops, or pairs of them, in a chain; elements that reductions reduce; parameters that are stepped at once,
-#: up to so many bytes together.
-PAIRS, REDUCED, STEPPED, STEPPED_BYTES = 4, 256, 8, 2**25
+#: Links of a chain, at least and at most, and bytes that they make together: more than caches hold, so that backward
+#: reads what forward saved from memory, as in a program.
+LEAST_LINKS, MOST_LINKS, CHAIN_BYTES = 4, 64, 2**27
+#: Elements that reductions reduce; parameters that are stepped at once, up to so many bytes together.
+REDUCED, STEPPED, STEPPED_BYTES = 256, 8, 2**25
 #: Overlap measurement: side n of the layers' products ([n / 4, n] times [n, n], with three element-wise ops), bytes of
 #: the collective, and compute time as multiples of the collective's own.
 OVERLAP_SIDES, OVERLAP_BYTES, OVERLAP_TIMES = {"cpu": 512, "cuda": 2048}, 2**24, (0.5, 1.0, 2.0)
@@ -189,7 +191,9 @@ def time_ops(device: torch.device, repeats: int = 5) -> list[MeasuredOp]:
     for dtype in (torch.float32, half) if device.type == "cuda" else (torch.float32,):
         for side in SIDES[device.type]:
             x = (torch.randn(side, side, device=device) / math.sqrt(side)).to(dtype)
-            found.append(_op("matmul", 2.0 * side**3, partial(_products, x), repeats, device, dtype, kernels=2 * PAIRS))
+            links = _links(2 * x.nbytes)    # a product and a weight
+            products = partial(_products, x, [x.clone() for _ in range(links)])
+            found.append(_op("matmul", 2.0 * side**3, products, repeats, device, dtype, kernels=2 * links))
     fastest, (heads, width) = half if device.type == "cuda" else torch.float32, HEADS[device.type]
     for length in SEQUENCES[device.type]:
         q = torch.randn(1, heads, length, width, device=device).to(fastest)
@@ -198,7 +202,8 @@ def time_ops(device: torch.device, repeats: int = 5) -> list[MeasuredOp]:
     for nbytes in TRAFFIC[device.type]:
         x = torch.rand(max(1, nbytes // 4 // REDUCED), REDUCED, device=device)
         size = 4.0 * x.numel()
-        found.append(_op("pointwise", 11 / 4 * size, partial(_chain, x), repeats, device, kernels=4 * PAIRS))
+        links = _links(2 * size)
+        found.append(_op("pointwise", 11 / 4 * size, partial(_chain, x, links), repeats, device, kernels=4 * links))
         found.append(_op("reduction", 2 * size, partial(_reductions, x), repeats, device, kernels=2))
         count = max(1, min(STEPPED, int(STEPPED_BYTES / size)))
         moved = x.numel() * step_bytes("float32", "adamw")
@@ -206,19 +211,24 @@ def time_ops(device: torch.device, repeats: int = 5) -> list[MeasuredOp]:
     return found
 
 
-def _products(x: torch.Tensor) -> None:
-    """`PAIRS` matrix products one after the other, and as many of backward."""
+def _links(made_bytes: float) -> int:
+    """The links of a chain, of which each makes so many bytes."""
+    return int(min(max(LEAST_LINKS, CHAIN_BYTES // made_bytes), MOST_LINKS))
+
+
+def _products(x: torch.Tensor, weights: Sequence[torch.Tensor]) -> None:
+    """A matrix product for each weight, one after the other, and as many of backward."""
     first = value = x.detach().requires_grad_()
-    for _ in range(PAIRS):
-        value = value @ x
+    for weight in weights:
+        value = value @ weight
     torch.autograd.grad(value, first, x)
 
 
-def _chain(x: torch.Tensor) -> None:
-    """Forward and backward of `PAIRS` element-wise products and SiLUs: four kernels for each pair, which move 11
-    tensors (a product reads two and writes one, a SiLU one and one; each gradient reads two and writes one)."""
+def _chain(x: torch.Tensor, links: int) -> None:
+    """Forward and backward of element-wise products and SiLUs: four kernels for each link, which move 11 tensors (a
+    product reads two and writes one, a SiLU one and one; each gradient reads two and writes one)."""
     first = value = x.detach().requires_grad_()
-    for _ in range(PAIRS):
+    for _ in range(links):
         value = torch.nn.functional.silu(value * x)
     torch.autograd.grad(value, first, x)
 
