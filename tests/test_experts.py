@@ -12,11 +12,13 @@ from torch import nn
 import autoparallel
 from autoparallel.capture import OpGraph, capture
 from autoparallel.capture.graph import Node
+from autoparallel.kernels.expert_dispatch import dispatched_experts
 from autoparallel.ops.routed_experts import routed_experts
 from autoparallel.plans.roles import roles_of
 from autoparallel.pricing import Prices, SpacePricer
 from autoparallel.pricing.record import workload
 from autoparallel.strategies.space import StrategySpace
+from benchmarks.in_process import on_every_rank
 from cost_models import Cluster
 from tests.support.captured import graph_of, plan_of
 from tests.support.models import CASES
@@ -95,6 +97,25 @@ def test_model_flops_of_experts_are_three_times_those_of_forward() -> None:
     assert len(mixtures) == 2 and all(s.rule.flops > 0 for s in mixtures)
     wanted = 3 * sum(s.rule.flops for s in (*mixtures, *others))
     assert workload(pricer, first).model_flops == pytest.approx(wanted)
+
+
+def test_a_rank_without_tokens_computes_others() -> None:
+    """Its experts run rows of the other rank."""
+    graph = graph_of("mixtral")
+    node = next(n for n in graph.of_kind("op") if n.target is routed_experts)
+    sizes = [graph.meta(ref).shape for ref in node.inputs]
+    tokens, scores, up, down = (torch.randn(s) for s in (sizes[0], *sizes[2:]))
+    ids, each = torch.randint(0, 4, sizes[1]), sizes[1][0] // sizes[0][0]
+
+    def work(coordinate: tuple[int, ...]) -> torch.Tensor:
+        (rank,) = coordinate
+        count, own = (1 - rank) * len(tokens), slice(2 * rank, 2 * rank + 2)
+        return dispatched_experts(node.args[0], tokens[:count], ids[:count * each], [scores[:count * each]],
+                                  [up[own], down[own]], 2 * rank, axes=("x",))
+
+    made = on_every_rank((2,), ("x",), work)
+    torch.testing.assert_close(made[(0,)], routed_experts(node.args[0], tokens, ids, [scores], [up, down]))
+    assert len(made[(1,)]) == 0
 
 
 def test_experts_without_a_row() -> None:

@@ -31,8 +31,9 @@ def dispatched_experts(body: str, tokens: torch.Tensor, ids: torch.Tensor, by_ro
     theirs = exchanged_rows(counts, axis, [own] * axis.size, lengths)
     by_rank = torch.stack([part.sum() for part in counts.split(lengths)]), theirs.view(axis.size, own).sum(1)
     sent, received = torch.stack(by_rank).tolist()
+    each = max(1, ids.shape[0] // max(1, tokens.shape[0]))
     rows, *row_values = rows_exchanged_together(
-        [tokens[order // (ids.shape[0] // tokens.shape[0])], *(value[order] for value in by_row)], axis, received, sent)
+        [tokens[order // each], *(value[order] for value in by_row)], axis, received, sent)
     experts = torch.arange(first, first + own, device=ids.device).repeat(axis.size)
     experts = torch.repeat_interleave(experts, theirs, output_size=sum(received))
     made = routed_experts(body, rows, experts, row_values, weights, first)
