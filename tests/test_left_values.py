@@ -166,6 +166,107 @@ def test_they_are_added_to_the_loss_on_ranks(ranks: Any, options: dict[str, Any]
         torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-6)
 
 
+class Moded(nn.Module):
+    """Leaves what ``leave`` says in training, and otherwise what ``otherwise`` does."""
+
+    kept: Any = None
+
+    def __init__(self, otherwise: Callable[[Any, Tensor], Any]) -> None:
+        super().__init__()
+        self.linear, self.otherwise = nn.Linear(6, 6), otherwise
+        self.penalty: Any = 0.0
+
+    def forward(self, x: Tensor) -> Tensor:
+        made: Tensor = self.linear(x)
+        if self.training:
+            self.penalty = made.square().mean()
+            self.kept = made.detach()
+            return made
+        read = self.otherwise(self, made)
+        return made if read is None else made + read
+
+
+class InBlocks(nn.Module):
+    def __init__(self, otherwise: Callable[[Any, Tensor], Any]) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(Moded(otherwise) for _ in range(6))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = layer(x)
+        return x
+
+
+def puts_none(layer: Any, made: Tensor) -> None:
+    layer.penalty = None
+
+
+def puts_zero(layer: Any, made: Tensor) -> None:
+    layer.penalty = 0.0
+
+
+def puts_nothing(layer: Any, made: Tensor) -> None:
+    pass
+
+
+MODED: list[Callable[[Callable[[Any, Tensor], Any]], Any]] = [Moded, InBlocks]
+
+
+def last_of(model: Any) -> Any:
+    return model.layers[5] if hasattr(model, "layers") else model
+
+
+@pytest.mark.parametrize("make", MODED)
+@pytest.mark.parametrize("otherwise", [puts_none, puts_zero, puts_nothing])
+def test_calls_of_two_forms_leave_values_in_one_attribute(mesh_of_one: Any, make: Any, otherwise: Any) -> None:
+    model = make(otherwise)
+    parallel: Any = autoparallel.compile(copy.deepcopy(model), mesh_of_one)
+    for training in (True, False, False, True, False):
+        for one in (model, parallel):
+            one.train(training)(X + training)
+        found, expected = (last_of(one).penalty for one in (parallel, model))
+        assert type(found) is type(expected)
+        assert expected is None or torch.allclose(torch.as_tensor(found), torch.as_tensor(expected))
+    assert type(last_of(copy.deepcopy(parallel)).penalty) is type(expected) or otherwise is puts_nothing
+    assert parallel._state.forms.compiled == 2
+
+
+def reads(layer: Any, made: Tensor) -> Any:
+    return layer.kept
+
+
+@pytest.mark.parametrize("make", MODED)
+def test_calls_that_read_what_those_of_another_form_left_are_refused(mesh_of_one: Any, make: Any) -> None:
+    """They would compute with what was there before: the value of the first trace."""
+    model = make(reads)
+    parallel: Any = autoparallel.compile(copy.deepcopy(model), mesh_of_one)
+    parallel.eval()
+    torch.testing.assert_close(parallel(X).detach(), model.eval()(X).detach())    # nothing was left yet
+    for _ in range(2):
+        parallel.train()(X)
+        with pytest.raises(InputError, match=r"forward reads (layers.0.)?kept, in which a call of another form"):
+            parallel.eval()(X)
+    for one in (model, parallel):
+        for layer in getattr(one, "layers", [one]):
+            layer.kept = None
+    torch.testing.assert_close(parallel(X).detach(), model(X).detach())
+
+
+@pytest.mark.parametrize("make", MODED)
+def test_values_over_a_class_attribute_can_be_deleted(mesh_of_one: Any, make: Any) -> None:
+    parallel: Any = autoparallel.compile(make(puts_nothing), mesh_of_one)
+    for _ in range(2):
+        parallel(X)
+        assert last_of(parallel).kept.shape == X.shape
+        del last_of(parallel).kept
+        assert last_of(parallel).kept is None
+
+
+@pytest.mark.filterwarnings("error:The tensor attribute")
+def test_nobody_is_warned_of_attributes_that_are_kept(mesh_of_one: Any) -> None:
+    autoparallel.compile(Moded(puts_none), mesh_of_one, example_inputs=(X,))
+
+
 class Twice(nn.Module):
     def __init__(self) -> None:
         super().__init__()

@@ -15,6 +15,7 @@ from collections import deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
+from itertools import product
 from operator import is_
 from typing import Any
 
@@ -90,13 +91,17 @@ def uncounted() -> Iterator[None]:
 class Dependencies:
     """All state that a trace read: names of attributes by module path (class attributes and absent ones included),
     variables, modes with their values, and whether strides of tensors were read. ``left``: names of attributes, by
-    module path, in which forward left tensors of the call, as ``self.penalty = y.square().mean()`` does."""
+    module path, in which forward left tensors of the call, as ``self.penalty = y.square().mean()`` does. ``found``: of
+    ``attributes``, those that forward read before it assigned to them. ``plain``: plain values that it assigned last,
+    as ``self.penalty = None`` does, by module path and name."""
 
     attributes: Mapping[str, tuple[str, ...]]
     variables: tuple[Variable, ...]
     strides: bool
     modes: Mapping[str, Any]
     left: Mapping[str, tuple[str, ...]]
+    found: Mapping[str, tuple[str, ...]]
+    plain: Mapping[tuple[str, str], Any]
 
 
 class Recorder:
@@ -106,7 +111,9 @@ class Recorder:
         self.model = model
         self._paths = {id(vars(module)): path for path, module in model.named_modules()}
         self._read: dict[str, dict[str, None]] = {path: {} for path in self._paths.values()}
+        self._found: dict[str, dict[str, None]] = {path: {} for path in self._read}
         self._assigned: dict[tuple[str, str], Any] = {}
+        self._plain: dict[tuple[str, str], Any] = {}
         self.at_end: dict[tuple[str, str], Any] = {}  # attributes that forward left with other values, in this trace
         self._left: dict[str, dict[str, None]] = {}
         self.returned: tuple[tuple[str, str], ...] = ()    # of these, what the trace returns (`export.py`)
@@ -201,6 +208,8 @@ class Recorder:
         if name not in INTERNAL and (path := self._path_of(module)) is not None:
             self._read[path][name] = None
             self._read_now.add((path, name))
+            if (path, name) not in self._assigned:
+                self._found[path][name] = None
             if (path, name) in self._moving:
                 self._refuse_moving(f"{path}.{name}".strip("."), self._moving[path, name])
 
@@ -238,6 +247,9 @@ class Recorder:
         assigning to a buffer."""
         self.at_end = {(path, name): value for path, module in self._modules() for name, value in vars(module).items()
                         if name not in INTERNAL and value is not self._before[module].get(name, Missing)}
+        own = {path: vars(module) for path, module in self._modules()}
+        self._plain = {(path, name): value for (path, name), value in self._assigned.items()
+                       if is_plain(value) and own[path].get(name, Missing) is value}
         for path, table, before in self._tables:
             now = {name: value for name, value in table.items() if (path, name) not in self._buffers_set}
             same = {name for name, value in now.items() if before.get(name, Missing) is value}
@@ -358,22 +370,28 @@ class Recorder:
 
     def dependencies(self, equivalent: Iterable[Sequence[str]] = ()) -> Dependencies:
         """All that was read. ``equivalent``: paths of blocks of which only some were traced: what is read in one is
-        read in each."""
-        for blocks in equivalent:
+        read in each, and what it assigns."""
+        equivalent, plain = [*equivalent], dict(self._plain)
+        for blocks in equivalent if self._plain else ():
+            given = {(path.removeprefix(block), name): value for block in blocks
+                     for (path, name), value in self._plain.items() if f"{path}.".startswith(f"{block}.")}
+            plain |= {(f"{block}{path}", name): value for block in blocks for (path, name), value in given.items()}
+        for blocks, read in product(equivalent, (self._read, self._found)):
             names = dict[str, dict[str, None]]()
             for block in blocks:
                 for path in self._inside(block):
-                    names.setdefault(path.removeprefix(block), {}).update(self._read[path])
+                    names.setdefault(path.removeprefix(block), {}).update(read[path])
             for block in blocks:
                 for path in self._inside(block):
-                    self._read[path].update(names[path.removeprefix(block)])
-        attributes = {path: tuple(names) for path, names in self._read.items() if names}
+                    read[path].update(names[path.removeprefix(block)])
+        attributes, found = ({path: tuple(names) for path, names in read.items() if names}
+                             for read in (self._read, self._found))
         variables = [variable for variable, before in zip(self._variables, self._values, strict=True)
                      if variable is not ENVIRONMENT  # of which parts are noted
                      and description(variable.value()) == description(before)]  # others are its own caches
         left = {path: tuple(names) for path, names in self._left.items()}
         return Dependencies(attributes, (*variables, *self._of_environment.values()), self.strides, dict(self._modes),
-                            left)
+                            left, found, plain)
 
     def _inside(self, block: str) -> list[str]:
         return [path for path in self._read if path == block or path.startswith(f"{block}.")]

@@ -7,6 +7,7 @@ import logging
 import re
 import sysconfig
 import traceback
+import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from operator import is_
@@ -72,7 +73,8 @@ def trace(model: torch.nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]
 
 @contextmanager
 def _quiet() -> Iterator[None]:
-    """Without what torch logs and prints of a trace that ends, the graph so far: our message replaces it."""
+    """Without what torch logs and prints of a trace that ends, the graph so far: our message replaces it. And without
+    its warning that attributes have to be buffers."""
     from torch.export import _trace  # seconds to import
 
     logs = {log: log.level for log in map(logging.getLogger, _TORCH_LOGS)}
@@ -86,7 +88,9 @@ def _quiet() -> Iterator[None]:
         log.setLevel(logging.CRITICAL)
     vars(_trace)["print"] = elsewhere
     try:
-        yield
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", "The tensor attributes? ", UserWarning)
+            yield
     finally:
         del vars(_trace)["print"]
         for log, level in logs.items():

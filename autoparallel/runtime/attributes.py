@@ -9,6 +9,7 @@ from typing import Any
 
 from torch import nn
 
+from autoparallel.capture.contents import Missing
 from autoparallel.errors import InputError
 from autoparallel.runtime import tracing
 from autoparallel.runtime.state import State
@@ -88,7 +89,7 @@ def delete_on_original(module: nn.Module, name: str) -> bool:
     state: State | None = module.__dict__.get("_state")
     if state is None or name in module.__dict__ or _registered(module, name):
         return False
-    if state.left_in_root.pop(name, None) is None or hasattr(state.model, name):
+    if state.left_in_root.pop(name, Missing) is Missing or name in vars(state.model):
         delattr(state.model, name)
     return True
 

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 import torch
 from torch import nn
 
+from autoparallel.capture.contents import Missing, description, has_fields, is_plain
 from autoparallel.capture.dependencies import Dependencies
 from autoparallel.errors import InputError
 
@@ -34,8 +35,9 @@ class NotKept:
 
     _is_param = _is_buffer = False    # asked by isinstance(x, nn.Parameter)
 
-    def __init__(self, name: str) -> None:
-        self.__dict__["name"] = name
+    def __init__(self, name: str, left: bool = False) -> None:
+        """``left``: by a call, which has run."""
+        self.__dict__.update(name=name, left=left)
 
     @property  # type: ignore[misc]
     def __class__(self) -> type[torch.Tensor]:  # type: ignore[override]
@@ -75,25 +77,41 @@ for _name in (*_OPERATORS, *(f"r{name}" for name in _OPERATORS), *(f"i{name}" fo
 
 
 @contextmanager
-def hidden(state: State) -> Iterator[None]:
+def hidden(state: State) -> Iterator[Mapping[tuple[str, str], Any]]:
     """The parts of the parallel module with the original's values in place of those of a call and of the marks: what
-    guards compare, and what a trace reads. A value that a script has set in place of these stays."""
-    found = list[tuple[dict[str, Any], str, Any]]()
+    guards compare, and what a trace reads. A value that a script has set in place of these stays. Yields what is
+    hidden, by module path and name, with what the model itself has."""
+    found, values = list[tuple[dict[str, Any], str, Any]](), {("", n): put for n, put in state.left_in_root.items()}
     pairs = [*state.parts.items()] if state.left else []
-    for place, names in state.left.values():
+    for path, (place, names) in state.left.items():
         theirs, ours = map(vars, pairs[place])
         for name, put in names.items():
-            if put is not None and ours.get(name) is put:
+            if ours.get(name, Missing) is put:
                 found.append((ours, name, put))
+                values[path, name] = put
                 if name in theirs:
                     ours[name] = theirs[name]
                 else:
                     del ours[name]
     try:
-        yield
+        yield values
     finally:
         for ours, name, put in found:
             ours[name] = put
+
+
+def check_reads(state: State, dependencies: Dependencies, values: Mapping[tuple[str, str], Any]) -> None:
+    """Raises InputError for a call whose forward reads an attribute in which the last call, of another form, has left
+    a value (``values``, of `hidden`): the program has the one of before."""
+    for path, name in values if dependencies.found else ():
+        if name not in dependencies.found.get(path, ()) or name in dependencies.left.get(path, ()):
+            continue
+        put, before = values[path, name], vars(state.model.get_submodule(path)).get(name, Missing)
+        if type(put) is not NotKept or (put.__dict__["left"] and (is_plain(before) or not has_fields(before))):
+            shown = f"{path}.{name}".strip(".")
+            raise InputError(f"forward reads {shown}, in which a call of another form has left a value of its own: a "
+                             "program has no such memory\n  Keep a tensor in a buffer (register_buffer, and in forward "
+                             f"self.x.copy_(...)), or pass it and return it; or set {shown} before this call.")
 
 
 def mark(state: State, dependencies: Dependencies, runs: bool) -> None:
@@ -107,7 +125,23 @@ def mark(state: State, dependencies: Dependencies, runs: bool) -> None:
         known, attributes = _places(state, path, parts)
         for name in names:
             if runs or name not in known:
-                known[name] = attributes[name] = NotKept(f"{path}.{name}".strip("."))
+                known[name] = attributes[name] = NotKept(f"{path}.{name}".strip("."), runs)
+    for (path, name), value in dependencies.plain.items() if runs else ():
+        if path in ("", *state.left):
+            _settle(state, path, name, value)
+
+
+def _settle(state: State, path: str, name: str, value: Any) -> None:
+    """Put the plain value that a call leaves in place of a tensor that another one has left there."""
+    known, attributes = _places(state, path, [*state.parts.values()])
+    if name not in known or attributes.get(name, Missing) is not known[name]:
+        return
+    before = vars(state.model.get_submodule(path)).get(name, Missing)
+    known[name] = attributes[name] = value
+    if description(before) == description(value):
+        del known[name]
+        if path:
+            attributes[name] = before
 
 
 def keep(state: State, values: Mapping[tuple[str, str], Any]) -> None:
@@ -123,7 +157,7 @@ def in_copies(state: State) -> dict[int, NotKept]:
     which torch does not copy.)"""
     names = {(path, name): value for path, (_, known) in state.left.items() for name, value in known.items()}
     names |= {("", name): value for name, value in state.left_in_root.items()}
-    return {id(value): NotKept(".".join(filter(None, name))) for name, value in names.items() if value is not None}
+    return {id(value): NotKept(".".join(filter(None, name))) for name, value in names.items() if not is_plain(value)}
 
 
 def _places(state: State, path: str, parts: Sequence[nn.Module]) -> tuple[dict[str, Any], dict[str, Any]]:

@@ -15,6 +15,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from autoparallel.capture import call_text, canonical_call
+from autoparallel.capture.dependencies import Dependencies
 from autoparallel.capture.numbers import is_number
 from autoparallel.errors import CaptureError, InputError
 from autoparallel.runtime import arguments, left_values
@@ -55,11 +56,13 @@ def trace(module: nn.Module, state: State, args: Sequence[Any], kwargs: Mapping[
     plain = not step or state.hybrid.is_plain
     state.check()
     key = form_of(leaves, spec), state.modes(), state.trainable(), plain
-    with left_values.hidden(state):
+    with left_values.hidden(state) as left:
         compiled = state.forms.find(key, leaves)
         if compiled is None and state.attributes is not None:
             state.attributes.merge()
             compiled = state.forms.find(key, leaves)
+        if compiled is not None and runs:
+            left_values.check_reads(state, _dependencies_of(compiled), left)
         if compiled is None or runs:
             known: tuple[Any, ...] = (state.forms.number(compiled), *(leaves[n] for n in compiled.numbers)) \
                 if compiled is not None else (*map(form_text, leaves), state.modes(), state.trainable())
@@ -68,10 +71,17 @@ def trace(module: nn.Module, state: State, args: Sequence[Any], kwargs: Mapping[
             ask((step, torch.is_grad_enabled(), known), partial(_text_of, state, args, kwargs, step, key))
         if compiled is None:
             compiled = _compiled(module, state, key, leaves, spec, plain)
-    dependencies = compiled.micro.whole.dependencies
-    assert dependencies is not None
-    left_values.mark(state, dependencies, runs)
+            if runs:
+                left_values.check_reads(state, _dependencies_of(compiled), left)
+    left_values.mark(state, _dependencies_of(compiled), runs)
     return compiled
+
+
+def _dependencies_of(compiled: Compiled) -> Dependencies:
+    """What the trace of a form read."""
+    found = compiled.micro.whole.dependencies
+    assert found is not None
+    return found
 
 
 def _computes_first(compiled: Compiled, leaves: Sequence[Any]) -> bool:
@@ -111,9 +121,7 @@ def _compiled(module: nn.Module, state: State, key: Any, leaves: Sequence[Any], 
     if not state.forms:
         with torch.inference_mode(False):  # parameters must be normal tensors, trainable later
             place(module, state, compiled)
-    dependencies = compiled.micro.whole.dependencies
-    assert dependencies is not None
-    state.forms.add(key, str(spec), leaves, Guards(state.parts, dependencies, leaves), compiled, fixed)
+    state.forms.add(key, str(spec), leaves, Guards(state.parts, _dependencies_of(compiled), leaves), compiled, fixed)
     _log_numbers(state, compiled, args, kwargs)
     state.calls_traced[call] = None
     return compiled
