@@ -102,6 +102,20 @@ def test_losses_outside_of_the_model_are_those_of_one_process(ranks: Any, batche
         assert losses == pytest.approx(expected, rel=1e-5)
 
 
+def losses_of_loader(dataset: Any, batch_size: int) -> list[float]:
+    parallel: Any = autoparallel.compile(Named(), mesh_of(4), baseline="ddp")
+    return trained(parallel, parallel.dataloader(dataset, batch_size))
+
+
+@pytest.mark.parametrize("dataset", [TensorDataset(X, Y), Rows()])
+@pytest.mark.parametrize("batch_size", [4, 6])
+def test_targets_of_a_last_batch_lie_as_its_own_outputs(ranks: Any, dataset: Any, batch_size: int) -> None:
+    """Of 4 ranks, which have a row each of 4, and all of them 2 or 6."""
+    expected = trained(Named(), DataLoader(TensorDataset(X, Y), batch_size))
+    for losses in ranks(4).run(losses_of_loader, dataset, batch_size):
+        assert losses == pytest.approx(expected, rel=1e-5)
+
+
 def layouts() -> list[Any]:
     """The placements of a batch with rows cut, the rows that are read, and what comes of outputs that are whole."""
     mesh, read = mesh_of(2), list[int]()

@@ -76,16 +76,40 @@ def loader(state: State, trace: Callable[..., Compiled], dataset: Dataset[Any], 
             raise InputError("a stream has one order, and is read whole: leave out "
                              f"{'shuffle' if shuffle else 'per_sample'} (shuffle in the dataset, with the same seed on "
                              "all ranks)")
-        return streams.streamed_loader(dataset, batch_size, lambda batch: form_of(batch, True), state.device, seed=seed,
-                                       collate=collate, drop_last=drop_last, as_dtensors=state.inputs.are_local,
-                                       options=options)
+        streamed = streams.streamed_loader(dataset, batch_size, lambda batch: form_of(batch, True), state.device,
+                                           seed=seed, collate=collate, drop_last=drop_last,
+                                           as_dtensors=state.inputs.are_local, options=options)
+        streamed.finish = _Finish(state, trace)
+        return streamed
     whole = collate is not None and not per_sample
     form = form_of(data.example_batch(dataset, batch_size, collate, by_row=not whole), whole)
     sharded = data.sharded_loader(dataset, form, state.device, batch_size, shuffle=shuffle, seed=seed, collate=collate,
                                   drop_last=drop_last, as_dtensors=state.inputs.are_local, options=options)
+    sharded.finish = _Finish(state, trace)
     if not drop_last:
         tell_of_rest(options.get("sampler") or dataset, batch_size, state.hybrid.micro_batches)
     return sharded
+
+
+class _Finish:
+    """Lays out targets of a batch as the outputs of its own call, which may be cut otherwise than those of the example
+    that a loader was made for: a last batch has fewer rows, and perhaps fewer than ranks."""
+
+    def __init__(self, state: State, trace: Callable[..., Compiled]) -> None:
+        self._state, self._trace = state, trace
+        self._layouts: dict[object, Layout | None] = {}    # by mode and shapes of the batch
+
+    def __call__(self, batch: Any) -> Any:
+        state = self._state
+        leaves, spec = flattened(batch)
+        if not state.hybrid.is_plain or not (rest := _not_in_call(batch, state.model)):
+            return batch
+        form = state.modes(), *((leaf.shape, leaf.dtype) if isinstance(leaf, torch.Tensor) else None for leaf in leaves)
+        if form not in self._layouts:
+            self._layouts[form] = _layout_of_targets(self._trace(*targets.as_call(batch, state.model)), state)
+        placed = [targets.placed(leaf, self._layouts[form], state.mesh, state.device) if number in rest else leaf
+                  for number, leaf in enumerate(leaves)]
+        return pytree.tree_unflatten(placed, spec)
 
 
 def tell_of_rest(samples: Any, batch_size: int, micro_batches: int) -> None:
@@ -98,13 +122,23 @@ def tell_of_rest(samples: Any, batch_size: int, micro_batches: int) -> None:
 
 def _layouts_of(batch: Any, compiled: Compiled, model: nn.Module) -> tuple[dict[int, Layout], frozenset[int]]:
     """By leaf number of the batch: layouts of the inputs that the program reads; tensors that are not in the call."""
-    leaves, spec = flattened(batch)
-    numbered = pytree.tree_unflatten([[n] * len(leaf) if is_texts(leaf) else n for n, leaf in enumerate(leaves)], spec)
-    call = ((0,), {}) if isinstance(batch, torch.Tensor) else targets.as_call(numbered, model)
-    numbers = pytree.tree_leaves(canonical_call(*call))
-    program = compiled.program
+    numbers, program = _in_call(batch, model), compiled.program
     layouts = {numbers[int(decision.path)]: layout
                for decision, layout in zip(program.placeholders, program.placeholder_layouts, strict=True)
                if decision.kind == "input"}
-    return layouts, frozenset(number for number, leaf in enumerate(leaves)
-                              if isinstance(leaf, torch.Tensor) and number not in numbers)
+    return layouts, _not_in_call(batch, model)
+
+
+def _in_call(batch: Any, model: nn.Module) -> list[Any]:
+    """The leaf numbers of the batch of the leaves of the call in it, in order."""
+    leaves, spec = flattened(batch)
+    numbered = pytree.tree_unflatten([[n] * len(leaf) if is_texts(leaf) else n for n, leaf in enumerate(leaves)], spec)
+    call = ((0,), {}) if isinstance(batch, torch.Tensor) else targets.as_call(numbered, model)
+    return pytree.tree_leaves(canonical_call(*call))
+
+
+def _not_in_call(batch: Any, model: nn.Module) -> frozenset[int]:
+    """The leaf numbers of tensors of the batch that are not in the call."""
+    numbers = frozenset(_in_call(batch, model))
+    return frozenset(number for number, leaf in enumerate(flattened(batch)[0])
+                     if isinstance(leaf, torch.Tensor) and number not in numbers)

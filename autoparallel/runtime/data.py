@@ -132,7 +132,8 @@ class ShardedLoader:
 
     ``set_epoch(n)`` draws another order. ``state_dict()`` is the position, also within an epoch; after
     ``load_state_dict`` the next iteration continues there, also on another number of ranks. With a ``stream`` batches
-    are copied to the device one ahead; the position is that of the batches given out.
+    are copied to the device one ahead; the position is that of the batches given out. ``finish`` is called with each
+    placed batch, and returns it as it is given out.
     """
 
     loader: DataLoader[Any]
@@ -141,6 +142,7 @@ class ShardedLoader:
     collate_name: str
     in_parts: bool = False
     stream: CopyStream | None = None
+    finish: Callable[[Any], Any] = field(default=lambda batch: batch, init=False)
     _position: int = field(default=0, init=False)
 
     @property
@@ -192,7 +194,7 @@ class ShardedLoader:
         order.start = 0
         for batch, count in placed(read, self.placing.placed, self.stream):
             self._position += count
-            yield batch
+            yield self.finish(batch)
 
     def _read(self, batches: Iterator[tuple[Any, str]], start: int) -> Iterator[tuple[Any, int]]:
         """(rows that this rank has read, samples of the batch) from sample ``start``; the first batch is checked."""

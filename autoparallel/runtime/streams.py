@@ -52,6 +52,7 @@ class StreamedLoader:
 
     ``set_epoch(n)`` is passed to the dataset, if it has one. ``state_dict()`` is the position: the dataset's own, if it
     has one and no workers read ahead, else the number of samples, which are read and skipped after ``load_state_dict``.
+    ``finish`` is called with each placed batch, and returns it as it is given out.
     """
 
     dataset: Any
@@ -63,6 +64,7 @@ class StreamedLoader:
     as_dtensors: bool
     stream: CopyStream | None = None
     epoch: int = field(default=0, init=False)
+    finish: Callable[[Any], Any] = field(default=lambda batch: batch, init=False)
     _placing: Placing | None = field(default=None, init=False)
     _position: int = field(default=0, init=False)
     _resumed: bool = field(default=False, init=False)
@@ -109,7 +111,7 @@ class StreamedLoader:
         read = self._read(islice(self._together(batches), skipped, None))
         for batch, count in placed(read, self._place, None if self._has_state else self.stream):
             self._position += count
-            yield batch
+            yield self.finish(batch)
 
     def _read(self, batches: Iterator[Any]) -> Iterator[tuple[Any, int]]:
         """The batches with their numbers of samples; the model is compiled for the first."""
