@@ -12,7 +12,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, NoReturn
 
 import typer
 
@@ -588,11 +588,18 @@ def main() -> None:
     try:
         app()
     except AutoparallelError as error:
-        typer.secho(f"error: {printable(str(error))}", fg="red", err=True)
-        raise SystemExit(3 if isinstance(error, InfeasibleError) else 2) from None
+        _end(printable(str(error)), 3 if isinstance(error, InfeasibleError) else 2)
     except OSError as error:
         if error.errno != errno.ENOSPC:
             raise
         sys.stdout = io.StringIO()    # which Python flushes when it ends
-        typer.secho(f"error: the output could not be written: {error.strerror}", fg="red", err=True)
-        raise SystemExit(2) from None
+        _end(f"the output could not be written: {error.strerror}", 2)
+
+
+def _end(message: str, code: int) -> NoReturn:
+    """Exit with the code, also where the message cannot be written (code 1 has another meaning)."""
+    try:
+        typer.secho(f"error: {message}", fg="red", err=True)
+    except OSError:
+        sys.stderr = io.StringIO()    # which Python flushes when it ends
+    raise SystemExit(code) from None

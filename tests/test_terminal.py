@@ -95,6 +95,18 @@ def test_a_full_disk_is_told_in_one_message(tmp_path: Path, monkeypatch: pytest.
     assert capsys.readouterr().err == "error: the output could not be written: No space left on device\n"
 
 
+def test_exit_codes_are_the_same_where_no_error_can_be_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """``autoparallel diff a.json b.json > log 2>&1`` on a full disk has not found that plans differ (1)."""
+    _plan().save(tmp_path / "plan.json")
+    for other in ("plan.json", "none.json"):
+        monkeypatch.setattr("sys.argv", ["autoparallel", "diff", *(str(tmp_path / n) for n in ("plan.json", other))])
+        monkeypatch.setattr("sys.stdout", Full())
+        monkeypatch.setattr("sys.stderr", Full())
+        with pytest.raises(SystemExit) as end:
+            main()
+        assert end.value.code == 2
+
+
 def test_terminals_without_a_size_are_written_to(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("COLUMNS", "0")
     report, file = report_of(_plan()), io.StringIO()
