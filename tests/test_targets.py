@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 import torch
@@ -12,7 +12,7 @@ from torch.distributed.tensor import DTensor
 from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 
 import autoparallel
-from autoparallel.errors import InputError
+from autoparallel.errors import CaptureError, InputError
 from tests.support.ranks import mesh_of
 
 X = torch.linspace(-2, 2, 22 * 6).view(22, 6).sin()
@@ -145,3 +145,28 @@ def test_batches_that_lack_an_argument_are_refused(mesh_of_one: Any) -> None:
     parallel: Any = autoparallel.compile(Named(), mesh_of_one)
     with pytest.raises(InputError, match=r"the batch has image, y, and Named.forward requires x\n"):
         parallel.shard_batch({"image": X[:BATCH], "y": Y[:BATCH]})
+
+
+class Scaled(Named):
+    def forward(self, x: Tensor, scale: float = 1.0) -> Tensor:
+        made: Tensor = self.net(x) * scale
+        return made
+
+
+def test_a_target_taken_as_an_optional_argument_is_told(mesh_of_one: Any) -> None:
+    parallel: Any = autoparallel.compile(Scaled(), mesh_of_one)
+    with pytest.raises(CaptureError, match="Of the batch, forward gets entry 1 as scale"):
+        parallel.shard_batch((X[:BATCH], Y[:BATCH]))
+    with pytest.raises(CaptureError, match="Of the batch, forward gets entry 1 as scale"):
+        parallel.dataloader(TensorDataset(X, Y), BATCH)
+    assert parallel.shard_batch({"x": X[:BATCH], "y": Y[:BATCH]})["y"].tolist() == Y[:BATCH].tolist()
+
+
+class Pair(NamedTuple):
+    x: Tensor
+    y: Tensor
+
+
+def test_namedtuples_stay_such(mesh_of_one: Any) -> None:
+    parallel: Any = autoparallel.compile(Named(), mesh_of_one)
+    assert parallel.shard_batch(Pair(X[:BATCH], Y[:BATCH])).y.tolist() == Y[:BATCH].tolist()

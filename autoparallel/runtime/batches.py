@@ -26,7 +26,8 @@ _LOG = logging.getLogger("autoparallel")
 
 def sharded(batch: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], compiled: Compiled, state: State) -> Any:
     """The batch of the call ``args``, ``kwargs``, with each tensor of the call as a DTensor in the layout that the
-    program of ``compiled`` reads, and targets in that of its outputs. A dict if ``batch`` is a mapping, else a tuple.
+    program of ``compiled`` reads, and targets in that of its outputs. A dict if ``batch`` is a mapping, else a tuple
+    (a namedtuple, if that is one).
     """
     named = [name for name, _ in state.inputs.named(args, kwargs)]
     leaves, spec = pytree.tree_flatten(canonical_call(args, kwargs))
@@ -43,7 +44,10 @@ def sharded(batch: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], compil
     if any(state.inputs.kind(name) == "local" for name in named):
         rest = local_batch(rest, state.mesh, state.device)
     rest = targets.placed(rest, _layout_of_targets(compiled, state), state.mesh, state.device)
-    return {**kwargs, **rest} if isinstance(batch, Mapping) else (*args, *rest)
+    if isinstance(batch, Mapping):
+        return {**kwargs, **rest}
+    made = *args, *rest
+    return type(batch)(*made) if hasattr(batch, "_fields") else made    # a namedtuple
 
 
 def _layout_of_targets(compiled: Compiled, state: State) -> Layout | None:
@@ -63,7 +67,9 @@ def loader(state: State, trace: Callable[..., Compiled], dataset: Dataset[Any], 
     def form_of(batch: Any, whole: bool) -> Form:
         if not state.hybrid.is_plain:
             return Form.of(batch, {}, state.position.whole, whole)
-        compiled = trace(*targets.as_call(batch, state.model))
+        args, kwargs = targets.as_call(batch, state.model)
+        with targets.naming_optional(batch, args, state.model):
+            compiled = trace(args, kwargs)
         layouts, rest = _layouts_of(batch, compiled, state.model)
         if rest and (layout := _layout_of_targets(compiled, state)) is not None:
             leaves, _ = flattened(batch)

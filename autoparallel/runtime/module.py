@@ -290,7 +290,9 @@ class ParallelModule(nn.Module):
         if not self._state.hybrid.is_plain:
             raise InputError("a step in micro-batches or stages takes the whole batch: call step(...) with it as it is")
         args, kwargs = self.taken(args, kwargs)
-        return batches.sharded(batch, args, kwargs, self.trace(args, kwargs), self._state)
+        with targets.naming_optional(batch, args, self._state.model):
+            compiled = self.trace(args, kwargs)
+        return batches.sharded(batch, args, kwargs, compiled, self._state)
 
     def local_batch(self, batch: Any) -> Any:
         """The global batch as DTensors, from this rank's rows (dim 0): the rows of all ranks in rank order.

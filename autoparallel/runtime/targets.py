@@ -6,7 +6,8 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -15,7 +16,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
-from autoparallel.errors import InputError
+from autoparallel.errors import CaptureError, InputError
 from autoparallel.layout import INVARIANT, Layout, to_torch
 from autoparallel.runtime import initialise
 from autoparallel.runtime.form import Compiled
@@ -47,6 +48,22 @@ def as_call(batch: Any, model: nn.Module) -> tuple[tuple[Any, ...], dict[str, An
     return (), {name: value for name, value in batch.items() if name in kinds}
 
 
+@contextmanager
+def naming_optional(batch: Any, args: Sequence[Any], model: nn.Module) -> Iterator[None]:
+    """Where the call ``args`` of a batch cannot be captured: say which values of it are optional arguments, and may be
+    meant as targets."""
+    try:
+        yield
+    except CaptureError as error:
+        positional = [*inspect.signature(model.forward).parameters.values()][: len(args)]
+        optional = [f"{number} as {parameter.name}" for number, parameter in enumerate(positional)
+                    if parameter.default is not parameter.empty]
+        if optional and not isinstance(batch, torch.Tensor):
+            error.args = (f"{error}\n  Of the batch, forward gets entry {', '.join(optional)}. If that is a target: "
+                          "let a sample be a mapping, in which targets have other names than arguments of forward.",)
+        raise
+
+
 def layout_of_targets(compiled: Compiled, gives_whole: bool) -> Layout | None:
     """The layout of tensors that go with the outputs of a call: their rows (dim 0) are cut as those of the first output
     of which a rank has a part. None where all outputs are plain tensors, with which DTensors do not mix."""
@@ -75,4 +92,4 @@ def placed(values: Any, layout: Layout | None, mesh: DeviceMesh, device: torch.d
     return pytree.tree_map(place, values)
 
 
-__all__ = ["as_call", "layout_of_targets", "placed"]
+__all__ = ["as_call", "layout_of_targets", "naming_optional", "placed"]
