@@ -63,9 +63,9 @@ TRAFFIC = {"cpu": tuple(2**k for k in (10, 14, 18, 20, 22, 24)),
 #: Sequences of causal attention, and (heads, width of each), by kind of device.
 SEQUENCES = {"cpu": (32, 128, 512), "cuda": (256, 1024, 4096, 8192)}
 HEADS = {"cpu": (8, 64), "cuda": (32, 128)}
-#: Links of a chain, at least and at most, and bytes that they make together: more than caches hold, so that backward
-#: reads what forward saved from memory, as in a program.
-LEAST_LINKS, MOST_LINKS, CHAIN_BYTES = 4, 64, 2**27
+#: Links of a chain, at least and at most, and bytes that they make together: about what a small model's forward saves,
+#: more than a core's own caches hold. (With 128 MiB, new memory takes most of the time: steps were predicted too long.)
+LEAST_LINKS, MOST_LINKS, CHAIN_BYTES = 4, 64, 2**24
 #: Elements that reductions reduce; parameters that are stepped at once, up to so many bytes together.
 REDUCED, STEPPED, STEPPED_BYTES = 256, 8, 2**25
 #: Overlap measurement: side n of the layers' products ([n / 4, n] times [n, n], with three element-wise ops), bytes of
