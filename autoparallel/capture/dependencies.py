@@ -92,8 +92,8 @@ class Dependencies:
     """All state that a trace read: names of attributes by module path (class attributes and absent ones included),
     variables, modes with their values, and whether strides of tensors were read. ``left``: names of attributes, by
     module path, in which forward left tensors of the call, as ``self.penalty = y.square().mean()`` does. ``found``: of
-    ``attributes``, those that forward read before it assigned to them. ``plain``: plain values that it assigned last,
-    as ``self.penalty = None`` does, by module path and name."""
+    ``attributes``, those that forward read before it assigned to them. ``plain``: by module path and name, the numbers,
+    texts and Nones in attributes that forward has set, as ``self.penalty = None`` does."""
 
     attributes: Mapping[str, tuple[str, ...]]
     variables: tuple[Variable, ...]

@@ -126,12 +126,11 @@ class OpGraph:
 
     ``in_spec``/``out_spec`` are the pytree structures of ``(args, kwargs)`` and of what forward returns; ``constants``
     are the non-tensor leaves of the call by position; ``outputs`` lists the leaves of the results (Refs or Python
-    values);
-    ``mutations`` maps buffer names to the value that each has after the call; ``aliases`` maps every other name of a
-    tied parameter or buffer to the name under which the graph knows it; ``dependencies`` are what the trace read
-    beside the arguments; ``numbers`` are the leaves of the call that are read at each call (`numbers.Number` in the
-    arguments of ops), ``fixed`` those that could not be, with the reason; ``left`` are attributes whose values follow
-    in ``outputs`` on what forward returns.
+    values); ``mutations`` maps buffer names to the value that each has after the call; ``aliases`` maps every other
+    name of a tied parameter or buffer to the name under which the graph knows it; ``dependencies`` are what the trace
+    read in addition to the arguments; ``numbers`` are the leaves of the call that are read at each call
+    (`numbers.Number` in the arguments of ops), ``fixed`` those that could not be, with the reason; ``left`` are attributes whose values are the
+    last of ``outputs``.
     """
 
     nodes: tuple[Node, ...]

@@ -1,8 +1,8 @@
-"""Attributes in which forward leaves tensors of its call (``self.penalty = y.square().mean()``) as further results of
-the program, after those that it returns.
+"""Attributes in which forward leaves tensors (``self.penalty = y.square().mean()``), as extra outputs of the program
+after forward's own.
 
-The first hook after forward adds their values to what it returns, so that torch.export traces them; `take` parts the
-two again. Values that are no tensors, or structures of tensors, are not kept (`Dependencies.left` has all names).
+The first hook after forward appends their values to its return value, so that torch.export traces them; `take` splits
+the two again. Only tensors, and lists, tuples and dicts of them, are kept (`Dependencies.left` has all names).
 """
 
 from __future__ import annotations
@@ -64,7 +64,7 @@ def take(program: ExportedProgram, given: tuple[tuple[str, str], ...], kept: Map
 
 
 def _take_out(program: ExportedProgram, gone: set[int]) -> None:
-    """Take results of the program out of its graph, by their number among those that the user gets."""
+    """Remove user outputs from the program's graph, by number."""
     output = program.graph.output_node()
     specs, values = program.graph_signature.output_specs, output.args[0]
     users = iter(range(len(specs)))

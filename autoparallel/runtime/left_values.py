@@ -102,7 +102,7 @@ def hidden(state: State) -> Iterator[Mapping[tuple[str, str], Any]]:
 
 def check_reads(state: State, dependencies: Dependencies, values: Mapping[tuple[str, str], Any]) -> None:
     """Raises InputError for a call whose forward reads an attribute in which the last call, of another form, has left
-    a value (``values``, of `hidden`): the program has the one of before."""
+    a value (``values``, of `hidden`): the program was traced with the original's value."""
     for path, name in values if dependencies.found else ():
         if name not in dependencies.found.get(path, ()) or name in dependencies.left.get(path, ()):
             continue
