@@ -129,8 +129,8 @@ class OpGraph:
     values); ``mutations`` maps buffer names to the value that each has after the call; ``aliases`` maps every other
     name of a tied parameter or buffer to the name under which the graph knows it; ``dependencies`` are what the trace
     read in addition to the arguments; ``numbers`` are the leaves of the call that are read at each call
-    (`numbers.Number` in the arguments of ops), ``fixed`` those that could not be, with the reason; ``left`` are attributes whose values are the
-    last of ``outputs``.
+    (`numbers.Number` in the arguments of ops), ``fixed`` those that could not be, with the reason; ``left`` are
+    attributes whose values are the last of ``outputs``.
     """
 
     nodes: tuple[Node, ...]
