@@ -1,18 +1,13 @@
-"""Sums over ranks of single numbers, such as a loss and its count, as one all-reduce where they follow each other.
-
-A message of one number costs what its threads take to wake up, on each rank. Plans are priced with each sum by itself.
-"""
+"""Sums over ranks of single numbers as one all-reduce, as `schedule.number_sums` has it."""
 
 from __future__ import annotations
-
-from collections.abc import Iterator
-from typing import Any
 
 import torch
 from torch.fx import Graph, GraphModule
 from torch.fx import Node as FxNode
 
 from autoparallel.kernels.collectives import all_reduce, all_reduce_numbers, item
+from autoparallel.schedule.number_sums import Item, summed_together
 
 
 def sum_numbers_together(module: GraphModule) -> GraphModule:
@@ -20,14 +15,17 @@ def sum_numbers_together(module: GraphModule) -> GraphModule:
     are computed later for it, and the order of all other communication stays."""
     if sum(map(_is_sum, module.graph.nodes)) < 2:
         return module
-    graph, done = Graph(), set[FxNode]()
-    graph.output(graph.graph_copy(module.graph, {}))
-    for node in list(graph.nodes):
-        if node not in done and _is_sum(node):
-            members, later = _together(node)
-            done.update(members)
-            if len(members) > 1:
-                _merge(graph, members, later)
+    *nodes, output = module.graph.nodes
+    numbers = {node: number for number, node in enumerate(nodes)}
+    items = [Item([numbers[value] for value in node.all_input_nodes], _kind(node), _is_of_numbers(node))
+             for node in nodes]
+    graph, made = Graph(), dict[FxNode, FxNode]()
+    for group in summed_together(items):
+        if len(group) > 1:
+            _merge(graph, [nodes[number] for number in group], made)
+        else:
+            made[nodes[group[0]]] = graph.node_copy(nodes[group[0]], made.__getitem__)
+    graph.node_copy(output, made.__getitem__)
     graph.lint()
     return GraphModule(module, graph, class_name=type(module).__name__)
 
@@ -41,51 +39,25 @@ def _is_sum(node: FxNode) -> bool:
 
 def _is_of_numbers(node: FxNode) -> bool:
     """Whether a node computes one number from others, or sums one."""
-    value = node.meta.get("val")
-    return _is_sum(node) or (isinstance(node.target, torch._ops.OpOverload) and value is not None
-                             and value.numel() == 1)
+    meta = node.meta.get("global_meta")
+    return _is_sum(node) or (isinstance(node.target, torch._ops.OpOverload) and meta is not None
+                             and meta.num_elements == 1)
 
 
-def _kind(node: FxNode) -> tuple[Any, ...]:
-    return node.args[1:], node.meta["val"].dtype, node.meta.get("block")
+def _kind(node: FxNode) -> object:
+    if not _is_sum(node):
+        return None
+    return node.args[1:], node.meta["global_meta"].dtype, node.meta.get("block")
 
 
-def _together(first: FxNode) -> tuple[list[FxNode], list[FxNode]]:
-    """The sums that can be merged with the first one, and the nodes between them that read one of these sums."""
-    members, later, between = [first], list[FxNode](), list[FxNode]()
-    for node in _behind(first):
-        if any(value in members or value in later or value in between for value in node.all_input_nodes):
-            if not _is_of_numbers(node):
-                break
-            between.append(node)
-        elif _is_sum(node) and _kind(node) == _kind(first):
-            members.append(node)
-            later += between
-            between.clear()
-    return members, later
-
-
-def _behind(node: FxNode) -> Iterator[FxNode]:
-    while node.next.op != "output":
-        node = node.next
-        yield node
-
-
-def _merge(graph: Graph, members: list[FxNode], later: list[FxNode]) -> None:
+def _merge(graph: Graph, members: list[FxNode], made: dict[FxNode, FxNode]) -> None:
     last = members[-1]
-    with graph.inserting_after(last):
-        made = graph.call_function(all_reduce_numbers, (*last.args[1:], *(node.args[0] for node in members)))
-    made.meta = {key: last.meta[key] for key in ("decision", "block") if key in last.meta}
-    after = made
+    values = (made[node.all_input_nodes[0]] for node in members)
+    together = graph.call_function(all_reduce_numbers, (*last.args[1:], *values))
+    together.meta = {key: last.meta[key] for key in ("decision", "block") if key in last.meta}
     for number, old in enumerate(members):
-        with graph.inserting_after(after):
-            after = graph.call_function(item, (made, number))
-        after.meta = {key: value for key, value in old.meta.items() if key != "step"}
-        old.replace_all_uses_with(after)
-        graph.erase_node(old)
-    for node in later:
-        after.append(node)
-        after = node
+        made[old] = graph.call_function(item, (together, number))
+        made[old].meta = {key: value for key, value in old.meta.items() if key != "step"}
 
 
 __all__ = ["sum_numbers_together"]

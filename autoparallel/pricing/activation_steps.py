@@ -4,16 +4,17 @@ which some of them overlap with compute (`schedule.activation_windows`), as task
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from functools import cached_property
 from typing import Literal, NamedTuple
 
 import torch
 
+from autoparallel.pricing.number_sums import NumberSums, StepKey
 from autoparallel.pricing.pieced_products import PiecedStep, pieced_step
 from autoparallel.pricing.rank_reads import RankReads, Timed, TimedStep
 from autoparallel.pricing.redistribution_costs import PricedStep
-from autoparallel.pricing.step_tasks import StepTasks
+from autoparallel.pricing.step_tasks import Label, StepTasks
 from autoparallel.schedule.activation_windows import (
     NOWHERE,
     PRODUCTS,
@@ -27,11 +28,13 @@ from autoparallel.strategies.space import TensorUse
 
 
 class Action(NamedTuple):
-    """A step that runs at once; or the launch or the wait of window ``number`` (in backward the other way round)."""
+    """A step that runs at once; or the launch or the wait of window ``number`` (in backward the other way round).
+    ``sums``: of single numbers before it in one message, in forward; backward runs each by itself."""
 
     kind: Literal["run", "launch", "wait"]
     timed: TimedStep
     number: int = NOWHERE
+    sums: Sequence[TimedStep] = ()
 
 
 class _Path(NamedTuple):
@@ -186,13 +189,16 @@ class ActivationSteps:
         by_path, ends = {id(self._travelling[w.number]): w for w in self.windows}, dict[int, list[Window]]()
         for window in self.windows:
             ends.setdefault(self._travels[window.number].reader, []).append(window)
+        sums = self._sums(by_path) if self.counts.hybrid.is_plain else {}
         for path in self._paths:
             target, known = path.use.target, by_path.get(id(path))
             for window in [w for w in ends.get(target, ()) if self._travels[w.number].target == path.use.source]:
                 before[target] += self._ends(window)
                 ends[target].remove(window)
             if known is None:
-                before[target] += (Action("run", timed) for timed in path.steps)
+                for number, timed in enumerate(path.steps):
+                    place, action = sums.get((target, path.use.position, number), (target, Action("run", timed)))
+                    before[place] += () if action is None else (action,)
             else:
                 launched = (Action("run", timed) for timed in path.steps[: path.sent]), (
                     Action("launch", path.steps[path.sent], known.number),)
@@ -201,6 +207,17 @@ class ActivationSteps:
         for target, windows in ends.items():
             waits[target] += (action for window in windows for action in self._ends(window))
         return ahead, {index: [*before[index], *waits[index]] for index in sorted({*before, *waits})}
+
+    def _sums(self, windows: Collection[int]) -> Mapping[StepKey, tuple[int, Action | None]]:
+        """By step of a sum of single numbers that others are merged with, or that is computed later for them: the
+        decision before which it runs, and its action (None: it is in another's message). ``windows``: paths with."""
+        step_of = {(path.use.target, path.use.position, number): timed
+                   for path in self._paths for number, timed in enumerate(path.steps)}
+        alone = frozenset((path.use.target, path.use.position, path.sent)
+                          for path in self._paths if id(path) in windows)
+        made = NumberSums(self.reads, [path[:3] for path in self._paths], alone).groups()
+        return {key: (place, Action("run", step_of[key], sums=[step_of[one] for one in keys[:-1]]) if keys else None)
+                for key, (place, keys) in made.items()}
 
     def _ends(self, window: Window) -> list[Action]:
         path = self._travelling[window.number]
@@ -253,12 +270,22 @@ class Running:
 
     def _do(self, action: Action, launch: str) -> None:
         timed, label = self.share(action.timed), (self.label, action.timed.target, action.timed.target)
+        if action.sums:
+            return self._sum_numbers([*map(self.share, action.sums), timed], label, launch)
         if action.kind == "run" or (action.kind == launch and timed.message is None):
             self.step.run(timed, label)
         elif action.kind == launch and timed.seconds:
             self._pending[action.number] = self.step.issue([timed], label)
         elif action.kind != launch and action.number in self._pending:
             self.step.wait([self._pending.pop(action.number)])
+
+    def _sum_numbers(self, sums: Sequence[Timed], label: Label, launch: str) -> None:
+        """One message in forward, of the gradients one for each."""
+        if launch == "launch":
+            self.step.wait([self.step.issue(sums, label)])
+        else:
+            for timed in sums:
+                self.step.run(timed, label)
 
 
 __all__ = ["Action", "ActivationSteps", "Running", "runs"]
