@@ -7,7 +7,7 @@ import torch
 from torch.fx import Node as FxNode
 
 from autoparallel.kernels import rng
-from autoparallel.kernels.expert_dispatch import dispatched_experts
+from autoparallel.kernels.expert_dispatch import dispatched_experts, run_experts, send_rows, take_results
 from autoparallel.kernels.numbers import with_numbers
 from autoparallel.ops.ctc import ctc_losses
 from autoparallel.ops.routed_experts import body_of, routed_experts
@@ -37,7 +37,7 @@ def why_not_traced(node: FxNode) -> str | None:
 def why_data_decide(node: FxNode) -> str | None:
     """Why the shapes or values within a node depend on the data, so that no trace and no recording holds for the next
     call; None if they do not."""
-    if node.target is dispatched_experts:
+    if node.target in (dispatched_experts, send_rows, run_experts, take_results):
         return "dispatch of tokens to experts, whose number depends on the data"
     if node.target is with_numbers:
         return f"{node.args[0]} with a number argument, which each call brings"

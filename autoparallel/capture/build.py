@@ -30,6 +30,7 @@ from autoparallel.capture.impure import OthersDrawError
 from autoparallel.capture.left import Left
 from autoparallel.capture.numbers import numbers_as_arguments, refuse_elsewhere
 from autoparallel.capture.passes.autocast import ambient, without_autocast
+from autoparallel.capture.passes.behind_experts import branches_behind_experts
 from autoparallel.capture.passes.editing import module_path, source_line, source_of
 from autoparallel.capture.passes.inline_modes import inline_modes
 from autoparallel.capture.passes.normalise import normalise
@@ -281,6 +282,7 @@ class _Builder:
         parameters = {name for name, spec in specs.items() if spec.kind is InputKind.PARAMETER}
         constants = {name for name, spec in specs.items() if spec.kind is InputKind.CONSTANT_TENSOR}
         order_independent(self.program.graph_module.graph, parameters, constants, mutated)
+        branches_behind_experts(self.program.graph_module.graph)
         outputs: tuple[Any, ...] = ()
         for node in self.program.graph.nodes:
             if node.op == "placeholder":

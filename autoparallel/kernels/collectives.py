@@ -230,6 +230,18 @@ def shifted(values: Sequence[torch.Tensor], axis: Axis) -> tuple[torch.Tensor, .
     return tuple(part.view(value.shape) for part, value in zip(parts, values, strict=True))
 
 
+def begin_rows_exchanged(values: Sequence[torch.Tensor], axis: Axis, received: Sequence[int], sent: Sequence[int]
+                         ) -> Callable[[], tuple[torch.Tensor, ...]]:
+    """Begin `rows_exchanged_together`, without gradients; returns a function that awaits the rows."""
+    begun = list[Finish]()
+    for x in values:
+        width = math.prod(x.shape[1:])
+        counts = [[n * width for n in numbers] for numbers in (received, sent)]
+        begun.append(_begin_all_to_all(x.reshape(-1), axis, *counts))
+    shapes, rows = [x.shape[1:] for x in values], sum(received)
+    return lambda: tuple(finish().view(rows, *shape) for finish, shape in zip(begun, shapes, strict=True))
+
+
 class _Exchange(torch.autograd.Function):
     """All-to-all of rows (dim 0) with any counts; backward sends the rows' gradients back."""
 
@@ -238,12 +250,7 @@ class _Exchange(torch.autograd.Function):
                 ) -> tuple[torch.Tensor, ...]:
         ctx.reverse = axis, sent, received
         ctx.set_materialize_grads(False)
-        begun = list[Finish]()
-        for x in values:
-            width = math.prod(x.shape[1:])
-            counts = [[n * width for n in numbers] for numbers in (received, sent)]
-            begun.append(_begin_all_to_all(x.reshape(-1), axis, *counts))
-        return tuple(finish().view(sum(received), *x.shape[1:]) for finish, x in zip(begun, values, strict=True))
+        return begin_rows_exchanged(values, axis, received, sent)()
 
     @staticmethod
     def backward(ctx: Any, *gradients: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:

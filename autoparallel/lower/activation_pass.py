@@ -16,6 +16,7 @@ from torch.fx import Graph, GraphModule
 from torch.fx import Node as FxNode
 
 from autoparallel.kernels.async_communication import begin_step, end_step
+from autoparallel.kernels.expert_dispatch import take_results
 from autoparallel.kernels.in_pieces import reduced_product
 from autoparallel.kernels.put_off import later, linear
 from autoparallel.layout import COLLECTIVES
@@ -103,7 +104,8 @@ class ActivationPaths:
     def travel(self, path: Sequence[FxNode]) -> Travel:
         source, target = path[0].all_input_nodes[0], path[0].meta["decision"]
         layers = tuple(node.meta["decision"] for node in self.layers[path[-1]])
-        by_op = source.op != "placeholder" and "step" not in source.meta and source.target is not reduced_product
+        by_op = (source.op != "placeholder" and "step" not in source.meta
+                 and source.target not in (reduced_product, take_results))    # made where they are read
         reader = self.reader(path).meta.get("decision", target)
         return Travel(source.meta["decision"] if by_op else NOWHERE, target, reader, layers)
 

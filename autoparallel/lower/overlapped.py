@@ -5,6 +5,7 @@ from __future__ import annotations
 from torch.fx import GraphModule
 
 from autoparallel.lower.activation_pass import overlap_activations
+from autoparallel.lower.expert_pass import overlap_experts
 from autoparallel.lower.norm_kernels import norm_kernels
 from autoparallel.lower.number_sums import sum_numbers_together
 from autoparallel.lower.overlap_pass import BlockOf, overlap
@@ -13,10 +14,15 @@ from autoparallel.schedule.step_config import Hybrid
 
 
 def overlapped(module: GraphModule, hybrid: Hybrid, block_of: BlockOf | None = None) -> GraphModule:
-    """The program with the communication of parameters (``block_of``: as for `overlap`) and of activations
-    overlapped, and all-reduces of single numbers merged."""
+    """The program with the communication of parameters (``block_of``: as for `overlap`), of activations and of experts'
+    rows overlapped, and all-reduces of single numbers merged."""
     norms = norm_kernels(overlap(module, hybrid, block_of))
-    return sum_numbers_together(overlap_activations(in_pieces(norms, hybrid), hybrid))
+    return sum_numbers_together(activations_overlapped(norms, hybrid))
 
 
-__all__ = ["overlapped"]
+def activations_overlapped(module: GraphModule, hybrid: Hybrid) -> GraphModule:
+    """The program with the communication of activations, that of experts' rows included, overlapped."""
+    return overlap_activations(overlap_experts(in_pieces(module, hybrid), hybrid), hybrid)
+
+
+__all__ = ["activations_overlapped", "overlapped"]

@@ -10,6 +10,7 @@ from typing import Literal, NamedTuple
 
 import torch
 
+from autoparallel.pricing.expert_exchanges import Mixture, MixtureAction, RunningMixtures, mixtures_of
 from autoparallel.pricing.number_sums import NumberSums, StepKey
 from autoparallel.pricing.pieced_products import PiecedStep, pieced_step
 from autoparallel.pricing.rank_reads import RankReads, Timed, TimedStep
@@ -51,19 +52,21 @@ class ActivationSteps:
     """``ahead``: by decision, the actions before all that belongs to it; ``before``: those before its op, behind what
     it reads of parameters; ``put_off``: linear layers whose weights' gradients come later -> the decision after whose
     backward they are computed; ``shared``: shared reads with a window -> their first reader; ``pieced``: by decision at
-    which they run, layers in pieces. ``applies``: whether the program has windows and pieces; else all steps run at
-    once."""
+    which they run, layers in pieces; ``mixtures``: by decision, mixtures of experts in parts. ``applies``: whether the
+    program has windows and pieces; else all steps run at once."""
 
     def __init__(self, reads: RankReads, applies: bool) -> None:
         self.reads, self.space, self.counts = reads, reads.space, reads.counts
-        self.ahead: Mapping[int, Sequence[Action]] = {}
+        self.ahead: Mapping[int, Sequence[Action | MixtureAction]] = {}
+        self.mixtures: Mapping[int, Mixture] = {}
         self.put_off: Mapping[int, int] = {}
         self.shared: Mapping[int, int] = {}
         self.windows: Sequence[Window] = ()
         self.pieced: Mapping[int, PiecedStep] = {}
         if not (applies and overlaps_activations(self.counts.hybrid)):
-            self.before: Mapping[int, Sequence[Action]] = runs(reads.sent)
+            self.before: Mapping[int, Sequence[Action | MixtureAction]] = runs(reads.sent)
             return
+        self.mixtures = {one.index: one for one in mixtures_of(reads)}
         self._paths = [_path(move.use, reads.timed_steps(move), move.path) for move in reads.moves
                        if move.path and not self.counts.of_parameter[move.use.source]]
         self._path_of = {(path.use.target, path.use.position): path for path in self._paths}
@@ -116,6 +119,22 @@ class ActivationSteps:
         """The layers that run in pieces -> the decision at which they do."""
         return {layer: place for place, one in self.pieced.items() for layer in one.layers}
 
+    @cached_property
+    def late(self) -> Mapping[int, int]:
+        """The decisions whose parameters' gradients backward makes elsewhere -> the decision after whose backward."""
+        mixtures = {index: one.window.behind + one.window.is_open for index, one in self.mixtures.items()}
+        return {**self.in_pieces, **self.put_off, **mixtures}
+
+    @property
+    def experts_at(self) -> Mapping[int, int]:
+        """Mixtures whose experts compute later -> the decision behind which they do."""
+        return {index: one.window.behind for index, one in self.mixtures.items() if one.window.is_open}
+
+    @property
+    def overlaps(self) -> bool:
+        """Whether communication of activations overlaps with compute, but for layers in pieces."""
+        return bool(self.windows) or any(one.window.is_open for one in self.mixtures.values())
+
     def _with_layers(self) -> list[Travel]:
         """The travels of all paths that communicate, with the linear layers that can put gradients off."""
         found = list[Travel]()
@@ -148,6 +167,8 @@ class ActivationSteps:
     def _source(self, use: TensorUse) -> int:
         """The op here that makes the value that a use redistributes, or `NOWHERE`."""
         decision = self._made_by(use.source)
+        if decision in self.mixtures and self.mixtures[decision].window.is_open:
+            return NOWHERE    # made where it is read
         is_op = self.space.decisions[decision].kind == "op"
         return decision if is_op and self.reads.here[decision] and not self.counts.crosses(use) else NOWHERE
 
@@ -183,15 +204,19 @@ class ActivationSteps:
         return {number: place for place, events in self.reads.windows.events.items() for action, pair in events
                 if action != "launch" for number in pair.steps}
 
-    def _actions(self) -> tuple[Mapping[int, Sequence[Action]], Mapping[int, Sequence[Action]]]:
+    def _actions(self) -> tuple[Mapping[int, Sequence[Action | MixtureAction]],
+                                Mapping[int, Sequence[Action | MixtureAction]]]:
         """`ahead` and `before`."""
-        ahead, before, waits = (defaultdict[int, list[Action]](list) for _ in range(3))
+        ahead, before, waits = (defaultdict[int, list[Action | MixtureAction]](list) for _ in range(3))
+        taken = {one.window.reader: one for one in self.mixtures.values() if one.window.is_open}
         by_path, ends = {id(self._travelling[w.number]): w for w in self.windows}, dict[int, list[Window]]()
         for window in self.windows:
             ends.setdefault(self._travels[window.number].reader, []).append(window)
         sums = self._sums(by_path) if self.counts.hybrid.is_plain else {}
         for path in self._paths:
             target, known = path.use.target, by_path.get(id(path))
+            if (mixture := taken.get(target)) is not None and path.use.source == mixture.index:
+                before[target].append(MixtureAction("take", taken.pop(target)))
             for window in [w for w in ends.get(target, ()) if self._travels[w.number].target == path.use.source]:
                 before[target] += self._ends(window)
                 ends[target].remove(window)
@@ -206,6 +231,14 @@ class ActivationSteps:
                     action for some in launched for action in some)
         for target, windows in ends.items():
             waits[target] += (action for window in windows for action in self._ends(window))
+        for target, mixture in taken.items():
+            waits[target].append(MixtureAction("take", mixture))
+        for index, mixture in self.mixtures.items():
+            waits[index].append(MixtureAction("send", mixture))
+            if (at := mixture.window).is_open:
+                ahead[at.behind + 1].append(MixtureAction("run", mixture))
+            else:
+                waits[index] += MixtureAction("run", mixture), MixtureAction("take", mixture)
         return ahead, {index: [*before[index], *waits[index]] for index in sorted({*before, *waits})}
 
     def _sums(self, windows: Collection[int]) -> Mapping[StepKey, tuple[int, Action | None]]:
@@ -235,7 +268,7 @@ class ActivationSteps:
         return next(window.put_off for window in self.windows if window.number == number)[::-1]
 
 
-def runs(sent: Mapping[int, Sequence[TimedStep]]) -> Mapping[int, Sequence[Action]]:
+def runs(sent: Mapping[int, Sequence[TimedStep]]) -> Mapping[int, Sequence[Action | MixtureAction]]:
     """Steps by decision, each of which runs at once."""
     return {index: [Action("run", timed) for timed in steps] for index, steps in sent.items()}
 
@@ -250,20 +283,29 @@ def _path(use: TensorUse, steps: Sequence[TimedStep], priced: Sequence[PricedSte
 
 
 class Running:
-    """Runs actions of one pass over a program as tasks of ``step``. ``share``: the time of a step in this pass;
-    ``label``: what it is called."""
+    """Runs actions of one pass over a program, of one of ``count`` micro-batches, as tasks of ``step``. ``share``: the
+    time of a step in this pass; ``label``: what it is called; ``compute``: what the compute of experts is."""
 
-    def __init__(self, step: StepTasks, share: Callable[[TimedStep], Timed], label: str) -> None:
+    def __init__(self, step: StepTasks, share: Callable[[TimedStep], Timed], label: str, compute: str, count: float
+                 ) -> None:
         self.step, self.share, self.label = step, share, label
+        self.mixtures = RunningMixtures(step, count, label, compute)
         self._pending: dict[int, int] = {}
 
-    def forward(self, actions: Iterable[Action]) -> None:
+    def forward(self, actions: Iterable[Action | MixtureAction]) -> None:
         for action in actions:
-            self._do(action, "launch")
+            if isinstance(action, MixtureAction):
+                self.mixtures.forward(action)
+            else:
+                self._do(action, "launch")
 
-    def backward(self, actions: Sequence[Action], launched: Callable[[int], None]) -> None:
-        """``launched`` is called with the number of a window after its launch."""
+    def backward(self, actions: Sequence[Action | MixtureAction], launched: Callable[[int], None],
+                 mixed: Callable[[MixtureAction], None]) -> None:
+        """``launched`` is called with the number of a window after its launch, ``mixed`` with parts of mixtures."""
         for action in reversed(actions):
+            if isinstance(action, MixtureAction):
+                mixed(action)
+                continue
             self._do(action, "wait")
             if action.kind == "wait":
                 launched(action.number)

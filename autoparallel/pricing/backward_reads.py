@@ -24,9 +24,11 @@ Gathered = View[None] | None
 
 class BackwardReads:
     """``by_decision``: the gathered values that the backward of each decision reads, or of the recomputed block that
-    it starts, in order. Nothing without ZeRO-3."""
+    it starts, in order. Nothing without ZeRO-3. ``experts_at``: mixtures of experts whose compute comes later in the
+    program -> behind which decision."""
 
-    def __init__(self, reads: RankReads, begin: Begin) -> None:
+    def __init__(self, reads: RankReads, begin: Begin, experts_at: Mapping[int, int]) -> None:
+        self._experts_at = experts_at
         self.reads, self.space, self.counts, self._begin = reads, reads.space, reads.counts, begin
         self._gathers = BackwardGathers[None](self.counts.hybrid.bucket_bytes)
         self._buckets, self._steps = dict[Pair, Gather[None]](), dict[int, Gathered]()
@@ -56,7 +58,8 @@ class BackwardReads:
     def _saved(self) -> Iterator[tuple[int, View[None]]]:
         """Pairs (decision whose backward reads it, gathered value) of what ops and recomputed blocks save."""
         blocks, inputs = self.counts.blocks, dict[tuple[Block, int, int], tuple[int, View[None]]]()
-        for index in self.reads.members:
+        at = self._experts_at
+        for index in sorted(self.reads.members, key=lambda index: at[index] + 0.5 if index in at else index):
             if not (uses := self.space.uses_by.get(index)):
                 continue
             block, needed = blocks.of[index], self.counts.saved.inputs_needed(index)

@@ -60,7 +60,7 @@ def _hidden_on(pricer: SpacePricer, strategies: Sequence[Strategy], stage: int) 
     slowdown = pricer.prices.device.overlap_slowdown
     step = RankStep(pricer, strategies, stage, _hides_activations(pricer))
     found = step.hidden(slowdown)
-    if pricer.prices.cluster.profile is None or not (step.activations.windows or step.activations.pieced):
+    if pricer.prices.cluster.profile is None or not (step.activations.overlaps or step.activations.pieced):
         return found
     alone = RankStep(pricer, strategies, stage, activations=False).hidden(slowdown)
     return alone._replace(activations=found.total - alone.total)

@@ -12,13 +12,14 @@ from __future__ import annotations
 
 import itertools
 from collections import defaultdict
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from copy import copy
 from functools import cached_property
 from typing import NamedTuple
 
-from autoparallel.pricing.activation_steps import ActivationSteps, Running, runs
+from autoparallel.pricing.activation_steps import Action, ActivationSteps, Running, runs
 from autoparallel.pricing.backward_reads import BackwardReads
+from autoparallel.pricing.expert_exchanges import MixtureAction
 from autoparallel.pricing.leaves import Leaves
 from autoparallel.pricing.multi_copy import At, MultiCopyRound, block_ranges
 from autoparallel.pricing.problem import SpacePricer
@@ -50,6 +51,11 @@ class Hidden(NamedTuple):
 
 def _nothing(index: int) -> None:
     """No action at a decision."""
+
+
+def _of_mixtures(actions: Iterable[Action | MixtureAction], runs_again: bool) -> list[MixtureAction]:
+    """The parts of mixtures, if they run again; what else is ahead is not in recomputed blocks."""
+    return [action for action in actions if runs_again and isinstance(action, MixtureAction)]
 
 
 #: Task numbers by the async window that launched them.
@@ -107,7 +113,7 @@ class RankStep:
 
     def _hidden_early_s(self, slowdown: float) -> float:
         """Seconds hidden in each round before the last, where reductions and gathers of parameters hide nothing."""
-        if self.copies == 1 and not self.activations.windows:
+        if self.copies == 1 and not self.activations.overlaps:
             return 0.0
         step = StepTasks()
         self._forward(step)
@@ -176,7 +182,7 @@ class RankStep:
         """Backward of a round. The ``last`` of several launches the reduction of a bucket once its last gradient
         arrives, if micro-batches read its result directly."""
         if self.reads.equivalent:
-            again = BackwardReads(self.reads, lambda *steps: self._begin_again(step, *steps))
+            again = self._backward_reads(step)
             marked = {*self.windows.events.keys() - {TOP}, *again.by_decision, *self._sums_s, *self.leaves.reduced}
             self._backward(step, marked, again.read, lambda index: self._reduce(step, index, pending),
                            lambda index: self._arrived(step, index))
@@ -197,9 +203,12 @@ class RankStep:
         """The first part of a backward in two parts, of the first stage nothing; returns what the second part reads."""
         if not self.stage:
             return None
-        again, later = BackwardReads(self.reads, lambda *steps: self._begin_again(step, *steps)), self.split.later
+        again, later = self._backward_reads(step), self.split.later
         self._backward(step, again.by_decision.keys() - later, again.read, sent=self.split.first)
         return again
+
+    def _backward_reads(self, step: StepTasks) -> BackwardReads:
+        return BackwardReads(self.reads, lambda *steps: self._begin_again(step, *steps), self.activations.experts_at)
 
     def backward_of_weights(self, step: StepTasks, pending: Pending, again: BackwardReads | None) -> None:
         """The second part, which reduces the gradients of weights; of the first stage all of backward."""
@@ -256,7 +265,7 @@ class RankStep:
         """When backward completes the gradient of the result of a path's last step, as `RankReads.arrival`: after that
         of which decision (negated), and whether it was put off."""
         reader, order = self.reads.arrival(number)
-        late = self.activations.put_off.get(-reader, self.activations.in_pieces.get(-reader))
+        late = self.activations.late.get(-reader)
         return (reader, 0, reader, order) if late is None else (-late, 1, reader, order)
 
     def _read_once(self, step: StepTasks) -> None:
@@ -309,14 +318,17 @@ class RankStep:
 
     def _recompute(self, step: StepTasks, members: Sequence[int]) -> None:
         """Run a block again."""
-        share = self.count * self.copies
-        run = Running(step, lambda timed: timed.again.per(share), "activations again")
+        share, full, sent = self.count * self.copies, self.counts.hybrid.recompute == "full", self.activations
+        run = Running(step, lambda timed: timed.again.per(share), "activations again", "recompute", share)
+        ahead = sorted(place for place in sent.ahead if members and members[0] <= place <= members[-1])
         for index in members:
-            run.forward(self.activations.before.get(index, ()))
-            pieced, again_s = self.activations.pieced.get(index), self.seconds.again_s[index]
+            while ahead and ahead[0] <= index:
+                run.forward(_of_mixtures(sent.ahead[ahead.pop(0)], full))
+            run.forward(action for action in sent.before.get(index, ()) if full or isinstance(action, Action))
+            pieced, again_s = sent.pieced.get(index), self.seconds.again_s[index]
             if pieced is not None and (again_s or index in self._saved_last):
                 pieced.forward(step, self.count, "recompute", counted=bool(again_s))
-            elif index not in self.activations.in_pieces:
+            elif index not in sent.in_pieces and not (full and index in sent.mixtures):
                 step.compute(again_s / share, ("recompute", index, index))
 
     @cached_property
@@ -371,7 +383,7 @@ class RankStep:
         """Forward of the decisions from the first to the second of ``part`` (excluded), of one micro-batch."""
         (done, stop), share = part, self.count * self.copies
         until, sent = self.seconds.forward_s, self.activations
-        run = Running(step, lambda timed: timed.forward.per(share), "activations")
+        run = Running(step, lambda timed: timed.forward.per(share), "activations", "forward", share)
         at = {*marked, *sent.ahead, *sent.before, *sent.pieced}
         for index in sorted(index for index in at if done <= index < stop):
             step.compute((until[index] - until[done]) / share, ("forward", done, index))
@@ -401,10 +413,10 @@ class RankStep:
         """Backward of the decisions from the first to the second of ``part`` (excluded), of one micro-batch. ``calls``:
         ``before``, ``arrived`` and ``after`` of `_backward`."""
         (first, done), share, (before, arrived, after) = part, self.count * self.copies, calls
-        until, put_off = self.seconds.backward_s, self.activations.put_off
+        until, late = self.seconds.backward_s, self.activations.late
         steps, ahead = (self.activations.before, self.activations.ahead) if sent is None else (runs(sent), {})
-        in_pieces = self.activations.in_pieces
-        run = Running(step, lambda timed: timed.backward.per(share), "gradients of activations")
+        run = Running(step, lambda timed: timed.backward.per(share), "gradients of activations", "backward", share)
+        again_at = self._again_at if sent is None else {}
 
         def launched(window: int) -> None:
             for layer in self.activations.layers_of(window):
@@ -412,31 +424,57 @@ class RankStep:
                 if layer in marked:
                     arrived(layer)
 
+        def mixed(action: MixtureAction) -> None:
+            index = action.mixture.index
+            if action.part == "take" and (start := again_at.get(index)) is not None:
+                begun(start)
+            reads = index in marked and self.counts.blocks.of[index] is None
+            run.mixtures.backward(action, before if reads else _nothing)
+            if action.part == "run" and index in marked:
+                arrived(index)
+
+        def begun(index: int) -> None:
+            """Backward of a decision, or of the recomputed block that it starts, begins."""
+            if index in marked and (index not in self.activations.mixtures or self.counts.blocks.of[index] is not None):
+                before(index)
+            self._recompute(step, self._recomputed.get(index, ()))
+
         at = {*marked, *steps, *ahead, *self._recomputed, *self.activations.pieced}
         for index in sorted((index for index in at if first <= index < done), reverse=True):
             step.compute((until[done] - until[index + 1]) / share, ("backward", done - 1, index + 1))
             done = index
-            if index in marked:
-                before(index)
-            self._recompute(step, self._recomputed.get(index, ()))
+            if index not in again_at.values():
+                begun(index)
             step.compute((until[index + 1] - until[index]) / share, ("backward", index, index))
             if (pieced := self.activations.pieced.get(index)) is not None:
                 pieced.backward(step, self.count)
                 for layer in (layer for layer in pieced.layers if layer in marked):
                     arrived(layer)
-            if index in marked and index not in put_off and index not in in_pieces:
+            if index in marked and index not in late:
                 arrived(index)
-            run.backward(steps.get(index, ()), launched)
+            run.backward(steps.get(index, ()), launched, mixed)
             if index in marked:
                 after(index)
-            run.backward(ahead.get(index, ()), launched)
+            run.backward(ahead.get(index, ()), launched, mixed)
         step.compute((until[done] - until[first]) / share, ("backward", done - 1, first))
+
+    @cached_property
+    def _again_at(self) -> Mapping[int, int]:
+        """By mixture whose result is taken after the decision whose backward would start the recompute of its block:
+        that decision. Backward comes to the mixture's end first, which saves the order of its rows."""
+        blocks, found = self.counts.blocks, dict[int, int]()
+        for index, mixture in self.activations.mixtures.items():
+            block = blocks.of[index]
+            start = None if block is None else blocks.starts.get(block)
+            if start is not None and mixture.window.is_open and index < start < mixture.window.reader:
+                found[index] = start
+        return found
 
     def _round_s(self) -> float:
         """Seconds of one round without overlap and without gradient accumulation."""
         sent = sum(timed.forward.seconds + timed.again.seconds + timed.backward.seconds
                    for steps in self.reads.sent.values() for timed in steps)
-        backward_s = self.seconds.backward_s[-1] + sum(self.seconds.put_off_s.values()) + self.seconds.in_pieces_s
+        backward_s = self.seconds.backward_s[-1] + sum(self.seconds.put_off_s.values()) + self.seconds.in_parts_s
         return (self.seconds.forward_s[-1] + sum(self.seconds.again_s) + backward_s + sent) / self.count
 
     def _of(self, pair: Pair) -> list[TimedStep]:

@@ -208,8 +208,10 @@ class RankReads:
         return Message(action, self.space.axis_names[step.axis], scale * elements * meta.dtype.itemsize)
 
     def _stream(self, axis: int, message: Message | None) -> str:
-        if message is None:
-            return COMPUTE
+        return COMPUTE if message is None else self.stream_of(axis)
+
+    def stream_of(self, axis: int) -> str:
+        """The stream of the collectives over a mesh axis."""
         crossed = self.pricer.prices.groups[axis].crossed
         return crossed[-1][1].name if crossed else COMPUTE
 

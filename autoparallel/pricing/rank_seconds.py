@@ -22,12 +22,13 @@ class RankSeconds:
 
     @cached_property
     def forward_s(self) -> list[float]:
-        """Cumulative forward seconds: before each decision, and in total; without layers in pieces."""
+        """Cumulative forward seconds: before each decision, and in total; without layers in pieces and mixtures."""
         return _before(self._each(0))
 
     @cached_property
     def backward_s(self) -> list[float]:
-        """Cumulative backward seconds, without recompute, layers in pieces and gradients of weights that are put off.
+        """Cumulative backward seconds, without recompute, layers in pieces, mixtures whose rows travel and gradients of
+        weights that are put off.
         The sum of the gradients of a value that travels is made by its first reader."""
         each = self._each(2)
         for layer, seconds in self.put_off_s.items():
@@ -44,10 +45,14 @@ class RankSeconds:
         return {layer: OF_WEIGHT * found[which[layer]][2] for layer in self.activations.put_off}
 
     @cached_property
-    def in_pieces_s(self) -> float:
-        """Seconds of layers in pieces, as the search counts them: whole."""
+    def in_parts_s(self) -> float:
+        """Seconds of layers in pieces and of mixtures whose rows travel, as the search counts them: whole."""
         found, which = self._by_class
-        return sum(found[which[layer]][0] + found[which[layer]][2] for layer in self.activations.in_pieces)
+        return sum(found[which[index]][0] + found[which[index]][2] for index in self._in_parts)
+
+    @property
+    def _in_parts(self) -> list[int]:
+        return [*self.activations.in_pieces, *self.activations.mixtures]
 
     @cached_property
     def again_s(self) -> list[float]:
@@ -56,11 +61,10 @@ class RankSeconds:
         return [found[number][1] for number in which.tolist()]
 
     def _each(self, part: int) -> np.ndarray:
-        """Seconds by decision; none of layers in pieces."""
+        """Seconds by decision; none of layers in pieces and of mixtures whose rows travel."""
         found, which = self._by_class
         each = np.array([seconds[part] for seconds in found])[which]
-        for layer in self.activations.in_pieces:
-            each[layer] = 0.0
+        each[self._in_parts] = 0.0
         return each
 
     @cached_property

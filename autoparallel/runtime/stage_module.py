@@ -23,12 +23,13 @@ from autoparallel.kernels.gathered_once import Kept, keeping
 from autoparallel.kernels.groups import Axis
 from autoparallel.kernels.numbers import call_numbers, use_numbers
 from autoparallel.kernels.regather import regathering
-from autoparallel.lower.activation_pass import overlap_activations
 from autoparallel.lower.emit import Program
+from autoparallel.lower.expert_pass import overlap_experts
 from autoparallel.lower.multi_copy_pass import in_copies
 from autoparallel.lower.norm_kernels import norm_kernels
 from autoparallel.lower.number_sums import sum_numbers_together
 from autoparallel.lower.overlap_pass import ended_together, overlap
+from autoparallel.lower.overlapped import activations_overlapped
 from autoparallel.lower.parameter_reads import (
     SplitProgram,
     communicates,
@@ -54,7 +55,7 @@ def split_step(program: Program, hybrid: Hybrid, backend: str = EAGER) -> SplitP
     micro_batch = split.micro_batch
     if hybrid.overlaps_each:
         micro_batch = overlap(micro_batch, hybrid, gathered_blocks(hybrid))
-    micro_batch = overlap_activations(in_pieces(norm_kernels(micro_batch), hybrid), hybrid)
+    micro_batch = activations_overlapped(norm_kernels(micro_batch), hybrid)
     if hybrid.copies > 1:
         values = len(split.reads.graph.output_node().args[0])  # type: ignore[arg-type]
         micro_batch = in_copies(micro_batch, values, hybrid)
@@ -88,9 +89,10 @@ def _compiled_by(backend: str, program: GraphModule, hybrid: Hybrid, overlaps: b
     program = sum_numbers_together(in_pieces(program, hybrid))
     in_parts = in_blocks(program, hybrid)
     if not in_parts and not hybrid.gathers_once:
-        return compiled(program, how)
+        return compiled(overlap_experts(program, hybrid), how)
     if overlaps:
         program = overlap(program, hybrid, lambda node: node.meta.get("block") if in_parts else "all")
+    program = overlap_experts(program, hybrid)
     program = _gathered_as(hybrid, program, gathers_parameter)
     together = hybrid.saved_on == "device"    # else blocks leave one by one
     return compiled(program, replace(how, regathers=False), parts_of(program.graph, in_parts, together))

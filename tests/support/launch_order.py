@@ -16,6 +16,7 @@ from autoparallel.partition import split_batch, stages_of
 from autoparallel.partition.stages import Stages, flow_of
 from autoparallel.plans import Hybrid
 from autoparallel.pricing import ExecutionCounts, Prices, SpacePricer
+from autoparallel.pricing.expert_exchanges import ROWS
 from autoparallel.pricing.overlap_simulation import RankStep
 from autoparallel.pricing.pipeline_steps import PipelineRankStep
 from autoparallel.pricing.step_tasks import Launch, Passed, Wait
@@ -36,12 +37,14 @@ def sorted_waits(events: Sequence[Event]) -> list[Event]:
 
 
 def simulated(communication: Iterable[Launch | Wait | Passed]) -> list[Event]:
-    """What a rank launches, awaits and sends in a step, as the simulation has it."""
+    """What a rank launches, awaits and sends in a step, as the simulation has it; rows of experts, of which the data
+    say how many there are, without their bytes."""
     numbers, found = dict[int, int](), list[Event]()
     for event in communication:
         if isinstance(event, Launch):
             numbers[event.task] = sum(one[0] == "launch" for one in found)
-            found.append(("launch", *event.message))
+            action, axis, num_bytes = event.message
+            found.append(("launch", action, axis, 0.0 if action == ROWS else num_bytes))
         elif isinstance(event, Passed):
             found.append(("send" if event.sent else "receive", event.peer, event.num_bytes))
         else:

@@ -14,17 +14,20 @@ from torch import nn
 
 from autoparallel.capture import Ref
 from autoparallel.kernels import collectives, groups, rng
+from autoparallel.kernels.expert_dispatch import Rows
 from autoparallel.layout import Layout, local_boxes
 from autoparallel.lower import emit
 from autoparallel.lower.emit import PathFinder, Program
 from autoparallel.partition import MicroBatches
 from autoparallel.partition.stages import Stages
 from autoparallel.plans import Hybrid
+from autoparallel.pricing.expert_exchanges import ROWS
 from autoparallel.runtime.initialise import cut_out
 from autoparallel.runtime.interpret import values_of
 from autoparallel.runtime.pipeline import Pipeline
 from autoparallel.runtime.stage_module import StageModule
 from autoparallel.runtime.step import Forward, run_micro_batches
+from autoparallel.schedule.activation_windows import overlaps_activations
 from autoparallel.strategies.space import Decision, Strategy, StrategySpace
 from benchmarks import in_process
 from benchmarks.in_process import on_every_rank
@@ -33,14 +36,17 @@ from tests.support.pipelines_in_process import pipelines_in_process
 #: ("launch", action, axis, bytes) and ("wait", number of the launch).
 Event = tuple[Any, ...]
 #: Ops that communicate inside, at their own price.
-_VARIANTS = ("ring.py", "halo.py", "softmax.py", "norm.py", "expert_dispatch.py", "linear_sections.py", "variants.py")
+_VARIANTS = ("ring.py", "halo.py", "softmax.py", "norm.py", "linear_sections.py", "variants.py")
 _ACTIONS = ("all_gather", "reduce_scatter", "all_to_all", "all_reduce")
 
 
 class Recorder:
-    """Events by thread. ``inside``: whether a thread runs the backward of a step that an op made inside."""
+    """Events by thread. ``inside``: whether a thread runs the backward of a step that an op made inside;
+    ``shows_rows``: rows of experts are steps of their own, of unknown length, rather than within an op."""
 
-    def __init__(self) -> None:
+    def __init__(self, shows_rows: bool) -> None:
+        self.shows_rows = shows_rows
+        self.within = _VARIANTS if shows_rows else (*_VARIANTS, "expert_dispatch.py")
         self.events: dict[int, list[Event]] = {}
         self.inside = threading.local()
 
@@ -51,37 +57,51 @@ class Recorder:
         action = next(name for name in _ACTIONS if name in op.__name__)
         axis = next(arg for arg in args if isinstance(arg, str) and " at " in arg).partition(" at ")[0]
         num_bytes = sent.nbytes * (args[0] if action == "all_gather" else 1)
+        if self.shows_rows and _moves_rows():
+            action, num_bytes = ROWS, 0.0
         number = sum(event[0] == "launch" for event in self.mine())
         self.mine().append(("launch", action, axis, float(num_bytes)))
         return number
 
 
-def _within_an_op() -> bool:
+def _moves_rows() -> bool:
+    """Whether rows of tokens go to their experts or back: how many, the data say."""
+    frame = sys._getframe(1)
+    while frame.f_back is not None:
+        frame = frame.f_back
+        if isinstance(frame.f_locals.get("self"), Rows):
+            return True
+    return False
+
+
+def _within_an_op(variants: Sequence[str]) -> bool:
     """Not where a block is recomputed, or parameters are gathered again, for the backward of an op, which reads what it
-    saved."""
+    saved. ``variants``: the files of ops."""
     frame = sys._getframe(1)
     while frame.f_back is not None:
         frame = frame.f_back
         code = frame.f_code
         if code.co_filename.endswith(("/kernels/recomputed.py", "/kernels/regather.py")):
             return False
-        variant = code.co_filename.endswith(tuple(f"/kernels/{name}" for name in _VARIANTS))
+        variant = code.co_filename.endswith(tuple(f"/kernels/{name}" for name in variants))
         if variant or code.co_name == "rows_exchanged_together":
             return True
     return False
 
 
 @contextmanager
-def recording(monkeypatch: Any, within_ops: bool = False) -> Iterator[Recorder]:
-    """Record what each thread launches and awaits, but for the communication within ops; or only this."""
-    recorder, begin, step = Recorder(), collectives._begin, collectives._Redistribute
+def recording(monkeypatch: Any, hybrid: Hybrid, within_ops: bool = False) -> Iterator[Recorder]:
+    """Record what each thread launches and awaits, but for the communication within ops; or only this. ``hybrid``: of
+    the step, of whose rows of experts the program may make steps of their own."""
+    recorder = Recorder(overlaps_activations(hybrid) and not within_ops)
+    begin, step = collectives._begin, collectives._Redistribute
     forward, backward = step.forward, step.backward
 
     def recorded(op: Any, sent: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
         before = in_process.collectives_run()
         finish = begin(op, sent, *args, **kwargs)
         runs = in_process.collectives_run() > before  # else an earlier result is taken again
-        if not runs or within_ops != (getattr(recorder.inside, "on", False) or _within_an_op()):
+        if not runs or within_ops != (getattr(recorder.inside, "on", False) or _within_an_op(recorder.within)):
             return finish
         number = recorder.launched(op, sent, args)
 
@@ -92,7 +112,7 @@ def recording(monkeypatch: Any, within_ops: bool = False) -> Iterator[Recorder]:
         return awaited
 
     def marked(ctx: Any, *args: Any) -> torch.Tensor:
-        ctx.inside = _within_an_op()
+        ctx.inside = _within_an_op(recorder.within)
         return forward(ctx, *args)
 
     def back(ctx: Any, gradient: torch.Tensor) -> Any:
@@ -155,7 +175,7 @@ class Recorded:
                     stage.finish()
             return RecordedStep(recorder.mine(), [parameter.grad for parameter in parameters])
 
-        with recording(self.monkeypatch, within_ops) as recorder:
+        with recording(self.monkeypatch, hybrid, within_ops) as recorder:
             return on_every_rank(self.space.mesh_shape, self.space.axis_names, rank)
 
     def pipeline(self, hybrid: Hybrid, stages: Stages) -> list[RecordedStep]:
@@ -181,7 +201,7 @@ class Recorded:
                 module.finish()
             return RecordedStep(recorder.mine(), [parameter.grad for parameter in read])
 
-        with (recording(self.monkeypatch) as recorder,
+        with (recording(self.monkeypatch, hybrid) as recorder,
               pipelines_in_process(ranks, lambda event: recorder.mine().append(event), self.monkeypatch) as messages):
             found = on_every_rank((ranks, *mesh_shape), ("pipeline", *self.space.axis_names), rank)
         return [found[place, *(0,) * len(mesh_shape)] for place in range(ranks)]
