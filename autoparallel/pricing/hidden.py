@@ -111,5 +111,5 @@ def _hides_activations(pricer: SpacePricer) -> bool:
 
 def _overlaps_parameters(hybrid: Hybrid) -> bool:
     """Whether communication of parameters overlaps with compute: in every micro-batch, or gradients that are reduced
-    once per step with the last one's backward."""
-    return hybrid.overlaps_each or (hybrid.zero_stage < 2 and not hybrid.puts_off_weights)
+    once per step with the last one's backward; in zero bubble with the second part of a backward."""
+    return not hybrid.reads_alone

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import itertools
 from collections import defaultdict
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from copy import copy
 from functools import cached_property
 from typing import NamedTuple
@@ -22,6 +22,7 @@ from autoparallel.pricing.backward_reads import BackwardReads
 from autoparallel.pricing.expert_exchanges import MixtureAction
 from autoparallel.pricing.leaves import Leaves
 from autoparallel.pricing.multi_copy import At, MultiCopyRound, block_ranges
+from autoparallel.pricing.pieced_products import OF_WEIGHT
 from autoparallel.pricing.problem import SpacePricer
 from autoparallel.pricing.rank_reads import (
     RankReads,
@@ -29,8 +30,9 @@ from autoparallel.pricing.rank_reads import (
     TimedStep,
 )
 from autoparallel.pricing.rank_seconds import RankSeconds
-from autoparallel.pricing.split_backward import SplitBackward, StepsOf
+from autoparallel.pricing.split_backward import LeafValue, SplitBackward, StepsOf
 from autoparallel.pricing.step_tasks import Label, Launch, Passed, StepTasks, Wait
+from autoparallel.schedule.activation_windows import PRODUCTS
 from autoparallel.schedule.async_windows import TOP, Pair
 from autoparallel.schedule.backward_gathers import Finish
 from autoparallel.strategies.space import Strategy
@@ -113,11 +115,16 @@ class RankStep:
 
     def _hidden_early_s(self, slowdown: float) -> float:
         """Seconds hidden in each round before the last, where reductions and gathers of parameters hide nothing."""
-        if self.copies == 1 and not self.activations.overlaps:
-            return 0.0
         step = StepTasks()
-        self._forward(step)
-        self._backward(step, ())
+        if self._reduces_each and self.counts.hybrid.puts_off_weights:
+            pending = Pending()
+            self.forward(step, pending)
+            self.backward_of_weights(step, pending, self.backward_of_inputs(step), last=False)
+        elif self.copies == 1 and not self.activations.overlaps:
+            return 0.0
+        else:
+            self._forward(step)
+            self._backward(step, ())
         step.flush()
         return step.hidden_s(slowdown)
 
@@ -132,7 +139,10 @@ class RankStep:
             one.backward(step, pending, last=False)
         last = self if each or self.count == 1 else self._last_of_several(step, pending)
         last.forward(step, pending, first=self.count == 1)
-        last.backward(step, pending, last=True)
+        if self.counts.hybrid.puts_off_weights:
+            last.backward_of_weights(step, pending, last.backward_of_inputs(step), last=True)
+        else:
+            last.backward(step, pending, last=True)
         self.finish(step, pending)
         step.compute(self.seconds.updates_s, ("optimizer", TOP, TOP))
         step.flush()
@@ -210,20 +220,65 @@ class RankStep:
     def _backward_reads(self, step: StepTasks) -> BackwardReads:
         return BackwardReads(self.reads, lambda *steps: self._begin_again(step, *steps), self.activations.experts_at)
 
-    def backward_of_weights(self, step: StepTasks, pending: Pending, again: BackwardReads | None) -> None:
-        """The second part, which reduces the gradients of weights; of the first stage all of backward."""
+    def backward_of_weights(self, step: StepTasks, pending: Pending, again: BackwardReads | None, last: bool) -> None:
+        """The second part, which reduces the gradients of weights; of the first stage all of backward. Reductions of
+        gradients that it completes (``last``, or those of each micro-batch) are launched once they are there."""
+        completes = last or self._reduces_each
         if again is None:
-            self.backward(step, pending, last=False)
+            self.backward(step, pending, last=completes)
         else:
-            for index in (index for one in self.split.put_off for index in one.decisions):
-                again.read(index)
-                for timed in reversed(self.split.second.get(index, ())):
-                    step.run(timed.backward.per(self.count), _targets("reduce", [timed]))
+            early = self._reduced_in_parts if completes else {}
+            self._issue_all(step, early.get(TOP, ()), pending)
+            for part in self.split.put_off:
+                for index in part.decisions:
+                    again.read(index)
+                    for timed in reversed(self.split.second.get(index, ())):
+                        step.run(timed.backward.per(self.count), _targets("reduce", [timed]))
+                step.compute(self._weights_s.get(part.op, 0.0) / self.count, ("backward", part.op, part.op))
+                self._issue_all(step, early.get(part.op, ()), pending)
             again.settle()
             for timed in self.leaves.backward:
                 step.run(timed.backward.per(self.count), _targets("reduce", [timed]))
         if self._reduces_each:
             self._reduce_all(step, pending)
+
+    def _issue_all(self, step: StepTasks, pairs: Iterable[Pair], pending: Pending) -> None:
+        for pair in pairs:
+            self._issue(step, pair, pending)
+
+    @cached_property
+    def _weights_s(self) -> Mapping[int, float]:
+        """Seconds of the gradients of weights that the second part of backward makes, by op."""
+        found = dict[int, float]()
+        for op in (part.op for part in self.split.put_off):
+            rule = self.space.strategy_sets[op].rule
+            if rule is not None and rule.op_class in PRODUCTS:
+                found[op] = OF_WEIGHT * (self.seconds.backward_s[op + 1] - self.seconds.backward_s[op])
+        return found
+
+    @cached_property
+    def _reduced_in_parts(self) -> Mapping[int, Sequence[Pair]]:
+        """By op, the buckets of which the second part of its backward completes the last gradient; at `TOP` those that
+        the first part has completed."""
+        found = defaultdict[int, list[Pair]](list)
+        order = {part.op: place for place, part in enumerate(self.split.put_off)}
+        for pair in self._ended_together():
+            ops = [op for number in pair.steps if (op := self.split.op_of.get(self._leaf(number))) in order]
+            found[max(ops, key=order.__getitem__) if ops else TOP].append(pair)
+        return found
+
+    def _ended_together(self) -> Iterator[Pair]:
+        """The buckets whose results micro-batches read directly, in the order of the program."""
+        for _, events in sorted(self.windows.events.items()):
+            yield from (pair for action, pair in events
+                        if action == "wait" and all(self.windows.is_last(number) for number in pair.steps))
+
+    def _leaf(self, number: int) -> LeafValue:
+        """What micro-batches read of the last step on a path."""
+        target = self.reads.parameter_steps[number].target
+        position = next(use.position for use in self.space.uses_by[target]
+                        if self.reads.last_step.get((target, use.position)) == number)
+        return 1, target, position
 
     @cached_property
     def split(self) -> SplitBackward:
@@ -254,7 +309,7 @@ class RankStep:
         """By decision, the buckets whose last gradient its backward completes, if their reduction is launched then."""
         hybrid, pairs, early = self.counts.hybrid, dict[Pair, tuple[int, ...]](), defaultdict[int, list[Pair]](list)
         for pair in (*self.windows.reduced, *self.windows.gathered):
-            if (hybrid.zero_stage < 2 and not hybrid.puts_off_weights
+            if ((hybrid.zero_stage < 2 or hybrid.puts_off_weights)
                     and all(self.windows.is_last(n) for n in pair.steps)):
                 pairs[pair] = max(map(self._arrival, pair.steps))
         for pair in sorted(pairs, key=pairs.__getitem__):
@@ -413,7 +468,8 @@ class RankStep:
         """Backward of the decisions from the first to the second of ``part`` (excluded), of one micro-batch. ``calls``:
         ``before``, ``arrived`` and ``after`` of `_backward`."""
         (first, done), share, (before, arrived, after) = part, self.count * self.copies, calls
-        until, late = self.seconds.backward_s, self.activations.late
+        late = self.activations.late
+        until = self.seconds.backward_s if sent is None else self._until_weights
         steps, ahead = (self.activations.before, self.activations.ahead) if sent is None else (runs(sent), {})
         run = Running(step, lambda timed: timed.backward.per(share), "gradients of activations", "backward", share)
         again_at = self._again_at if sent is None else {}
@@ -457,6 +513,14 @@ class RankStep:
                 after(index)
             run.backward(ahead.get(index, ()), launched, mixed)
         step.compute((until[done] - until[first]) / share, ("backward", done - 1, first))
+
+    @cached_property
+    def _until_weights(self) -> Sequence[float]:
+        """`RankSeconds.backward_s` of the first part of a backward in two parts."""
+        each = [after - before for before, after in itertools.pairwise(self.seconds.backward_s)]
+        for op, seconds in self._weights_s.items():
+            each[op] -= seconds
+        return [0.0, *itertools.accumulate(each)]
 
     @cached_property
     def _again_at(self) -> Mapping[int, int]:

@@ -45,7 +45,8 @@ class PipelineRankStep:
                 own.forward(step, pending, first=stage in to_run)
                 to_run.discard(stage)
             elif kind == "W":
-                own.backward_of_weights(step, pending, put_off.pop((stage, micro_batch)))
+                left[stage] -= 1
+                own.backward_of_weights(step, pending, put_off.pop((stage, micro_batch)), last=not left[stage])
             elif self.hybrid.puts_off_weights:
                 put_off[stage, micro_batch] = own.backward_of_inputs(step)
             else:

@@ -30,7 +30,8 @@ class PutOff(NamedTuple):
 
 class SplitBackward:
     """The two parts of backward on a stage that receives values: ``put_off``, the second in order; ``later``, views of
-    weights that only the second part differentiates; ``first`` and ``second``, the steps whose backward each runs."""
+    weights that only the second part differentiates; ``first`` and ``second``, the steps whose backward each runs;
+    ``op_of``: by leaf whose gradient the second part makes, the op."""
 
     def __init__(self, reads: RankReads) -> None:
         self.reads, self.space, self.counts = reads, reads.space, reads.counts
@@ -47,6 +48,7 @@ class SplitBackward:
         for leaf, ops in ends.items():
             if len(ops) == 1:
                 found[next(iter(ops))] |= set(behind[leaf]) - early
+        self.op_of = {leaf: next(iter(ops)) for leaf, ops in ends.items() if len(ops) == 1}
         self.put_off = [PutOff(op, tuple(sorted({op, *(use.target for use in uses)}, reverse=True)))
                         for op, uses in found.items()]
         puts_off = set().union(*found.values())

@@ -112,20 +112,32 @@ class _Stage(torch_pp.PipelineStage):
         if backward_type == "input":
             return backward_of_inputs(bwd_kwargs["stage_output"], bwd_kwargs["output_grads"],
                                       bwd_kwargs["input_values"], list(self.submod.parameters()))
+        if backward_type == "weight":
+            backward_of_weights(self.module, bwd_kwargs["param_groups"], self._reduces_now)
+            return (), None
         return super().backward_maybe_with_nosync(backward_type, bwd_kwargs, last_backward)
 
     def clear_runtime_states(self) -> None:
         super().clear_runtime_states()
         self.backwards = 0
 
+    @property
+    def _reduces_now(self) -> bool:
+        """Whether the second part of a backward completes gradients that are reduced."""
+        return self.module.each_micro_batch or self.backwards == len(self.micro_batches)
+
     def backward_one_chunk(self, bwd_chunk_id: int, *args: Any, **kwargs: Any) -> None:
-        self.backwards += 1
-        if self.backwards == len(self.micro_batches) and not self.hybrid.puts_off_weights:
-            self.module.reduce_overlapped(len(self.micro_batches) == 1)
+        if not self.hybrid.puts_off_weights:
+            self.backwards += 1
+            if self.backwards == len(self.micro_batches):
+                self.module.reduce_overlapped(len(self.micro_batches) == 1)
         super().backward_one_chunk(bwd_chunk_id, *args, **kwargs)
         self._move(self.grad_recv_info.get(bwd_chunk_id, ()), "meta")
 
     def backward_weight_one_chunk(self, bwd_chunk_id: int, last_backward: bool = False) -> None:
+        self.backwards += 1
+        if self.is_first and self._reduces_now:    # its second part is all of backward
+            self.module.reduce_overlapped(self.module.each_micro_batch or len(self.micro_batches) == 1)
         super().backward_weight_one_chunk(bwd_chunk_id, last_backward)
         self.module.reduce_weights()
 
@@ -231,6 +243,19 @@ def backward_of_inputs(outputs: Sequence[torch.Tensor], output_grads: Sequence[t
     for output in outputs:
         output.detach_()
     return found, groups
+
+
+def backward_of_weights(module: StageModule, groups: Sequence[dict[str, Any]], reduces: bool) -> None:
+    """Second part of a split backward: the gradients of weights, group by group. ``reduces``: the reductions of those
+    that are complete are launched meanwhile."""
+    weights = list(module.leaves)
+    numbers = {_node(weight): number for number, weight in enumerate(weights) if weight.requires_grad}
+    nodes = [list(group["params"]) for group in groups]
+    expected = {numbers[node] for some in nodes for node in some} if reduces else set()
+    arrived = module.reduce_weights_overlapped(expected) if reduces else lambda *_: None
+    for group, some in zip(groups, nodes, strict=True):
+        torch_backward.stage_backward_weight(iter(weights), [group])
+        arrived(*(numbers[node] for node in some))
 
 
 def _split(outputs: Sequence[torch.Tensor], inputs: Sequence[torch.Tensor], weights: Sequence[torch.Tensor]

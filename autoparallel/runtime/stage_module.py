@@ -158,7 +158,8 @@ class StageModule(nn.Module):
         split = split_step(program, hybrid, backend)
         self.bucket_bytes = hybrid.bucket_bytes
         self.reads = split.reads if hybrid.reads_each else overlap(split.reads, hybrid)
-        self.reduced_together = [] if self.each_micro_batch else ended_together(self.reads)
+        self.reduced_together = [] if hybrid.reads_each else ended_together(self.reads)
+        self.hooks: list[Any] = []
         self.reduced_at_once = reduced_together(split.reads) if hybrid.reads_each else []
         stored = split.reads.graph.output_node().args[0]
         self.kept, self.gathers = Kept(), gathers_of_stored(split.micro_batch, len(stored))  # type: ignore[arg-type]
@@ -218,25 +219,49 @@ class StageModule(nn.Module):
         return tuple(_Sent.apply(x) for x in sent)
 
     def reduce_overlapped(self, is_first: bool) -> None:
-        """For the last backward: launch each bucket's reduction once its last gradient arrives. (Expected are the
-        gradients that earlier micro-batches had; all, if it ``is_first``.)"""
-        for numbers in self.reduced_together:
-            leaves = {n: self.leaves[n] for n in numbers}
-            left = {n for n, leaf in leaves.items() if leaf.grad is not None or (is_first and leaf.requires_grad)}
-            for n in tuple(left):
-                self.leaves[n].register_post_accumulate_grad_hook(partial(self._arrived, numbers, left, n))
+        """For a backward that completes the gradients: launch each bucket's reduction once its last gradient arrives.
+        (Expected are the gradients that earlier micro-batches had; all, if it ``is_first``.)"""
+        expected = {n for n, leaf in enumerate(self.leaves)
+                    if leaf.grad is not None or (is_first and leaf.requires_grad)}
+        arrived = self._launching(expected)
+        self.hooks = [self.leaves[n].register_post_accumulate_grad_hook(lambda _, n=n: arrived(n))
+                      for numbers in self.reduced_together for n in numbers if n in expected]
 
-    def _arrived(self, numbers: Sequence[int], left: set[int], number: int, _: torch.Tensor) -> None:
-        """Gradient ``number`` has arrived; if no gradient of bucket ``numbers`` is ``left``, launch the reduction."""
-        left.discard(number)
-        if not left:
-            values = tuple(self.values[n] for n in numbers)
-            issue_gradients(values, tuple(None if (made := self.leaves[n].grad) is None else made.to(value.dtype)
-                                         for n, value in zip(numbers, values, strict=True)))
+    def reduce_weights_overlapped(self, expected: Collection[int]) -> Callable[..., None]:
+        """The same for the second part of a backward, which sets the gradients of the ``expected`` leaves without
+        hooks: to be called with their numbers as they arrive. Buckets that expect none are launched now."""
+        arrived = self._launching(expected)
+        for numbers in self.reduced_together:
+            if not any(n in expected for n in numbers) and any(self.leaves[n].grad is not None for n in numbers):
+                self._launch(numbers)
+        return arrived
+
+    def _launching(self, expected: Collection[int]) -> Callable[..., None]:
+        """Returns a function that is told the numbers of gradients that arrive together, and launches, in order, the
+        reductions of the buckets of which none of the ``expected`` is left."""
+        left = [(numbers, {n for n in numbers if n in expected}) for numbers in self.reduced_together]
+
+        def arrived(*arriving: int) -> None:
+            for numbers, still in left:
+                if not still.isdisjoint(arriving):
+                    still.difference_update(arriving)
+                    if not still:
+                        self._launch(numbers)
+
+        return arrived
+
+    def _launch(self, numbers: Sequence[int]) -> None:
+        """Launch the reduction of a bucket's gradients."""
+        values = tuple(self.values[n] for n in numbers)
+        issue_gradients(values, tuple(None if (made := self.leaves[n].grad) is None else made.to(value.dtype)
+                                      for n, value in zip(numbers, values, strict=True)))
 
     def reduce_weights(self) -> None:
         """Reduce the gradients that a backward in parts left in the leaves, of ZeRO-2 and 3. (Its second part sets them
         without hooks.)"""
+        for hook in self.hooks:
+            hook.remove()
+        self.hooks = []
         if self.each_micro_batch:
             _reduce_leaves(list(zip(self.leaves, self.values, strict=True)))
 

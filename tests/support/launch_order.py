@@ -72,6 +72,23 @@ class Drawn:
         return Recorded(self.model, self.args, self.kwargs, self.micro, self.space, strategies, self.prices.path,
                         self.monkeypatch)
 
+    def take(self, variant: str) -> None:
+        """Let each op that has a variant run as that, by a strategy drawn among those that do."""
+        strategies = list(self.strategies)
+        for index, s in enumerate(self.space.strategy_sets):
+            some = [s.strategies[number] for number, row in enumerate(s.array.tolist())
+                    if any(s.axis_strategies[one].variant == variant for one in row)]
+            strategies[index] = self.draw.choice(some) if some else strategies[index]
+        self.strategies = tuple(strategies)
+        self.recorded = self.recorded_with(self.strategies)
+
+    def check(self) -> None:
+        """`check_order`; with stages `check_pipeline`."""
+        if self.hybrid.stages > 1:
+            self.check_pipeline()
+        else:
+            self.check_order()
+
     def check_order(self) -> None:
         """A rank launches and awaits what the simulation does: kind, axis, bytes and order. Micro-batches of multi-copy
         give it the gradients that they have one after the other, and those with ZeRO-2 the gradients that ZeRO-1 gives
@@ -116,12 +133,8 @@ class Drawn:
 
 def check_order(case_name: str, mesh_shape: tuple[int, ...], seed: int, hybrid: Hybrid,
                 monkeypatch: pytest.MonkeyPatch, batch: int = 8) -> None:
-    """`Drawn.check_order` of a case; with stages `Drawn.check_pipeline`."""
-    drawn = drawn_of(case_name, mesh_shape, seed, hybrid, monkeypatch, batch)
-    if hybrid.stages > 1:
-        drawn.check_pipeline()
-    else:
-        drawn.check_order()
+    """`Drawn.check` of a case."""
+    drawn_of(case_name, mesh_shape, seed, hybrid, monkeypatch, batch).check()
 
 
 def drawn_of(case_name: str, mesh_shape: tuple[int, ...], seed: int, hybrid: Hybrid, monkeypatch: pytest.MonkeyPatch,
