@@ -32,7 +32,7 @@ from tests.support.tiers import slow
 
 @pytest.mark.parametrize("name", ["deepseek_v3", "qwen2_moe"])
 def test_shared_experts_come_right_behind_the_routed_ones(name: str) -> None:
-    """DeepSeek computes them after the routed ones, Qwen before; either way nothing that needs the mixture is between."""
+    """DeepSeek computes them after the routed ones, Qwen before; nothing that needs the mixture is between."""
     graph = graph_of(name) if name in CASES else capture(build(name), (), inputs_of(name))
     mixture = next(node for node in graph.of_kind("op") if node.target is routed_experts)
     reader = next(node.index for node in graph if mixture.index in {ref.node for ref in node.inputs})

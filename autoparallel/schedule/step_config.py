@@ -142,8 +142,8 @@ class Hybrid:
 
     @property
     def overlaps_each(self) -> bool:
-        """Whether communication of parameters overlaps with compute in every micro-batch. (Zero bubble computes the
-        gradients of weights last, so that nothing is left to overlap with.)"""
+        """Whether communication of parameters overlaps with compute in every micro-batch. (Zero bubble reduces
+        in the second part of a backward, and gathers without overlap.)"""
         return self.is_plain or (self.zero_stage >= 2 and not self.puts_off_weights)
 
     @property
