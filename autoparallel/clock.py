@@ -17,7 +17,8 @@ from typing import Protocol
 #: of the last five kinds to tell: these are estimates. Work that is not listed is taken as in proportion to what is.
 RATES: Mapping[str, float] = {
     "decisions read": 1.2e-5, # of a strategy graph, into a search problem
-    "decisions made": 6e-5,  # of a new strategy graph, with their unit costs
+    "decisions made": 6e-5,  # by a program cut into micro-batches
+    "ops priced": 2e-4,      # distinct ones of a strategy graph: their strategies, or unit costs
     "cells priced": 1.7e-7,  # of an edge's table
     "tasks simulated": 6e-6,
     "nodes laid out": 1.1e-5, # for elimination, and edges

@@ -47,8 +47,11 @@ class Stages:
         """By decision, the stages that have it, in order."""
         if len(self) == 1:
             return [(0,)] * num_decisions
-        return [tuple(s for s, part in enumerate(self.parts) if index in part.decisions)
-                for index in range(num_decisions)]
+        found: list[list[int]] = [[] for _ in range(num_decisions)]
+        for number, part in enumerate(self.parts):
+            for index in part.decisions:
+                found[index].append(number)
+        return list(map(tuple, found))
 
     def blocks(self, space: StrategySpace) -> list[list[str]]:
         """Paths of the blocks of each stage, in order; a block on several stages belongs to the first."""
@@ -179,7 +182,7 @@ def cuts_by_blocks(space: StrategySpace, loss: int | None, stages: int, ends: bo
 
 
 def numbers_alike(space: StrategySpace) -> np.ndarray:
-    """Numbers by decision; those at one place of equal blocks have the same."""
+    """Numbers by decision; those at one place of equal blocks, or read first there, have the same."""
     decision_of = {
         (decision.kind, decision.node if decision.ref is None else decision.ref.node): decision.index
         for decision in space.decisions
@@ -189,6 +192,11 @@ def numbers_alike(space: StrategySpace) -> np.ndarray:
         for nodes in zip(*(block.nodes for block in blocks), strict=True):
             decisions = [decision_of[kind, node] for node in nodes if (kind, node) in decision_of]
             found[decisions] = min(decisions, default=0)
+    first = {use.source: use for use in reversed(space.uses)}
+    number = dict[tuple[int, int], int]()
+    for decision in space.decisions:
+        if decision.kind == "parameter" and (use := first.get(decision.index)) is not None:
+            found[decision.index] = number.setdefault((int(found[use.target]), use.position), decision.index)
     return found
 
 

@@ -231,6 +231,8 @@ def _add_parameter(pricer: SpacePricer, index: int, number: int, count: int, sta
                    float(pricer.costs.shared_bytes(index)[number]), shared / some)
     stage.backward_communication += count * (shared + moved)
     stage.once += count * (updated + shared + (0.0 if pricer.costs.gradients.leave(index) else moved))
+    if not pricer.counts.away[index].is_away:
+        return
     tiers = pricer.costs.tiers
     stage.host_bytes += count * float(tiers.bytes_in(index, "host")[number])
     stage.disk_bytes += count * float(tiers.bytes_in(index, "disk")[number])

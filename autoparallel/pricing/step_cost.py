@@ -260,6 +260,12 @@ class StepCosts:
         """Seconds per step of accumulating a parameter's gradients over micro-batches (two reads and a write each; with
         a separate accumulator one read of the gradient, a read and a write of the accumulator). Those of micro-batches
         at a time are of gathered parameters, and so are all below ZeRO-2. By (source strategy, target strategy)."""
+        there = self.lookups.sums_there(use.source)
+        key = "sums", self.use_key(use), self.counts.sums(use), there, self.counts.sparse.density.get(use.source)
+        return self.memo.once(key, lambda: self._sums_s(use, there))
+
+    def _sums_s(self, use: TensorUse, there: bool) -> np.ndarray:
+        """As `sums_s`; ``there``: on the host."""
         source, target = self.space.strategy_sets[use.source], self.space.strategy_sets[use.target]
         rows, columns = source.outputs[use.output], target.inputs[use.position]
         hybrid, stored = self.counts.hybrid, self.prices.local_bytes(use.meta, rows)[:, None]
@@ -271,7 +277,7 @@ class StepCosts:
         profile, width = self.prices.cluster.profile, use.meta.dtype.itemsize
         each = profile.sum_bytes(width, apart * width) / width if profile is not None else 1 + 2 * apart if apart else 3
         moved = self.counts.sparse.share(use.source) * each * held
-        if self.lookups.sums_there(use.source):
+        if there:
             return self.counts.sums(use) * self.lookups.sums_s(moved)
         return self.counts.sums(use) * compute.op_time_s("elementwise", 0.0, moved, dtype_name(use.meta), device)
 

@@ -67,7 +67,7 @@ class Prices:
 
     def __init__(self, space: StrategySpace, cluster: Cluster, optimizer: str = "adamw", training: bool = True,
                  direct: bool = False, stages: int = 1, spread: int = 1, same_limit: bool = False) -> None:
-        clock.did("decisions made", len(space))
+        clock.did("decisions read", len(space))
         self.space, self.cluster, self.optimizer, self.training = space, cluster, optimizer, training
         self.direct, self.spread, self.same_limit = direct, spread, same_limit
         self.device = cluster.working_device
@@ -216,6 +216,7 @@ class Prices:
         zeros = np.zeros(count)
         if rule is None or rule.fixed:
             return OpPrice(zeros, zeros)
+        clock.did("ops priced")
         exchanges = tuple(self._inside(s)) if inside else ()
         forward, backward = zeros, zeros
         if rule.alias:

@@ -200,6 +200,8 @@ class Hybrid:
 
     def ranks_of(self, *stages: int) -> tuple[int, ...]:
         """The ranks of the pipeline axis that run any of these stages."""
+        if not self.replicas:
+            return tuple(sorted({stage % self.pipeline_ranks for stage in stages}))
         ends = list(itertools.accumulate(self.groups))
         numbers = sorted({stage % len(ends) for stage in stages})
         return tuple(rank for n in numbers for rank in range(ends[n] - self.groups[n], ends[n]))
