@@ -16,11 +16,12 @@ from typing import Protocol
 #: Seconds of a unit of work on one core. Fitted to joint searches (docs/measurements/planning.md), which had too little
 #: of the last five kinds to tell: these are estimates. Work that is not listed is taken as in proportion to what is.
 RATES: Mapping[str, float] = {
-    "decisions read": 1.2e-5, # of a strategy graph, into a search problem
+    "decisions read": 2e-5,  # of a strategy graph, into a search problem
+    "combinations judged": 8e-3,  # each estimate, and each bound, beside what else it counts
     "decisions made": 6e-5,  # by a program cut into micro-batches
     "ops priced": 2e-4,      # distinct ones of a strategy graph: their strategies, or unit costs
-    "cells priced": 1.7e-7,  # of an edge's table
-    "tasks simulated": 6e-6,
+    "cells priced": 2.5e-7,  # of an edge's table
+    "tasks simulated": 8.5e-6,
     "nodes laid out": 1.1e-5, # for elimination, and edges
     "tables named": 3.5e-6,
     "tables made": 8e-5,     # in an elimination

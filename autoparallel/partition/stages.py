@@ -16,6 +16,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from autoparallel import clock
 from autoparallel.capture import TensorMeta
 from autoparallel.capture.blocks import block_path, equal_blocks
 from autoparallel.errors import InfeasibleError, InputError, PlanError
@@ -147,6 +148,7 @@ def place_cuts(prices: Prices, loss: int | None, hybrid: Hybrid, strategies: Seq
         seconds = np.array([prices.op_of(decision.index).total_s.min() if decision.kind == "op" else 0.0
                             for decision, s in zip(space.decisions, space.strategy_sets, strict=True)])
     else:
+        clock.did("decisions read", 2 * len(space))
         alike = numbers_alike(space)    # which of them recompute slows down is decided after the cuts
         seconds = means(decision_seconds(prices, hybrid, strategies, alike), alike)
     network = prices.cluster.group((hybrid.pipeline_ranks, *space.mesh_shape), 0)

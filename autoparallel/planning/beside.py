@@ -30,7 +30,7 @@ import torch.distributed as dist
 from autoparallel import clock
 
 #: Counted seconds after which the other side hears what was told.
-LATER_S = 0.5
+LATER_S = 1.0
 #: Counted seconds of a search from which on the work has a process of its own: making it takes some 50 ms.
 FORK_S = 1.0
 #: Seconds between looks at the other process; seconds in which its clock stands still until it counts as stuck.

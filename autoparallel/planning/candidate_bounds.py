@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from autoparallel.planning.candidates import Candidate
+from autoparallel.planning.candidates import Candidate, Combination
 from autoparallel.planning.reduced_model import ReducedModel
 from autoparallel.plans import Hybrid
 from autoparallel.pricing import ExecutionCounts, Prices, SpacePricer
@@ -56,16 +56,23 @@ class CandidateBounds:
         self._in_flight: dict[tuple[object, ...], np.ndarray] = {}
         #: By what `forced_again_s` depends on, which candidates share that differ in their ZeRO stage.
         self._forced: dict[tuple[object, ...], float] = {}
+        self._bytes: dict[tuple[Combination, float], float] = {}
 
     def least_bytes(self, candidate: Candidate, times: float = 1.0) -> float:
         """A lower bound of peak bytes, were activations ``times`` as large: state and tensors live between forward and
         backward, divided evenly over the devices of a stage, and over the ranks of a pipeline so that the fullest has
-        the least.
+        the least. Kept by combination.
 
         Let rank r take d_r bytes for all blocks, and e_r bytes of what lies outside of blocks, E together. Of the
         blocks it takes at most the share (L - e_r) / d_r, if no rank exceeds L bytes; these shares add up to 1 or more,
         so that L is at least (1 + E / max d) / sum(1 / d).
         """
+        key = candidate.key, times
+        if key not in self._bytes:
+            self._bytes[key] = self._least_bytes(candidate, times)
+        return self._bytes[key]
+
+    def _least_bytes(self, candidate: Candidate, times: float) -> float:
         h, devices = candidate.hybrid, math.prod(candidate.mesh_shape)
         kept = self._kept(h)
         away = h.saved_on != "device"    # what blocks save

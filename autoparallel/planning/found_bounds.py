@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Iterable
 from typing import Any, NamedTuple
 
@@ -52,6 +53,8 @@ class FoundBounds:
         self.work: dict[Kind, Work] = {}
         self.more: dict[Kind, Work] = {}
         self.fitting: dict[object, float] = {}
+        #: How many were found, by the mesh whose combinations they bound.
+        self.of_mesh = Counter[Mesh]()
         self._new: list[Found] = []
 
     def note(self, found: Found) -> None:
@@ -73,6 +76,7 @@ class FoundBounds:
         return meshes
 
     def _keep(self, found: Found) -> None:
+        self.of_mesh[found.mesh] += 1
         match found.what:
             case "work":
                 self.work[found.key] = found.value

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 
@@ -112,6 +112,7 @@ class JointSearch:
         self.tell, self.starts, self.by_hand, self.bounding = tell, starts, by_hand, bounding
         self.known_s = min((c.estimate_s for c in starts), default=math.inf)
         self.known: dict[Combination, Candidate] = {}
+        self._least_known_s = math.inf
         self.may_fit: Sequence[Candidate] = ()
         self.cluster, self.optimizer, self.limit = cluster, optimizer, limit_bytes
         kept = kept or Kept(graph, fixed.offload, fixed.on_host, fixed.cached)
@@ -143,6 +144,7 @@ class JointSearch:
         """The candidate with its estimate; above `WORTH` times ``best_s`` with a lower bound only (`first` is None).
         Infinite where nothing fits, or the batch cannot be split into its micro-batches."""
         h = candidate.hybrid
+        clock.did("combinations judged")
         try:
             self.split(h.micro_batches)
         except InfeasibleError:
@@ -266,7 +268,12 @@ class JointSearch:
     @property
     def best_s(self) -> float:
         """Seconds of the best estimate, or of the best plan that is known."""
-        return min((self.known_s, *(c.estimate_s for c in self.known.values())))
+        return min(self.known_s, self._least_known_s)
+
+    def know(self, candidates: Iterable[Candidate]) -> None:
+        """Take over estimates, or steps of whole plans, of combinations; they replace what was known of these."""
+        self.known.update({c.key: c for c in candidates})
+        self._least_known_s = min((c.estimate_s for c in self.known.values()), default=math.inf)
 
     def _best_outside(self, seen: set[object]) -> Candidate | None:
         """One of the three best candidates that fit whose key is not in ``seen``, or None."""
@@ -297,7 +304,7 @@ class JointSearch:
         for estimated in self.known.values():
             order.learn(estimated)
         while (candidate := order.next(best, patience, deadline, self.hear)) is not None:
-            made = self.known[candidate.key] = self.estimate(candidate, best)
+            self.know([made := self.estimate(candidate, best)])
             self.tell(sum(not one.is_bound for one in self.known.values()))
             order.learn(made)
             if one_a_length:

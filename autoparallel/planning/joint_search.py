@@ -26,7 +26,7 @@ from cost_models import Cluster
 
 #: Smallest time limit of the final full search, and of the last trials with fewer recomputed blocks: a share of the
 #: time limit, within these seconds.
-LEAST_FULL, LEAST_FULL_S, MOST_FULL_S = 0.5, 3.0, 10.0
+LEAST_FULL, LEAST_FULL_S, MOST_FULL_S = 0.2, 0.5, 10.0
 #: The shares of the time limit at which estimates, and trial plans, end: in the first and the second round.
 ROUNDS = ((0.4, 0.55), (0.65, 0.75))
 #: The share that the second round leaves to trial plans with fewer recomputed blocks, if there is any use for them; the
@@ -112,7 +112,7 @@ def search_jointly(
             bound_s = survey.bound_s
             trials.add(survey.candidates)
             trials.run(started + (share_of_trials - spare) * time_limit_s)
-            search.known.update({c.key: c for c in trials.updated()})
+            search.know(trials.updated())
             search.known_s = min(search.known_s, trials.best_s)
         if recompute_less is not None:
             trials.recompute_less(recompute_less, started + FEWER_RECOMPUTED * time_limit_s)

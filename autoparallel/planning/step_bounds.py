@@ -13,10 +13,11 @@ from dataclasses import replace
 
 import numpy as np
 
+from autoparallel import clock
 from autoparallel.errors import InfeasibleError
 from autoparallel.planning.bound_kinds import Kind, sends_on
 from autoparallel.planning.candidate_bounds import CandidateBounds
-from autoparallel.planning.candidates import Candidate
+from autoparallel.planning.candidates import Candidate, Combination
 from autoparallel.planning.found_bounds import Found, FoundBounds, Work
 from autoparallel.planning.memory_bounds import least_fitting_s
 from autoparallel.planning.reduced_model import ReducedModel
@@ -57,6 +58,9 @@ class StepBounds:
         self._divisors: dict[tuple[int, int, int], list[int]] = {}
         #: By pipeline ranks.
         self._largest: dict[int, int] = {}
+        #: By combination, and whether all its blocks are recomputed: its bound, and how many bounds of its mesh there
+        #: were then.
+        self._steps: dict[tuple[Combination, bool], tuple[int, float]] = {}
 
     def tighten(self, candidate: Candidate, best_s: float = FORBIDDEN, fully: bool = True) -> bool:
         """Bound the combination's decision graph, or one that is no more, unless that is done; returns whether it is
@@ -135,6 +139,17 @@ class StepBounds:
 
     def step_s(self, candidate: Candidate) -> float:
         """Seconds that no plan of the combination is below, though it may recompute as few blocks as memory allows."""
+        return self._once(candidate, False, self._least_step_s)
+
+    def _once(self, candidate: Candidate, whole: bool, bound_s: Callable[[Candidate], float]) -> float:
+        """A bound, which is worked out again where others of its mesh were found."""
+        key, found = (candidate.key, whole), self.found.of_mesh[candidate.mesh]
+        known = self._steps.get(key)
+        if known is None or known[0] != found:
+            self._steps[key] = known = found, bound_s(candidate)
+        return known[1]
+
+    def _least_step_s(self, candidate: Candidate) -> float:
         work_s = self._known_work_s(candidate, 1.0)
         if work_s == math.inf:
             return work_s
@@ -145,7 +160,7 @@ class StepBounds:
         blocks, as many as memory forces)."""
         if candidate.hybrid.recompute_blocks is not None:
             return self.step_s(candidate)
-        return self._step_s(candidate, self.even.again_s(candidate))
+        return self._once(candidate, True, lambda one: self._step_s(one, self.even.again_s(one)))
 
     def _known_work_s(self, candidate: Candidate, longer: float) -> float:
         """Seconds on one rank of a pipeline in which all micro-batches take ``longer`` times as long."""
@@ -172,6 +187,7 @@ class StepBounds:
     def _least_work(self, kind: Kind, cache: float = 1.0) -> Work:
         """The optima of a kind's graph on a device with ``cache`` times its cache. With so many times the micro-batches
         each tensor is so many times smaller at least, and finds no more of itself in the cache."""
+        clock.did("combinations judged")
         prices = self.prices_of(kind.micro_batches, kind.pipeline_ranks, kind.mesh_shape, cache)
         inside, stands_for = self.reduced_model.inside(prices.space), self.reduced_model.counts(prices.space)
         counts = ExecutionCounts(prices.space, kind.hybrid, multiplicities=stands_for)
@@ -186,6 +202,7 @@ class StepBounds:
     def _least_fitting_s(self, candidate: Candidate, recompute: str, best_s: float) -> float:
         """The seconds on one rank, as long as they are in its pipeline, of those of a combination's plans that fit and
         are faster than ``best_s``, each of whose blocks recomputes nothing or so (or as it likes, "any")."""
+        clock.did("combinations judged")
         h, kind = candidate.hybrid, Kind.of(candidate)
         prices = self.prices_of(h.micro_batches, h.pipeline_ranks, candidate.mesh_shape, 1.0)
         space, longer = prices.space, h.pipeline_ranks * equal_stages_s(h, 1.0)

@@ -148,6 +148,7 @@ class _Pricing:
         self.split, self.cluster, self.options, self.ends, self.any_time = split, cluster, options, ends, any_time
         self.limit, self.state = options.limit_bytes(cluster), whole_state(split.graph, cluster, options, options.tier)
         self.priced, self.left_out = dict[str, Plan](), list[LeftOut]()
+        self._unknown = set[str]()    # for whose estimates there was no time
         self._seen, self._families = set[tuple[Hybrid, object, str]](), set[str]()
         self._estimates = dict[str, tuple[Hybrid, tuple[int, ...], HandEstimate]]()
         self.best_s = math.inf
@@ -183,12 +184,15 @@ class _Pricing:
                     if found is not None:
                         hybrid = hand.hybrid(batch_size(self.split.graph) if hand.needs_batch else 1)
                         self._estimates[text] = hybrid, hand.mesh[0], found
+            else:
+                self._unknown.add(text)
             tell(self.best_s)
 
     def order(self, text: str) -> tuple[bool, bool, float]:
-        """Those that fit by their estimates first, the fastest of them first; of the others the smallest."""
+        """Those that fit by their estimates first, the fastest of them first; of the others the smallest; last those
+        for whose estimates there was no time."""
         if text not in self._estimates:
-            return True, False, 0.0
+            return True, text in self._unknown, math.inf
         found = self._estimates[text][-1]
         fits = found.peak_bytes <= self.limit
         return not fits, True, found.step_s if fits else found.peak_bytes
@@ -200,7 +204,7 @@ class _Pricing:
             self._leave_out(text, hand, SLOWER if known else FAR_SLOWER)
         elif estimate is not None and known and self._fits and self.order(text)[0]:
             self._leave_out(text, hand, LARGER)
-        elif clock.now() >= self.ends and not (self.any_time and not self._fits):
+        elif (clock.now() >= self.ends or text in self._unknown) and not (self.any_time and not self._fits):
             self._leave_out(text, hand, LATE)
         else:
             try:
