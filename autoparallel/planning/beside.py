@@ -32,7 +32,7 @@ from autoparallel import clock
 #: Counted seconds after which the other side hears what was told.
 LATER_S = 1.0
 #: Counted seconds of a search from which on the work has a process of its own: making it takes some 50 ms.
-FORK_S = 1.0
+FORK_S = 0.25
 #: Seconds between looks at the other process; seconds in which its clock stands still until it counts as stuck.
 POLL_S, STUCK_S = 2e-3, 600.0
 #: How much sooner than this process the system ends that of the work where memory runs out, the most that there is.

@@ -69,19 +69,9 @@ class CandidateBounds:
         """
         key = candidate.key, times
         if key not in self._bytes:
-            self._bytes[key] = self._least_bytes(candidate, times)
+            self._bytes[key] = _even_bytes(candidate, self._kept(candidate.hybrid),
+                                           self.least_in_flight(candidate.hybrid), times)
         return self._bytes[key]
-
-    def _least_bytes(self, candidate: Candidate, times: float) -> float:
-        h, devices = candidate.hybrid, math.prod(candidate.mesh_shape)
-        kept = self._kept(h)
-        away = h.saved_on != "device"    # what blocks save
-        held = np.zeros(h.pipeline_ranks) if away else self.least_in_flight(h)
-        blocks = kept["state", True] + times * kept["micro_batch", True] / h.micro_batches * held
-        ends = kept["state", False] + times * kept["micro_batch", False] / h.micro_batches
-        if not blocks.all():
-            return float(ends / h.pipeline_ranks / devices)
-        return float((1 + ends / blocks.max()) / (1 / blocks).sum() / devices)
 
     def limit_of(self, candidate: Candidate) -> float:
         """Bytes that no device of the candidate may exceed."""
@@ -258,6 +248,19 @@ class CandidateBounds:
 
     def _whole_prices(self, spread: int) -> Prices:
         return Prices(self._whole, self.cluster, self.optimizer, stages=self.cluster.num_devices, spread=spread)
+
+
+def _even_bytes(candidate: Candidate, kept: Mapping[tuple[str, bool], float], in_flight: np.ndarray, times: float
+                ) -> float:
+    """`CandidateBounds.least_bytes`, of what is ``kept`` of the whole program and micro-batches in flight by rank."""
+    h, devices = candidate.hybrid, math.prod(candidate.mesh_shape)
+    away = h.saved_on != "device"    # what blocks save
+    held = np.zeros(h.pipeline_ranks) if away else in_flight
+    blocks = kept["state", True] + times * kept["micro_batch", True] / h.micro_batches * held
+    ends = kept["state", False] + times * kept["micro_batch", False] / h.micro_batches
+    if not blocks.all():
+        return float(ends / h.pipeline_ranks / devices)
+    return float((1 + ends / blocks.max()) / (1 / blocks).sum() / devices)
 
 
 def _flight_of(h: Hybrid) -> tuple[object, ...]:
