@@ -111,7 +111,7 @@ def test_equal_blocks_are_priced_once_for_their_cuts(hybrid: Hybrid) -> None:
     micro = Splits(graph(8))(hybrid.micro_batches)
     space = StrategySpace(micro.body, (2,))
     prices, one_by_one = Prices(space, Cluster.load("h100-sxm", num_devices=8), stages=4), np.arange(len(space))
-    draw, alike = random.Random(0), numbers_alike(space)
+    draw, alike = random.Random(0), numbers_alike(space, hybrid)
     for share in (1.0, 0.5):    # of decisions that have the strategy of the first of their equals
         any_of = [draw.choice(s.strategies) for s in space.strategy_sets]
         strategies = [any_of[first] if draw.random() < share else any_of[index] for index, first in enumerate(alike)]

@@ -149,7 +149,7 @@ def place_cuts(prices: Prices, loss: int | None, hybrid: Hybrid, strategies: Seq
                             for decision, s in zip(space.decisions, space.strategy_sets, strict=True)])
     else:
         clock.did("decisions read", 2 * len(space))
-        alike = numbers_alike(space)    # which of them recompute slows down is decided after the cuts
+        alike = numbers_alike(space, hybrid)    # which of them recompute slows down is decided after the cuts
         seconds = means(decision_seconds(prices, hybrid, strategies, alike), alike)
     network = prices.cluster.group((hybrid.pipeline_ranks, *space.mesh_shape), 0)
 
@@ -183,8 +183,9 @@ def cuts_by_blocks(space: StrategySpace, loss: int | None, stages: int, ends: bo
     return tuple(begins[number] for number in itertools.accumulate(counts[:-1]))
 
 
-def numbers_alike(space: StrategySpace) -> np.ndarray:
-    """Numbers by decision; those at one place of equal blocks, or read first there, have the same."""
+def numbers_alike(space: StrategySpace, hybrid: Hybrid) -> np.ndarray:
+    """Numbers by decision; those at one place of equal blocks have the same, and so have parameters that are read first
+    at one place, but for stages on several ranks: these sum gradients."""
     decision_of = {
         (decision.kind, decision.node if decision.ref is None else decision.ref.node): decision.index
         for decision in space.decisions
@@ -194,7 +195,7 @@ def numbers_alike(space: StrategySpace) -> np.ndarray:
         for nodes in zip(*(block.nodes for block in blocks), strict=True):
             decisions = [decision_of[kind, node] for node in nodes if (kind, node) in decision_of]
             found[decisions] = min(decisions, default=0)
-    first = {use.source: use for use in reversed(space.uses)}
+    first = {use.source: use for use in reversed(space.uses)} if not hybrid.replicas else {}
     number = dict[tuple[int, int], int]()
     for decision in space.decisions:
         if decision.kind == "parameter" and (use := first.get(decision.index)) is not None:
