@@ -105,7 +105,7 @@ def plan_jointly(split: Splits, cluster: Cluster, mesh_shape: Sequence[int] | No
                            [_again(plan, fixed) for plan in starts], options.progress, options.wider_limits(cluster),
                            [_with_pieces(one, fixed) for one in by_hand], kept_of(split, cluster, options), bounding)
     best = found.plan
-    if open_ and best.hybrid.recompute != "none" and best.hybrid.recompute_blocks is None and not found.interrupted:
+    if open_ and best.hybrid.recompute != "none" and not found.tried_less and not found.interrupted:
         ends = min(deadline, clock.now() + FEWER_S)
         best = whole.recompute_less(best, ends, options.time_limit_s / RECOMPUTE_TRIES)
     evidence, seen = best.evidence, found.survey

@@ -50,7 +50,8 @@ LEAST_ROOM = 0.5
 @dataclass(frozen=True)
 class JointResult:
     """The best plan, the survey of candidates, how many of these were planned in full, and all combinations judged.
-    ``runners_up``: the best plans of the other combinations, best first. ``interrupted``: by the user (Ctrl-C)."""
+    ``runners_up``: the best plans of the other combinations, best first. ``interrupted``: by the user (Ctrl-C).
+    ``tried_less``: the best plan's combination was tried with fewer recomputed blocks."""
 
     plan: Plan
     survey: Survey
@@ -58,6 +59,7 @@ class JointResult:
     trials: tuple[Trial, ...] = ()
     runners_up: tuple[Plan, ...] = ()
     interrupted: bool = False
+    tried_less: bool = False
 
 
 class InFull(Protocol):
@@ -132,7 +134,7 @@ def search_jointly(
         raise trials.nearest or _nothing_found(survey, search.space, limit_bytes, time_limit_s)
     planned = len({candidate.key for candidate in trials.plans} & {candidate.key for candidate in survey.candidates})
     return JointResult(trials.best, survey, planned, tuple(trials.told(survey)), tuple(trials.runners_up()),
-                       interrupted)
+                       interrupted, _combination(trials.best) in trials.tried_less)
 
 
 def _nothing_found(survey: Survey, space: CandidateSpace, limit_bytes: float, time_limit_s: float) -> InfeasibleError:
@@ -200,6 +202,8 @@ class _TrialPlans:
         #: Bytes of trial plans that did not fit.
         self.needed_bytes: dict[Combination, float] = {}
         self.sure = set[Combination]()
+        #: The combinations of plans that were tried with fewer recomputed blocks.
+        self.tried_less = set[tuple[object, ...]]()
 
     def add(self, candidates: Sequence[Candidate]) -> None:
         """Add candidates; while none has a finite estimate, a few without one are taken."""
@@ -350,6 +354,7 @@ class _TrialPlans:
         for tried, candidate in enumerate(self.recomputing[:MOST_FEWER]):
             if (tried and clock.now() >= deadline) or candidate not in self.recomputing:
                 continue
+            self.tried_less.add(_combination(self.plans[candidate]))
             share = (deadline - clock.now()) / (MOST_FEWER - tried)
             made = of_plan(self.plans[candidate], clock.now() + max(share, self.least_s), TRIAL_S, "local")
             if made.prediction.step_s < self.plans[candidate].prediction.step_s:
