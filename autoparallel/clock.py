@@ -17,7 +17,7 @@ from typing import Protocol
 #: of the last five kinds to tell: these are estimates. Work that is not listed is taken as in proportion to what is.
 RATES: Mapping[str, float] = {
     "decisions read": 2e-5,  # of a strategy graph, into a search problem
-    "combinations judged": 8e-3,  # each estimate, and each bound, beside what else it counts
+    "combinations judged": 8e-3,  # each estimate and each bound, in addition to all other work
     "decisions made": 6e-5,  # by a program cut into micro-batches
     "ops priced": 2e-4,      # distinct ones of a strategy graph: their strategies, or unit costs
     "cells priced": 2.5e-7,  # of an edge's table

@@ -24,9 +24,9 @@ from autoparallel.plans.reports.units import bytes_str
 from autoparallel.search import INTERRUPTED, NotRepairedError, Progress
 from cost_models import Cluster
 
-#: Smallest time limit of the final full search, and of the last trials with fewer recomputed blocks: a share of the
-#: time limit, within these seconds.
-LEAST_FULL, LEAST_FULL_S, MOST_FULL_S = 0.2, 0.5, 10.0
+#: Smallest time limit of the full searches where nothing fits: a share of the time limit, within these seconds. That of
+#: full searches where a plan fits, and of the last trials with fewer recomputed blocks: a share of it.
+LEAST_FULL, LEAST_FULL_S, MOST_FULL_S, WITH_A_PLAN = 0.5, 3.0, 10.0, 0.4
 #: The shares of the time limit at which estimates, and trial plans, end: in the first and the second round.
 ROUNDS = ((0.4, 0.55), (0.65, 0.75))
 #: The share that the second round leaves to trial plans with fewer recomputed blocks, if there is any use for them; the
@@ -173,8 +173,8 @@ class _TrialPlans:
     """Trial plans of the whole model, in order of expected seconds. Estimates of ``sure`` combinations are seconds of
     whole plans.
 
-    ``floor``: seconds that no plan of a candidate is below. ``least_s``: seconds of a full search, at least.
-    ``num_blocks``: the model's equal blocks.
+    ``floor``: seconds that no plan of a candidate is below. ``least_s``: seconds of a full search, at least,
+    where nothing fits. ``num_blocks``: how many equal blocks the model has.
 
     Expected seconds are the estimate times the ratio of trial plan to estimate seen with the same kind of pipeline:
     its stages (never quite equal, the less so the more there are), and what decides how much memory they take, since a
@@ -288,7 +288,7 @@ class _TrialPlans:
                 break
             searched.add(candidate)
             first = self.plans[candidate].strategies_on if candidate in self.plans else candidate.first
-            step_s = self.take(replace(candidate, first=first), max(self.least_s, left_s))
+            step_s = self.take(replace(candidate, first=first), max(WITH_A_PLAN * self.least_s, left_s))
             if candidate in self.left:
                 self.left.remove(candidate)
                 self.trial_s[candidate] = step_s
@@ -356,7 +356,8 @@ class _TrialPlans:
                 continue
             self.tried_less.add(_combination(self.plans[candidate]))
             share = (deadline - clock.now()) / (MOST_FEWER - tried)
-            made = of_plan(self.plans[candidate], clock.now() + max(share, self.least_s), TRIAL_S, "local")
+            least_s = WITH_A_PLAN * self.least_s
+            made = of_plan(self.plans[candidate], clock.now() + max(share, least_s), TRIAL_S, "local")
             if made.prediction.step_s < self.plans[candidate].prediction.step_s:
                 self._keep(candidate, made)
                 self.trial_s[candidate] = made.prediction.step_s
