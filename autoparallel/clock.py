@@ -19,7 +19,7 @@ RATES: Mapping[str, float] = {
     "decisions read": 2e-5,  # of a strategy graph, into a search problem
     "combinations judged": 8e-3,  # each estimate and each bound, in addition to all other work
     "decisions made": 6e-5,  # by a program cut into micro-batches
-    "ops priced": 2e-4,      # distinct ones of a strategy graph: their strategies, or unit costs
+    "ops priced": 2e-4,      # distinct ones of a strategy graph
     "cells priced": 2.5e-7,  # of an edge's table
     "tasks simulated": 8.5e-6,
     "nodes laid out": 1.1e-5, # for elimination, and edges

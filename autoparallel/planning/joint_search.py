@@ -35,9 +35,6 @@ RESERVED, FEWER_RECOMPUTED, MOST_FEWER = 0.1, 0.9, 3
 #: Most trial plans; most that are tried without one that fits; factors on expected seconds after a failure, and of
 #: pipelines before the first trial plan; time limit of one trial plan.
 MOST_TRIALS, MOST_FAILED, FAILED_RATIO, PIPELINE_EXCESS, TRIAL_S = 40, 8, 1.5, 1.15, 2.0
-#: How many times as long a pipeline is expected to take whose stages do not divide the blocks: the estimate has equal
-#: stages. (Of 96 and 80 blocks 64 stages took 1.13 and 1.26 times their estimates, 48 and 32 of 96 1.05 to 1.07.)
-UNEVEN = 1.07
 #: Candidates expected to exceed the best plan by more than this factor get no full search; the most that get one; the
 #: most that get one after the deadline, where nothing fits.
 SEARCH_ON, MOST_FULL, MOST_LATE = 1.02, 10, 2
@@ -106,7 +103,7 @@ def search_jointly(
                          lambda count: tell(f"{count} combination{'s' * (count != 1)} estimated"),
                          starts, wider_limits, by_hand, kept, bounding)
     least_s = min(max(LEAST_FULL_S, LEAST_FULL * time_limit_s), MOST_FULL_S)
-    trials = _TrialPlans(in_full, search.estimate, tell, search.floor_s, least_s, search.space.num_blocks)
+    trials = _TrialPlans(in_full, search.estimate, tell, search.floor_s, least_s)
     trials.left += starts
     trials.sure |= {c.key for c in starts}
     interrupted = False
@@ -174,21 +171,19 @@ class _TrialPlans:
     whole plans.
 
     ``floor``: seconds that no plan of a candidate is below. ``least_s``: seconds of a full search, at least,
-    where nothing fits. ``num_blocks``: how many equal blocks the model has.
+    where nothing fits.
 
     Expected seconds are the estimate times the ratio of trial plan to estimate seen with the same kind of pipeline:
     its stages (never quite equal, the less so the more there are), and what decides how much memory they take, since a
     plan that is repaired to fit may take far longer. For a kind not tried yet it is the smallest ratio seen with other
-    pipelines, at most `PIPELINE_EXCESS`, and `UNEVEN` times that where the stages do not divide the blocks; for
-    candidates estimated with less memory it is 1. A candidate that fits as a
+    pipelines, at most `PIPELINE_EXCESS`; for candidates estimated with less memory it is 1. A candidate that fits as a
     reduced-depth model but not in full (a stage has more than its share) is estimated again with less memory.
     """
 
     def __init__(self, in_full: InFull, estimate: Callable[[Candidate, float], Candidate],
                  tell: Callable[[str], None] = lambda phase: None,
-                 floor: Callable[[Candidate], float] = lambda candidate: 0.0, least_s: float = MOST_FULL_S,
-                 num_blocks: int = 0) -> None:
-        self.least_s, self.num_blocks = least_s, num_blocks
+                 floor: Callable[[Candidate], float] = lambda candidate: 0.0, least_s: float = MOST_FULL_S) -> None:
+        self.least_s = least_s
         self.in_full, self.estimate, self.tell, self.floor = in_full, estimate, tell, floor
         self.left: list[Candidate] = []
         self.best: Plan | None = None
@@ -267,7 +262,6 @@ class _TrialPlans:
             return trial_s if trial_s < math.inf else candidate.estimate_s
         pipelined = [ratio for (stages, *_), ratio in self.ratios.items() if stages != 1]
         typical = min(excess, *pipelined) if pipelined else excess
-        typical *= UNEVEN if self.num_blocks % candidate.hybrid.stages else 1.0
         typical = typical if candidate.hybrid.stages > 1 else 1.0
         ratio = self.ratios.get(self._kind(candidate), typical) if candidate.room == 1.0 else 1.0
         return candidate.estimate_s * ratio * self.failed.get(candidate.hybrid, 1.0)
