@@ -2,6 +2,7 @@
 
 import gc
 import weakref
+from collections.abc import Iterator
 
 import pytest
 
@@ -9,6 +10,18 @@ from autoparallel import garbage
 from autoparallel.garbage import collected_later
 from cost_models import Cluster
 from tests.support.captured import plan_of
+
+
+@pytest.fixture(scope="module", autouse=True)
+def as_for_users() -> Iterator[None]:
+    """The collector without the settings of `conftest.py`."""
+    rarely = gc.get_threshold()
+    gc.unfreeze()
+    gc.set_threshold(700, 10, 10)
+    yield
+    gc.collect()
+    gc.freeze()
+    gc.set_threshold(*rarely)
 
 
 @pytest.mark.parametrize("on", [True, False])
