@@ -15,6 +15,7 @@ import torch.distributed as dist
 from hypothesis import settings
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
+from autoparallel import garbage
 from tests.support.processes import started
 from tests.support.ranks import RankPool, pool_of, stop_pools
 
@@ -49,11 +50,10 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 def pytest_collection_finish() -> None:
-    """The collector leaves out the 400,000 objects of imports and tests, and looks at all others rarely: looking took a
-    tenth of the time of the tests. `tests/test_garbage.py` has the collector as it is for users."""
-    gc.collect()
-    gc.freeze()
+    """Tests leave little garbage, and each look at the 400,000 objects of imports takes as long as a small plan: the
+    collector looks rarely, a tenth of the time of the tests less. `test_garbage.py` has it as it is for users."""
     gc.set_threshold(10_000, 20, 20)
+    garbage.FEW = garbage._looked_at = 3_000_000
 
 
 @pytest.hookimpl(wrapper=True)

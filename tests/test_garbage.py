@@ -12,15 +12,15 @@ from cost_models import Cluster
 from tests.support.captured import plan_of
 
 
-@pytest.fixture(scope="module", autouse=True)
-def as_for_users() -> Iterator[None]:
+@pytest.fixture(autouse=True)
+def as_for_users(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """The collector without the settings of `conftest.py`."""
+    monkeypatch.setattr(garbage, "FEW", 100_000)
+    monkeypatch.setattr(garbage, "_unseen", 0)
+    monkeypatch.setattr(garbage, "_looked_at", 100_000)
     rarely = gc.get_threshold()
-    gc.unfreeze()
     gc.set_threshold(700, 10, 10)
     yield
-    gc.collect()
-    gc.freeze()
     gc.set_threshold(*rarely)
 
 
@@ -57,7 +57,7 @@ def test_what_was_made_is_old_at_once_and_what_was_frozen_stays_so():
 
 def test_the_collector_waits_for_all_of_a_joint_search():
     on = list[bool]()
-    plan_of("mlp", Cluster.load("h100-sxm", num_devices=8), joint=True, time_limit_s=0.5,
+    plan_of("mlp", Cluster.load("h100-sxm", num_devices=2), joint=True, time_limit_s=0.5,
             progress=lambda *_: on.append(gc.isenabled()))
     assert on and not any(on) and gc.isenabled()
 
@@ -84,8 +84,6 @@ def test_all_objects_are_counted_as_rarely_as_it_can_matter(monkeypatch):
     """They were counted after each pause, once 100,000 objects were new: that took as long as a small plan."""
     counted, count = [], gc.get_freeze_count
     monkeypatch.setattr(gc, "get_freeze_count", lambda: counted.append(count()) or counted[-1])
-    monkeypatch.setattr(garbage, "_unseen", 0)
-    monkeypatch.setattr(garbage, "_looked_at", garbage.FEW)
     kept = []
     for _ in range(200):
         with collected_later():
