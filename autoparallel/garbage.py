@@ -10,6 +10,7 @@ from contextlib import contextmanager
 FEW = 100_000
 _unseen = 0         # objects taken for old since the last full collection
 _looked_at = FEW    # the number of them from which all objects are counted
+_are_frozen = False  # objects that others froze; asked no more then, as `gc.get_freeze_count` goes through all of them
 
 
 @contextmanager
@@ -19,15 +20,17 @@ def collected_later() -> Iterator[None]:
     It looks at all objects of the process whenever those that are new are a quarter of them, and torch brings about a
     million: with Llama-3-8B that was a third of the time of capture, and of all that follows. It does not count what it
     took for old: once that is half of all objects, it looks at them here, or a process that plans again and again
-    would keep the garbage of all its plans.
+    would keep the garbage of all its plans. Where others froze objects, it takes nothing for old from then on.
     """
+    global _are_frozen
     was_on = gc.isenabled()
     gc.disable()
     try:
         yield
     finally:
         if was_on:
-            if not gc.get_freeze_count():  # what is new goes to the old, unseen: nearly all of it stays
+            _are_frozen = _are_frozen or gc.get_freeze_count() > 0
+            if not _are_frozen:  # what is new goes to the old, unseen: nearly all of it stays
                 _take_for_old()
             gc.enable()
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import itertools
 import os
 import sys
 from collections.abc import Callable, Iterator
@@ -15,7 +16,6 @@ import torch.distributed as dist
 from hypothesis import settings
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-from autoparallel import garbage
 from tests.support.processes import started
 from tests.support.ranks import RankPool, pool_of, stop_pools
 
@@ -34,6 +34,9 @@ settings.load_profile("no deadline")
 
 #: Most processes in which a tier runs at once, by its expression of marks; those of `ranks` have a pool of ranks each.
 MOST_WORKERS = {"not slow and not ranks": 4, "ranks and not slow": 2}
+#: After so many tests the collector leaves out what lives: modules that they import, and what they share.
+LEFT_OUT_EACH = 100
+_tests = itertools.count(1)
 
 
 def pytest_xdist_auto_num_workers(config: pytest.Config) -> int:
@@ -50,10 +53,22 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 def pytest_collection_finish() -> None:
-    """Tests leave little garbage, and each look at the 400,000 objects of imports takes as long as a small plan: the
-    collector looks rarely, a tenth of the time of the tests less. `test_garbage.py` has it as it is for users."""
+    """Tests leave little garbage, so that the collector looks rarely. `test_garbage.py` has it as it is for users."""
     gc.set_threshold(10_000, 20, 20)
-    garbage.FEW = garbage._looked_at = 3_000_000
+    leave_out()
+
+
+def leave_out() -> None:
+    """The collector looks no more at what lives now: imports alone make 400,000 objects, and a parallel module collects
+    garbage at its second call, which took longer than all else of many a test."""
+    gc.collect()
+    gc.freeze()
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_runtest_teardown() -> None:
+    if next(_tests) % LEFT_OUT_EACH == 0:
+        leave_out()
 
 
 @pytest.hookimpl(wrapper=True)

@@ -31,7 +31,7 @@ def wide(devices: int) -> tuple[nn.Module, tuple[torch.Tensor, ...], dict[str, A
 
 @functools.cache
 def sized(**asked: float) -> autoparallel.Sizing:
-    return autoparallel.size(wide, most=MOST, time_limit_s=5.0, **asked)
+    return autoparallel.size(wide, most=MOST, time_limit_s=0.5, **asked)
 
 
 def steps() -> dict[int, float]:

@@ -34,6 +34,7 @@ KILLED, ENDED = -signal.SIGKILL, -signal.SIGTERM
 
 # -------------------------------------------------------------------------------------------------- without processes
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("failures", "min_ranks", "restarts", "started", "done"), [
     ([[]], 2, 0, [4], True),
     ([[(1, KILLED), (0, ENDED), (2, 1)], []], 2, 0, [4, 3], True),         # others that the agent ended, or that told

@@ -85,7 +85,7 @@ def doubled(tier: str, megabytes: float, most: int) -> int:
     return best
 
 
-@pytest.mark.parametrize(("megabytes", "most"), [slow(60, 4096), slow(30, 4096), (60, 64)])
+@pytest.mark.parametrize(("megabytes", "most"), [slow(60, 4096), slow(30, 4096), slow(60, 64), (60, 16)])
 def test_bounds_leave_out_what_a_search_would(monkeypatch: pytest.MonkeyPatch, megabytes: float, most: int) -> None:
     """The batches are those of a plan for each; at most two are planned a tier, and each is captured once for all."""
     tiers, planned, traced = ("none", "host", "parameters"), list[tuple[str, int]](), list[int]()

@@ -12,16 +12,22 @@ from cost_models import Cluster
 from tests.support.captured import plan_of
 
 
-@pytest.fixture(autouse=True)
-def as_for_users(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+@pytest.fixture(scope="module", autouse=True)
+def as_for_users() -> Iterator[None]:
     """The collector without the settings of `conftest.py`."""
-    monkeypatch.setattr(garbage, "FEW", 100_000)
-    monkeypatch.setattr(garbage, "_unseen", 0)
-    monkeypatch.setattr(garbage, "_looked_at", 100_000)
     rarely = gc.get_threshold()
+    gc.unfreeze()
     gc.set_threshold(700, 10, 10)
     yield
     gc.set_threshold(*rarely)
+    gc.collect()
+    gc.freeze()
+
+
+@pytest.fixture(autouse=True)
+def nothing_seen(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, value in (("_unseen", 0), ("_looked_at", garbage.FEW), ("_are_frozen", False)):
+        monkeypatch.setattr(garbage, name, value)
 
 
 @pytest.mark.parametrize("on", [True, False])
@@ -39,7 +45,7 @@ def test_the_collector_is_as_it_was_after_success_failure_and_another_within(on)
         (gc.enable if was_on else gc.disable)()
 
 
-def test_what_was_made_is_old_at_once_and_what_was_frozen_stays_so():
+def test_what_was_made_is_old_at_once_and_what_was_frozen_stays_so(monkeypatch):
     with collected_later():
         kept = [[] for _ in range(10_000)]
         assert gc.get_count()[0] >= len(kept)
@@ -51,6 +57,9 @@ def test_what_was_made_is_old_at_once_and_what_was_frozen_stays_so():
         with collected_later():
             pass
         assert 0 < frozen - 100 < gc.get_freeze_count() <= frozen    # threads may let go of some
+        monkeypatch.setattr(gc, "get_freeze_count", lambda: pytest.fail("they are counted again"))
+        with collected_later():
+            pass
     finally:
         gc.unfreeze()
 

@@ -55,14 +55,16 @@ def test_schedules_are_known_by_name_in_one_file() -> None:
     home = ROOT / "autoparallel"
     found = [f"{short(path)}:{node.lineno} has {node.value!r}" for path in home.rglob("*.py")
              if path not in (home / "schedule" / "schedules.py", home / "export" / "megatron_rules.py")
-             for node in values_of(ast.parse(path.read_text("utf-8"))) if SCHEDULE.search(node.value)]
+             if SCHEDULE.search(text := path.read_text("utf-8"))
+             for node in values_of(ast.parse(text)) if SCHEDULE.search(node.value)]
     assert not found
 
 
 def test_no_source_asks_a_schedule_for_its_name() -> None:
     """Nor do the price list and the benchmarks, which may name schedules."""
     found = [f"{short(path)}:{node.lineno}" for home in ("cost_models", "benchmarks")
-             for path in (ROOT / home).rglob("*.py") for node in ast.walk(ast.parse(path.read_text("utf-8")))
+             for path in (ROOT / home).rglob("*.py") if SCHEDULE.search(text := path.read_text("utf-8"))
+             for node in ast.walk(ast.parse(text))
              if isinstance(node, ast.MatchValue) or (isinstance(node, ast.Compare) and isinstance(node.ops[0], ast.Eq))
              if any(isinstance(part, ast.Constant) and isinstance(part.value, str) and SCHEDULE.fullmatch(part.value)
                     for part in ast.walk(node))]

@@ -168,7 +168,7 @@ def test_as_few_blocks_are_recomputed_as_memory_allows() -> None:
     limit = (free.prediction.peak_bytes + least.prediction.peak_bytes) / 2
     with pytest.raises(InfeasibleError):
         planned(memory_limit_bytes=limit, recompute="none")
-    fitting = planned(memory_limit_bytes=limit, time_limit_s=6)
+    fitting = planned(memory_limit_bytes=limit, time_limit_s=0.5)
     assert fitting.prediction.peak_bytes <= limit
     assert fitting.evidence.stop_reason.startswith("a step of one micro-batch without recompute does not fit; ")
     made = planned(memory_limit_bytes=limit, recompute="auto")
@@ -179,7 +179,7 @@ def test_as_few_blocks_are_recomputed_as_memory_allows() -> None:
     assert "blocks with recompute: model.layers.0\n" in made.report(details=True)
     assert autoparallel.Plan.from_json(made.to_json()).hybrid == made.hybrid
     assert planned(recompute="auto").hybrid.recompute == "none"
-    jointly = planned(joint=True, micro_batches=1, time_limit_s=20,
+    jointly = planned(joint=True, micro_batches=1, time_limit_s=1,
                       memory_limit_bytes=least.prediction.peak_bytes * 0.2 + free.prediction.peak_bytes * 0.8)
     assert jointly.hybrid.recompute != "none" and jointly.hybrid.recompute_blocks == ("model.layers.0",)
     assert jointly.prediction.step_s < made.prediction.step_s

@@ -26,7 +26,6 @@ from autoparallel.plans import Plan
 from autoparallel.schedule.tiers import ON_DEVICE, offload_of
 from cost_models import Cluster
 from tests.support.ranks import mesh_of
-from tests.support.tiers import slow
 
 ONE = Cluster.load("a100-sxm", num_devices=1, software="none")
 SLOW = replace(ONE.host, to_device_bytes_per_s=1e8, from_device_bytes_per_s=1e8)
@@ -61,6 +60,7 @@ def away(options: Options) -> float:
     return 9 if options.offload == "parameters" else -1
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("fit", "tried", "found"), [
     (1, [9, 4, 2], 2), (3, [9, 4, 2], 4), (5, [9, 4, 6], 6), (7, [9, 4, 6], 9), (10, [9], 0)])
 def test_as_few_blocks_leave_as_memory_requires(fit: int, tried: list[int], found: int) -> None:
@@ -101,7 +101,7 @@ def test_a_slower_plan_of_some_blocks_is_not_taken() -> None:
     assert fastest_tier(Options(offload="auto"), ONE, make, blocks=BLOCKS).hybrid.offload == offload_of("parameters")
 
 
-@pytest.mark.parametrize("joint", [False, slow(True)])
+@pytest.mark.parametrize("joint", [False, True])
 def test_auto_moves_some_blocks_over_a_slow_link(joint: bool) -> None:
     """Where fetches are what takes long: the plan fits, and is no slower than with all parameters on the host."""
     link = replace(ONE, host=SLOW)
@@ -180,8 +180,8 @@ def test_the_command_line(tmp_path: Path) -> None:
         done = CliRunner().invoke(app, [*call, wrong])
         assert done.exit_code != 0 and told in " ".join(f"{done.output} {done.exception}".split())
     fits = CliRunner().invoke(app, ["fit", str(config), "--cluster", "a100-sxm", "--devices", "1", "--most", "1",
-                                    "--sequence-length", "32", "--offload", "none,model.layers.0.*=host",
-                                    "--time-limit", "1"])
+                                    "--sequence-length", "32", "--offload", "model.layers.0.*=host",
+                                    "--time-limit", "0.1"])
     assert fits.exit_code == 0 and "model.layers.0.*=host" in fits.output
 
 

@@ -269,7 +269,7 @@ def test_what_does_not_go_together_is_refused(options: Options, told: str) -> No
 
 def test_a_limit_counts_all_groups() -> None:
     with pytest.raises(InfeasibleError, match=r"embed\*': 'disk'.*needs .* bytes of disk.*disk_limit_bytes is 10"):
-        planned(offload=STATES, disk_limit_bytes=10)
+        planned(offload=STATES, disk_limit_bytes=10, time_limit_s=0.1)
     small = planned(offload=STATES, host_memory_limit_bytes=2e5)
     assert small.hybrid.offload.tile_bytes < offload_of("disk").tile_bytes
     assert all(one.tile_bytes == small.hybrid.offload.tile_bytes for one in small.hybrid.offload.each)
@@ -284,5 +284,5 @@ def test_by_hand_joint_and_exported() -> None:
         assert "of model.layers.0.*: parameters, gradients and optimizer states in the host's memory" in lost
     zero = json.loads(autoparallel.export_plan(plan, "deepspeed").files["ds_config.json"])["zero_optimization"]
     assert "offload_param" not in zero and "offload_optimizer" not in zero
-    joint = planned(mesh_shape=None, joint=True, offload=STATES, time_limit_s=3.0)
+    joint = planned(mesh_shape=None, joint=True, offload=STATES, time_limit_s=0.1)
     assert joint.hybrid.offload == offload_of(STATES) and joint.prediction.disk_bytes > 0

@@ -292,12 +292,12 @@ def test_limits_of_a_plan() -> None:
 
 def test_a_joint_search_takes_as_many_micro_batches_as_the_host_has_memory_for() -> None:
     two = replace(PLAIN, num_devices=2)
-    free, limit = (planned(two, mesh_shape=None, joint=True, recompute="offload", time_limit_s=2.0,
+    free, limit = (planned(two, mesh_shape=None, joint=True, recompute="offload", time_limit_s=0.5,
                            host_memory_limit_bytes=most) for most in (None, 80_000))
     assert free.hybrid.micro_batches == 1 and free.prediction.host_bytes > 2 * 80_000
     assert limit.hybrid.micro_batches >= 4 and limit.prediction.host_bytes <= 80_000
     with pytest.raises(InfeasibleError, match="host_memory_limit_bytes is 1e\\+03: take more micro-batches"):
-        planned(two, mesh_shape=None, joint=True, recompute="offload", time_limit_s=2.0, host_memory_limit_bytes=1000)
+        planned(two, mesh_shape=None, joint=True, recompute="offload", time_limit_s=0.5, host_memory_limit_bytes=1000)
 
 
 def test_an_older_plan_file_has_its_states_on_the_device() -> None:

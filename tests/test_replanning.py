@@ -61,7 +61,7 @@ def planned(by_hand: str, devices: int = 16) -> Plan:
 def replanned(plan: Plan, devices: int, **options: Any) -> Replan:
     model, example = job()
     return autoparallel.replan(plan, machine(devices), model, example_inputs=example,
-                               **{"time_limit_s": 1.0, "horizon_steps": 1000, **options})
+                               **{"time_limit_s": 0.1, "horizon_steps": 1000, **options})
 
 
 # ---------------------------------------------------------------------------------------------------------- the moves
