@@ -15,6 +15,7 @@ from autoparallel.cli import app
 from autoparallel.errors import PlanError
 from cost_models import Cluster
 from tests.support.decoder import IDS, Decoder
+from tests.support.tiers import slow
 
 CLUSTER = Cluster.load("h100-sxm", num_devices=4)
 
@@ -37,7 +38,7 @@ def test_the_best_is_the_fastest_that_fits() -> None:
 def test_it_tells_how_far_it_is_and_searches_the_same_graph(monkeypatch: pytest.MonkeyPatch) -> None:
     told = list[str]()
     monkeypatch.setattr("autoparallel.compiler.capture", lambda *call: pytest.fail("traced again"))
-    found = autoparallel.advise(Decoder(), CLUSTER, example_inputs=(IDS,), search_s=1.0, progress=told.append)
+    found = autoparallel.advise(Decoder(), CLUSTER, example_inputs=(IDS,), search_s=0.1, progress=told.append)
     assert found.searched is not None
     assert {str(one.by_hand) for one in found.alternatives} <= {line.split(": ")[0] for line in told}
     assert any(line.startswith("joint search (") and "best" in line for line in told)
@@ -86,7 +87,7 @@ def prices_on_one_device() -> dict[str, tuple[float, float]]:
     return prices
 
 
-@pytest.mark.parametrize("largest", ["micro_batch=2", "recompute=full"])
+@pytest.mark.parametrize("largest", [slow("micro_batch=2"), "recompute=full"])
 def test_micro_batches_are_as_large_as_fit_unless_recompute_is_faster(largest: str) -> None:
     one, prices = replace(CLUSTER, num_devices=1), prices_on_one_device()
     limit = 1.01 * prices[largest][1]

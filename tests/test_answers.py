@@ -52,6 +52,7 @@ def test_a_module_is_named_with_its_ops() -> None:
         plan.explain("heads")
 
 
+@pytest.mark.slow
 def test_a_joint_search_that_a_usual_plan_beats_answers_as_any_other() -> None:
     """Its alternatives are the plans that the search found; those of the usual plan alone are refused."""
     usual = by_hand("dp=4,zero=1")
@@ -110,7 +111,7 @@ def test_an_interrupt_takes_the_best_plan_of_a_joint_search(phase: str) -> None:
         if phase in told:
             raise KeyboardInterrupt
 
-    plan = plan_of("llama", Cluster.load("a100-sxm", num_devices=4), joint=True, time_limit_s=5, progress=progress)
+    plan = plan_of("mlp", Cluster.load("a100-sxm", num_devices=4), joint=True, time_limit_s=5, progress=progress)
     assert plan.prediction.step_s <= min(known) < math.inf
     assert ("interrupted" in plan.evidence.stop_reason) == (phase == "planned in full")
 

@@ -262,8 +262,8 @@ class Recognizer(nn.Module):
         return F.ctc_loss(log_probs, labels, torch.full((4,), 6), torch.full((4,), 2))
 
 
-@pytest.mark.parametrize("dropout", [0.0, 0.4])
-@pytest.mark.parametrize("kind", [nn.LSTM, nn.GRU])
+@pytest.mark.parametrize(("kind", "dropout"), [
+    (nn.LSTM, 0.4), slow(nn.LSTM, 0.0), slow(nn.GRU, 0.0), slow(nn.GRU, 0.4)])
 def test_recurrent_layers_and_losses_of_alignments(mesh_of_one: DeviceMesh, kind: type[nn.Module], dropout: float,
                                                    caplog: pytest.LogCaptureFixture) -> None:
     """Under AOTAutograd an LSTM on CPUs saved None for backward, and the loss's fake tensors had no shape."""

@@ -78,7 +78,7 @@ def test_the_regret_is_of_the_fastest_of_our_eager_plans() -> None:
 
 
 def test_plans_are_as_good_as_proven() -> None:
-    rows = list(search_quality.rows_of("llama", ["4", "2x2"], ["auto", "recursive"], 20.0))
+    rows = list(search_quality.rows_of("mlp", ["4", "2x2"], ["auto", "recursive"], 20.0))
     assert [row.mesh for row in rows] == ["4", "2x2"]
     for row in rows:
         assert row.limit is not None and row.least_bytes <= row.least_plan_bytes < row.limit < row.free_bytes

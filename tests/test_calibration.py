@@ -30,6 +30,7 @@ from cost_models.calibrate import (
 )
 from cost_models.links import UNLIMITED
 from cost_models.memory import optimizer_step_s
+from tests.support.tiers import slow
 
 
 def calibrate_two() -> tuple[Cluster, int, int]:
@@ -134,8 +135,8 @@ class Pretended:
 #: Hosts of 4 in racks of 16 in rooms of 64; domains of 16 over hosts of 4 by NVLink; hosts alone; devices of their own.
 @pytest.mark.parametrize(("ranks_per_host", "asked", "names"), [
     pytest.param(4, (4, 16), ["inside a host", "joins 16 devices", "joins all devices"], marks=pytest.mark.slow),
-    (4, (16,), ["joins 16 devices", "joins all devices"]), (4, (), ["inside a host", "between hosts"]),
-    (1, (8,), ["joins 8 devices", "between hosts"]),
+    (4, (16,), ["joins 16 devices", "joins all devices"]), slow(4, (), ["inside a host", "between hosts"]),
+    slow(1, (8,), ["joins 8 devices", "between hosts"]),
 ])
 def test_each_link_is_measured_apart_and_recovered(ranks_per_host: int, asked: tuple[int, ...], names: list[str],
                                                    monkeypatch: pytest.MonkeyPatch) -> None:

@@ -34,7 +34,6 @@ KILLED, ENDED = -signal.SIGKILL, -signal.SIGTERM
 
 # -------------------------------------------------------------------------------------------------- without processes
 
-@pytest.mark.slow
 @pytest.mark.parametrize(("failures", "min_ranks", "restarts", "started", "done"), [
     ([[]], 2, 0, [4], True),
     ([[(1, KILLED), (0, ENDED), (2, 1)], []], 2, 0, [4, 3], True),         # others that the agent ended, or that told
@@ -134,6 +133,7 @@ def test_a_process_killed_while_it_removes_an_old_checkpoint_leaves_no_broken_on
         dist.destroy_process_group()
 
 
+@pytest.mark.slow
 def test_figures_of_the_guide() -> None:
     failed, tried = doctest.testfile(str(ROOT / "docs/guides/elastic.md"), module_relative=False)
     assert failed == 0 and tried

@@ -19,6 +19,7 @@ from autoparallel.errors import PlanError
 from autoparallel.export import export_plan
 from benchmarks.zoo import build
 from cost_models import Cluster
+from tests.support.tiers import slow
 
 IDS = torch.randint(128, (8, 16), generator=torch.Generator().manual_seed(17))
 Gradients = dict[str, Tensor]
@@ -204,11 +205,12 @@ def test_products_that_every_rank_computes_are_as_planned() -> None:
 
 #: Plans beyond torch: what is lost, and the plan of the file.
 BEYOND = [
-    ("gpt2", "dp=2,tp=2", "take nn.Linear and nn.Embedding, and none of these", "dp=4,zero=3,shards=2,micro_batch=2"),
+    slow("gpt2", "dp=2,tp=2", "take nn.Linear and nn.Embedding, and none of these",
+         "dp=4,zero=3,shards=2,micro_batch=2"),
     ("gpt2", "dp=2,pp=2", "it needs a decoder", "dp=4,zero=3,shards=2,micro_batch=1"),  # its head is the embedding
     ("gpt2", "tp=2,pp=2", "take nn.Linear and nn.Embedding, and none of these", "dp=4,zero=3,micro_batch=1"),
     ("llama", "dp=2,cp=2", "context_parallel is experimental", "dp=4,micro_batch=2"),
-    ("mixtral", "dp=4,ep=2", "torch has no expert-parallel style", "dp=4,zero=3,shards=2,micro_batch=2"),
+    slow("mixtral", "dp=4,ep=2", "torch has no expert-parallel style", "dp=4,zero=3,shards=2,micro_batch=2"),
 ]
 
 

@@ -108,7 +108,7 @@ def test_flexible_attention_is_what_its_functions_say(options: Options, call: Ca
             if decision.name.startswith("matmul")
         ]
         assert len(products) == 2 and all(len(s.strategies) > 1 for s in products)
-        for plan in range(4):
+        for plan in range(2):
             error, name = error_under(model, inputs, expected, space, plan)
             assert error <= TOLERANCE, f"{name} on {mesh}, plan {plan}"
 

@@ -18,6 +18,7 @@ from autoparallel.capture.tracing.hf_caches import write_back
 from tests.support.language import encoded, windowed
 from tests.support.models import CASES
 from tests.support.ranks import mesh_of
+from tests.support.tiers import slow
 
 NEW = 6
 
@@ -275,12 +276,12 @@ def test_keys_and_values_stay_in_shards_between_tokens(ranks: Any) -> None:
         assert whole and right and share == 0.5
 
 
-def test_generate_may_come_first(mesh_of_one: Any) -> None:
+@pytest.mark.parametrize("name", ["", slow("input_ids")])
+def test_generate_may_come_first(mesh_of_one: Any, name: str) -> None:
     """The prompt is the example."""
     model: Any = CASES["llama"].build().eval()
     ids = torch.arange(8).reshape(2, 4)
     how = {"attention_mask": torch.ones_like(ids), "max_new_tokens": 3, "do_sample": False}
-    for name in ("", "input_ids"):
-        parallel: Any = autoparallel.compile(model, mesh_of_one, cluster="h200")
-        found = parallel.generate(**{name: ids}, **how) if name else parallel.generate(ids, **how)
-        assert torch.equal(found, model.generate(ids, **how))
+    parallel: Any = autoparallel.compile(model, mesh_of_one, cluster="h200")
+    found = parallel.generate(**{name: ids}, **how) if name else parallel.generate(ids, **how)
+    assert torch.equal(found, model.generate(ids, **how))

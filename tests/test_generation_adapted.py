@@ -102,6 +102,7 @@ def test_states_that_the_caller_keeps_go_on(mesh_of_one: Any) -> None:
     torch.testing.assert_close(made[:2], made[2:])
 
 
+@pytest.mark.slow
 def test_images_are_of_the_prompt(mesh_of_one: Any) -> None:
     model, pixels = seeing(), torch.randn(2, 3, 8, 8)
     ids = torch.tensor([[5, 63, 63, 63, 63, 7], [9, 63, 63, 63, 63, 2]])

@@ -58,7 +58,7 @@ class Base(nn.Module):
         self.both = ListWithValue([1.0]), DictWithValue(a=1.0)
         self.view, self.chained = MappingProxyType(self.table), ChainMap({}, {"a": 1.0})
         self.function: Callable[..., Any] = times
-        self.usual = defaultdict(partial(float, 1.0))
+        self.usual = defaultdict(partial(float, 1.0), a=1.0)
 
 
 class Model(Base):

@@ -161,6 +161,7 @@ def test_recompute_of_as_few_blocks_as_needed_is_estimated_between_none_and_all(
         assert found is not None and found.step_s == pytest.approx(made.step_s, rel=1e-6)
 
 
+@pytest.mark.slow
 def test_usual_plans_near_the_fastest_are_priced_and_one_of_each_kind(monkeypatch: pytest.MonkeyPatch) -> None:
     """The others are left out, and say why; the fastest is that of all. Combinations of both are told. Of a kind that
     is estimated to be much slower none is priced."""

@@ -333,8 +333,8 @@ def test_plan_files_have_it(tmp_path: Path) -> None:
 
 def test_tables_are_read_as_they_are_stored() -> None:
     """No gradient of a table is sent, whatever else the plan does; more than one device never reads it in parts."""
-    for shape in ((2,), (4,), (2, 2)):
-        for zero in (None, 1, 3):
+    for shape in ((2,), (2, 2)):
+        for zero in (None, 3):
             plan = planned({"embed*": "host"}, shape, zero_stage=zero)
             sent = [use for use in plan.prediction.collectives if use.purpose in ("parameters", "gradients")]
             assert not [use for use in sent if use.num_bytes >= TABLE * DIM], (shape, zero)

@@ -164,6 +164,7 @@ def test_fetches_that_compute_does_not_hide_are_counted() -> None:
     assert fast.forward_communication_s == pytest.approx(of(machine, "host").forward_communication_s)
 
 
+@pytest.mark.slow
 def test_micro_batches_at_a_time_share_what_moves() -> None:
     """Of four, parameters are fetched twice for all, and one gradient leaves."""
     machine = Cluster.load("a100-sxm", num_devices=1, software="none")

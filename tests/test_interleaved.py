@@ -148,7 +148,7 @@ def planned(name: str, **options: Any) -> Any:
                              example_kwargs={"input_ids": ids, "labels": ids}, **options)
 
 
-@pytest.mark.parametrize("name", BUILDS)
+@pytest.mark.parametrize("name", ["gpt2", slow("phi3")])
 def test_tensor_parallel_sends_nothing_for_a_fused_projection(name: str) -> None:
     """The search stores it interleaved; pinned to plain shards, its rows are exchanged, and the step takes longer."""
     plan, plain = planned(name, baseline="tensor_parallel"), planned(
@@ -166,7 +166,7 @@ def test_tensor_parallel_sends_nothing_for_a_fused_projection(name: str) -> None
 
 def test_models_without_fused_projections_have_no_such_layouts() -> None:
     """Nor do those whose sections are unequal, or are not cut evenly by any axis."""
-    for model, mesh in ((llama(), (2, 2)), (phi3(), (5,)), (gpt2(), (7,))):
+    for model, mesh in ((llama(), (2,)), (phi3(), (5,)), (gpt2(), (7,))):
         space = StrategySpace(capture(model, (), batch()), mesh)
         assert not space.spaces.interleaved
         assert not any(";" in one.name for s in space.strategy_sets for one in s.axis_strategies

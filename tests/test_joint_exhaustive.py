@@ -33,10 +33,10 @@ SOME = 10
 
 
 #: Of the seeds of bounds those that run by default: in 18 a wide head leaves its pipeline rank the fewest blocks.
-QUICK = (0, 2, 18)
+QUICK = (0, 18)
 
 
-@pytest.mark.parametrize("seed", [*QUICK, *(pytest.param(seed, marks=pytest.mark.slow) for seed in range(3, 60)
+@pytest.mark.parametrize("seed", [*QUICK, *(pytest.param(seed, marks=pytest.mark.slow) for seed in range(1, 60)
                                             if seed not in QUICK)])
 def test_no_plan_is_below_the_bound_of_its_combination(seed: int) -> None:
     """Neither in seconds nor in bytes; before its decision graph is bounded, and after, when the bound is no less."""

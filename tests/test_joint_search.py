@@ -121,7 +121,7 @@ class _Sum(torch.nn.Module):
 
 def test_bounds_lie_below_estimates() -> None:
     """So that what is bounded away cannot have been the best."""
-    cluster = Cluster.load("h100-sxm", num_devices=8)
+    cluster = Cluster.load("h100-sxm", num_devices=4)
     options = Fixed(schedule="1f1b", micro_batches=4, recompute="none")
     search = JointSearch(graph_of("llama"), cluster, options, "adamw", float("inf"))
     survey = search.run(time.monotonic() + 60)
@@ -175,7 +175,7 @@ def test_hopeless_candidates_cost_a_bound_only() -> None:
 
     cluster = Cluster.load("h100-sxm", num_devices=8, software="none")
     search = JointSearch(graph_of("llama"), cluster, Fixed(), "adamw", float("inf"))
-    candidate = Candidate(Hybrid(), (2, 4))
+    candidate = Candidate(Hybrid(), (8,))
     made = search.estimate(candidate)
     assert not made.is_bound and not search.estimate(candidate, made.estimate_s).is_bound
     bound = search.estimate(candidate, made.estimate_s / WORTH / 2)
@@ -291,10 +291,10 @@ def test_a_model_that_computes_across_samples_is_planned_in_one_micro_batch() ->
     survey = search.run()
     assert 0 < survey.bound_s < math.inf and survey.candidates[0].hybrid.micro_batches == 1
     assert {c.hybrid.recompute for c in search.space.first_round()} == {"none"}
-    plan = autoparallel.plan(model, cluster, example_inputs=(x,), joint=True, time_limit_s=5)
+    plan = autoparallel.plan(model, cluster, example_inputs=(x,), joint=True, time_limit_s=0.5)
     assert plan.hybrid.micro_batches == 1 and "recompute" not in plan.summary().split("\n")[1]
     with pytest.raises(InfeasibleError, match="batch norm in training mode takes the mean over all of its samples"):
-        autoparallel.plan(model, cluster, example_inputs=(x,), joint=True, time_limit_s=5, micro_batches=2)
+        autoparallel.plan(model, cluster, example_inputs=(x,), joint=True, time_limit_s=0.5, micro_batches=2)
 
 
 def test_an_empty_batch_is_one_micro_batch() -> None:

@@ -44,17 +44,18 @@ def strategies_of(case_name: str, space: StrategySpace, options: dict[str, Any])
 
 
 @pytest.mark.parametrize(("case_name", "mesh_shape", "hybrid"), [
-    ("mlp", (2, 2), Hybrid()), slow("gpt2", (2, 2), Hybrid()), ("bert", (4,), Hybrid(bucket_bytes=0)),
+    ("mlp", (2, 2), Hybrid()), slow("gpt2", (2, 2), Hybrid()), ("mlp", (4,), Hybrid(bucket_bytes=0)),
     ("resnet", (2, 2), Hybrid(bucket_bytes=20_000)), slow("mixtral", (2, 2), Hybrid(bucket_bytes=20_000)),
-    ("gpt2", (4,), Hybrid(recompute="full")), slow("llama", (2, 2), Hybrid(recompute="full", bucket_bytes=20_000)),
-    ("gpt2", (2, 2), Hybrid(2, zero_stage=1)), slow("llama", (4,), Hybrid(3, zero_stage=0, bucket_bytes=20_000)),
+    slow("gpt2", (4,), Hybrid(recompute="full")), slow("llama", (2, 2), Hybrid(recompute="full", bucket_bytes=20_000)),
+    ("mlp", (2, 2), Hybrid(2, zero_stage=1)), slow("llama", (4,), Hybrid(3, zero_stage=0, bucket_bytes=20_000)),
     ("gpt2", (2, 2), Hybrid(zero_stage=3, recompute="full", bucket_bytes=20_000)),  # gathers of no use are left out
-    slow("gpt2", (2, 2), Hybrid(zero_stage=3)), ("mixtral", (2, 2), Hybrid(zero_stage=3, bucket_bytes=20_000)),
+    slow("gpt2", (2, 2), Hybrid(zero_stage=3)), slow("mixtral", (2, 2), Hybrid(zero_stage=3, bucket_bytes=20_000)),
     slow("bert", (2, 2), Hybrid(zero_stage=3)), ("mlp", (2, 2), Hybrid(zero_stage=3)),
     ("gpt2", (2, 2), Hybrid(2, zero_stage=3)), slow("bert", (4,), Hybrid(2, zero_stage=3, bucket_bytes=20_000)),
     slow("gpt2", (2, 2), Hybrid(2)), slow("vit", (2, 2), Hybrid(4)), slow("llama", (4,), Hybrid(3)),
-    slow("gpt2_dropout", (2, 2), Hybrid(recompute="full")), ("bert", (2, 2), Hybrid(recompute="selective")),
-    ("llama", (4,), Hybrid(2, zero_stage=3, recompute="selective", bucket_bytes=20_000)),
+    slow("gpt2_dropout", (2, 2), Hybrid(recompute="full")), slow("bert", (2, 2), Hybrid(recompute="selective")),
+    slow("llama", (4,), Hybrid(2, zero_stage=3, recompute="selective", bucket_bytes=20_000)),
+    ("gpt2", (2,), Hybrid(2, zero_stage=3, recompute="selective", bucket_bytes=20_000)),
     slow("llama", (2, 2), Hybrid(zero_stage=3, recompute="full", bucket_bytes=20_000)),
 ], ids=str)
 def test_simulated_collectives_are_those_of_the_run(case_name: str, mesh_shape: tuple[int, ...], hybrid: Hybrid,
@@ -71,8 +72,9 @@ def pipeline(schedule: str, zero_stage: int, recompute: str = "none", stages: in
 
 @pytest.mark.parametrize(("case_name", "mesh_shape", "hybrid"), [
     ("mlp", (2,), pipeline("gpipe", 1)), ("gpt2", (2,), pipeline("1f1b", 3)),
-    ("bert", (2,), pipeline("interleaved", 2, "full", 4)), ("bert", (2,), pipeline("zero_bubble", 3)),
-    slow("gpt2", (2,), pipeline("zero_bubble", 2)), ("mlp", (4,), pipeline("zero_bubble", 1)),
+    ("gpt2", (2,), pipeline("interleaved", 2, "full", 4)), ("mlp", (4,), pipeline("zero_bubble", 1)),
+    ("mlp", (2,), pipeline("zero_bubble", 3)), slow("bert", (2,), pipeline("interleaved", 2, "full", 4)),
+    slow("bert", (2,), pipeline("zero_bubble", 3)), slow("gpt2", (2,), pipeline("zero_bubble", 2)),
     # Seed 0 cuts llama where a gather is awaited one step earlier than is simulated (autoparallel/schedule/README.md).
     slow("gpt2", (2,), pipeline("1f1b", 3, "selective")), slow("gpt2", (2,), pipeline("1f1b", 1, "full", 2, (1, 2))),
 ], ids=str)
@@ -125,7 +127,7 @@ def test_simulated_collectives_are_those_of_the_run_in_each_model(
         check_order(case_name, mesh_shape, seed, hybrid, monkeypatch)
 
 
-@pytest.mark.parametrize(("baseline", "mesh_shape"), [("ddp", (2, 2)), ("fsdp", (4,))])
+@pytest.mark.parametrize(("baseline", "mesh_shape"), [slow("ddp", (2, 2)), ("fsdp", (4,))])
 def test_reductions_that_the_last_micro_batch_launches(baseline: str, mesh_shape: tuple[int, ...]) -> None:
     hybrid = Hybrid(2, zero_stage=1)
     space = StrategySpace(split_batch(graph_of("gpt2"), 2).body, mesh_shape)
@@ -149,7 +151,7 @@ CHAIN = named("""x = F.linear(x, p2, p1.detach() + p1)
                  loss = x.square().mean()""", (8, 8, 4), SHAPES, {})
 
 
-@pytest.mark.parametrize("mesh_shape", [(4,), (2, 2), pytest.param((2, 2, 2), marks=pytest.mark.slow)])
+@pytest.mark.parametrize("mesh_shape", [slow((4,)), (2, 2), slow((2, 2, 2))])
 def test_overlapped_programs_compute_the_same(mesh_shape: tuple[int, ...]) -> None:
     """Random ones and data parallelism: parameters read twice, over one to three axes, in buckets of any size."""
     torch.set_num_threads(1)

@@ -99,7 +99,7 @@ def fitted(strategy: Any, validates: bool, summarised: bool) -> tuple[list[float
     return module.seen, [part.training for part in module.modules()]
 
 
-@pytest.mark.parametrize(("validates", "summarised"), [(True, False), slow(False, False), (False, True)])
+@pytest.mark.parametrize(("validates", "summarised"), [(True, False), slow(False, False), slow(False, True)])
 def test_the_gan_example(as_torchrun: None, validates: bool, summarised: bool) -> None:
     """The first calls are in eval mode (Lightning's sanity check, its summary), or while one part is frozen."""
     from autoparallel.integrations import AutoparallelStrategy

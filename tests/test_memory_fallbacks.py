@@ -38,6 +38,7 @@ def planned(loss: bool, share: float) -> autoparallel.Plan:
                              time_limit_s=20)
 
 
+@pytest.mark.slow
 def test_a_loss_may_be_made_in_micro_batches() -> None:
     made = planned(loss=True, share=0.5)
     assert made.hybrid.micro_batches > 1 or made.hybrid.recompute != "none"

@@ -29,8 +29,8 @@ from tests.support.tiers import slow
 Ranks = Callable[[int], RankPool]
 
 every_case = pytest.mark.parametrize("case", CASES.values(), ids=str)
-#: Training is of the tests' own support: a plain and an encoder's loss, buffers, draws, and a decoder.
-FEW = ("mlp", "transformer_encoder", "resnet", "gpt2_dropout", "llama")
+#: Training is of the tests' own support: a plain and an encoder's loss, draws, and a decoder.
+FEW = ("mlp", "transformer_encoder", "gpt2_dropout", "llama")
 few_cases = pytest.mark.parametrize(
     "case", [case if str(case) in FEW else slow(case) for case in CASES.values()], ids=str)
 EXACT = [case for case in CASES.values() if not case.random and case.float64]
@@ -85,7 +85,7 @@ def test_reference_is_deterministic(case: ModelCase) -> None:
 
 
 @pytest.mark.parametrize("case", [
-    pytest.param(case, marks=[pytest.mark.slow] if str(case).startswith("gpt2") else []) for case in EXACT], ids=str)
+    case if str(case) in FEW else slow(case) for case in EXACT], ids=str)
 def test_rounding_is_well_below_the_tolerances(case: ModelCase) -> None:
     """Half of each tolerance of issue 2 is left to the parallel run's own rounding."""
     for optimizer, tolerance in (("sgd", 0.5e-5), ("adamw", 0.5e-4)):

@@ -60,7 +60,6 @@ def away(options: Options) -> float:
     return 9 if options.offload == "parameters" else -1
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(("fit", "tried", "found"), [
     (1, [9, 4, 2], 2), (3, [9, 4, 2], 4), (5, [9, 4, 6], 6), (7, [9, 4, 6], 9), (10, [9], 0)])
 def test_as_few_blocks_leave_as_memory_requires(fit: int, tried: list[int], found: int) -> None:
@@ -101,6 +100,7 @@ def test_a_slower_plan_of_some_blocks_is_not_taken() -> None:
     assert fastest_tier(Options(offload="auto"), ONE, make, blocks=BLOCKS).hybrid.offload == offload_of("parameters")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("joint", [False, True])
 def test_auto_moves_some_blocks_over_a_slow_link(joint: bool) -> None:
     """Where fetches are what takes long: the plan fits, and is no slower than with all parameters on the host."""

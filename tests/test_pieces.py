@@ -35,8 +35,10 @@ TOY = Cluster("toy", DEVICE, (Link("net", 4, 1e-6, 4e7),), 4)
 
 
 @pytest.mark.parametrize(("name", "mesh_shape", "hybrid"), [
-    ("llama", (4,), Hybrid(pieces=2)), ("bert", (2, 2), Hybrid(zero_stage=3, pieces=2)),
-    ("llama", (4,), Hybrid(recompute="full", pieces=2)), ("bert", (4,), Hybrid(recompute="selective", pieces=4)),
+    ("gpt2", (2,), Hybrid(pieces=2)), ("gpt2", (2,), Hybrid(zero_stage=3, recompute="full", pieces=2)),
+    slow("llama", (4,), Hybrid(pieces=2)), slow("bert", (2, 2), Hybrid(zero_stage=3, pieces=2)),
+    slow("llama", (4,), Hybrid(recompute="full", pieces=2)),
+    slow("bert", (4,), Hybrid(recompute="selective", pieces=4)),
     slow("llama", (2, 2), Hybrid(2, zero_stage=3, pieces=2)), slow("t5", (4,), Hybrid(2, zero_stage=1, pieces=2)),
     slow("mixtral", (4,), Hybrid(pieces=2)), slow("gpt2", (4,), Hybrid(2, zero_stage=2, pieces=2)),
     slow("llama", (2,), Hybrid(4, 2, 2, "1f1b", zero_stage=1, pieces=2)),

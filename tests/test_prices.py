@@ -29,11 +29,12 @@ from autoparallel.strategies.space import StrategySpace
 from cost_models import Device, Link, collectives, compute
 from cost_models.links import UNLIMITED
 from tests.support.captured import graph_of, plan_of
+from tests.support.tiers import slow
 
 
 @pytest.mark.parametrize(("search", "case_name"), [
-    ("exact", "resnet"), ("ilp", "bert"), ("ilp", "resnet"), ("recursive", "llama"),
-    *(pytest.param(search, "llama", marks=pytest.mark.slow) for search in ("exact", "ilp"))])
+    ("exact", "resnet"), ("ilp", "resnet"), ("recursive", "gpt2"), slow("ilp", "bert"),
+    *(slow(search, "llama") for search in ("recursive", "exact", "ilp"))])
 def test_the_price_is_the_sum_over_operations(case_name: str, search: str) -> None:
     """Objective = evaluate on the whole problem = parts of the report; the bound is below; searches agree."""
     cluster = Cluster.load("h100-sxm", num_devices=4, software="none")

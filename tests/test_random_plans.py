@@ -39,7 +39,7 @@ def run_cases(number: int, count: int) -> None:
 
 
 def test_random_models_under_random_plans() -> None:
-    run_cases(0, 20)
+    run_cases(0, 10)
 
 
 STATISTICS = {"p0": (4,), "p1": (4,), "p2": (4,)}
@@ -84,7 +84,7 @@ NAMED = {
 }
 
 
-@pytest.mark.parametrize("plans", [range(2), pytest.param(range(2, 8), marks=pytest.mark.slow)], ids=str)
+@pytest.mark.parametrize("plans", [range(1), pytest.param(range(1, 8), marks=pytest.mark.slow)], ids=str)
 @pytest.mark.parametrize("name", list(NAMED))
 def test_named_models_under_random_plans(name: str, plans: range) -> None:
     tried = itertools.product(MESHES, plans)

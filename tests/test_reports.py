@@ -457,6 +457,7 @@ def test_usual_recipes_use_all_devices(devices: int, host: int, experts: bool, s
         assert len(set(found)) == len(found) and all((h.dp or 1) * h.tp * h.pp == count for h in hands)
 
 
+@pytest.mark.slow
 def test_the_usual_plan_is_the_fastest_of_them_that_fits() -> None:
     with torch.device("meta"):
         model, ids = Transformer(), torch.zeros(TOKENS // SEQUENCE, SEQUENCE, dtype=torch.int64)

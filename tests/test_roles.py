@@ -15,6 +15,7 @@ from autoparallel.plans.reports.words import axis_words
 from autoparallel.plans.roles import parameters_of, products_of, roles_of
 from cost_models import Cluster
 from tests.support.captured import plan_of
+from tests.support.tiers import slow
 
 IDS = torch.zeros(8, 16, dtype=torch.long)
 
@@ -26,16 +27,16 @@ def by_hand(name: str, text: str) -> autoparallel.Plan:
 
 @pytest.mark.parametrize(("name", "text", "found"), [
     ("llama", "dp=4", "data 4"),
-    ("llama", "dp=2,tp=2,zero=3", "data 2 (in shards) x tensor 2, ZeRO 3"),
+    slow("llama", "dp=2,tp=2,zero=3", "data 2 (in shards) x tensor 2, ZeRO 3"),
     ("llama", "dp=2,tp=2,sequence_parallel", "data 2 x tensor 2 (norms along the sequence)"),
     ("llama", "dp=2,cp=2", "data 2 x context 2"),
     ("llama", "dp=4,zero=3,shards=2", "data 2 x data 2 (in shards), ZeRO 3"),
     ("gpt2", "pp=2,dp=2,recompute=full", "data 2, pipeline 2 (1f1b), 4 micro-batches, recompute full"),
-    ("mixtral", "dp=2,tp=2", "data 2 x tensor 2 (experts)"),
-    ("mixtral", "dp=4,ep=2", "data 2 x expert 2"),
-    ("mixtral", "dp=4,ep=2,zero=1", "data 2 (in shards) x expert 2 (in shards), ZeRO 1"),
+    slow("mixtral", "dp=2,tp=2", "data 2 x tensor 2 (experts)"),
+    slow("mixtral", "dp=4,ep=2", "data 2 x expert 2"),
+    slow("mixtral", "dp=4,ep=2,zero=1", "data 2 (in shards) x expert 2 (in shards), ZeRO 1"),
     ("mixtral", "dp=4,ep=2,zero=3", "data 2 (in shards) x expert 2 (in shards), ZeRO 3"),
-    ("mixtral", "dp=4,ep=4,zero=1", "expert 4 (in shards), ZeRO 1"),
+    slow("mixtral", "dp=4,ep=4,zero=1", "expert 4 (in shards), ZeRO 1"),
 ])
 def test_roles_written_by_hand_are_found(name: str, text: str, found: str) -> None:
     roles = roles_of(by_hand(name, text))

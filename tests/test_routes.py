@@ -12,6 +12,7 @@ from benchmarks.published_runs.price import Pricer
 from benchmarks.published_runs.rows import Run, read
 from cost_models import ClusterError
 from cost_models.pipeline import blocks_of_stages
+from tests.support.tiers import slow
 
 
 def run(title: str = "vTrain", locator: str = "data/ground_truth_single.csv", name: str = "GPT", notes: str = "",
@@ -26,7 +27,8 @@ def run(title: str = "vTrain", locator: str = "data/ground_truth_single.csv", na
         "plan": said, "measured": {}, "derived": {}})
 
 
-@pytest.mark.parametrize("plan", [{"tp": 2}, {"pp": 2}, {"tp": 2, "pp": 2, "dp": 2, "global_batch": 16}], ids=str)
+@pytest.mark.parametrize("plan", [
+    slow({"tp": 2}), slow({"pp": 2}), {"tp": 2, "pp": 2, "dp": 2, "global_batch": 16}], ids=str)
 def test_both_routes_agree(plan: dict[str, Any]) -> None:
     """Small layers, which launches bound, an odd vocabulary and gradients added over micro-batches."""
     some = run(**plan)

@@ -26,6 +26,7 @@ from autoparallel.kernels.saved_on_disk import use_file
 from autoparallel.kernels.saved_on_host import OffloadedBlock, SavedInOrder
 from autoparallel.runtime.offload.saved_file import Room, SavedFile
 from autoparallel.schedule.tiers import BLOCK_BYTES
+from tests.support.tiers import slow
 
 BLOCKS = 4
 
@@ -74,8 +75,7 @@ def test_gradients_are_those_of_the_blocks(ahead: bool) -> None:
         assert torch.equal(run(modules, x, weight), first)
 
 
-@pytest.mark.parametrize("on_disk", [True, False])
-@pytest.mark.parametrize("selective", [True, False])
+@pytest.mark.parametrize(("on_disk", "selective"), [(True, True), slow(True, False), (False, False), slow(False, True)])
 def test_gradients_of_what_waits_on_disk_and_of_what_selective_recompute_keeps(
     on_disk: bool, selective: bool, tmp_path: Path,
 ) -> None:

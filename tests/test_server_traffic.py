@@ -82,6 +82,7 @@ def test_sparse_gradients_pay() -> None:
     assert "parameter servers pay: a step takes" in found.report(200)
 
 
+@pytest.mark.slow
 def test_dense_gradients_do_not_pay_and_uneven_workers_may() -> None:
     found = autoparallel.advise(Decoder(), CLUSTER, example_inputs=(IDS,), search_s=0)
     assert found.servers is not None and not found.servers.pays

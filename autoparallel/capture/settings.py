@@ -46,7 +46,11 @@ def reader(name: str) -> Callable[[], Any]:
     """A function that reads a setting."""
     if name in _FUNCTIONS:
         return _FUNCTIONS[name][1]
-    found: Callable[[], Any] = _CALLS[name] if name in _CALLS else dict(_of_backends())[name].getter
+    if name in _CALLS:
+        return _CALLS[name]
+    path, _, setting = name.rpartition(".")
+    found: Callable[[], Any] = next(vars(owner)[setting] for owner in type(sys.modules[path]).__mro__
+                                    if setting in vars(owner)).getter
     return found
 
 

@@ -27,6 +27,7 @@ from autoparallel.search.ilp import highs
 from autoparallel.search.low_width.bucket_elimination import Eliminator, TimeIsUpError
 from autoparallel.search.model.dominance import drop_dominated
 from tests.search.problems import all_plans, block_chain, grid, random_problem, seeds, two_axes
+from tests.support.tiers import slow
 
 LATE_S = 1.0
 WAYS = {"as it is": {}, "expensive": {"AT_ONCE_CELLS": 0.0}, "wide": {"WORK_CELLS": 0.0}, "whole": {"SCREEN_CELLS": 0.0,
@@ -44,7 +45,7 @@ def set_clock(patch: pytest.MonkeyPatch, now: Callable[[], float]) -> None:
     patch.setattr(clock, "now", now)
 
 
-@settings(max_examples=150)
+@settings(max_examples=60)
 @given(seeds, st.integers(0, 300), st.sampled_from(sorted(WAYS)))
 @example(3, 0, "wide")
 @example(206, 277, "expensive")  # the least memory is not known in the time
@@ -116,7 +117,7 @@ def test_a_short_limit_is_kept_where_choices_are_many(monkeypatch: pytest.Monkey
     ends_on_time(replace(problem, limit=1.5 * least + 2.0), 1.0)
 
 
-@pytest.mark.parametrize(("limit_s", "sweeps", "has_parts"), [(3.0, 1, False), (12.0, 6, True)])
+@pytest.mark.parametrize(("limit_s", "sweeps", "has_parts"), [(3.0, 1, False), slow(12.0, 6, True)])
 def test_in_haste_there_is_a_plan_from_one_sweep(limit_s: float, sweeps: int, has_parts: bool,
                                                  monkeypatch: pytest.MonkeyPatch) -> None:
     """Where nothing but sweeps takes time, a second each: with more of it there are more, and parts are bettered in the
