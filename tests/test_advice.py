@@ -14,10 +14,12 @@ import autoparallel
 from autoparallel.cli import app
 from autoparallel.errors import PlanError
 from cost_models import Cluster
+from tests.support.captured import plan_again
 from tests.support.decoder import IDS, Decoder
 from tests.support.tiers import slow
 
 CLUSTER = Cluster.load("h100-sxm", num_devices=4)
+DECODER = Decoder()
 
 
 @functools.cache
@@ -31,7 +33,7 @@ def test_the_best_is_the_fastest_that_fits() -> None:
     assert found.best.step_s == min(one.step_s for one in found.alternatives if one.fits)
     assert len({str(one.by_hand) for one in found.alternatives}) == len(found.alternatives) > 8
     prices = {str(one.by_hand): one.step_s for one in found.alternatives}
-    by_hand = autoparallel.plan(Decoder(), CLUSTER, example_inputs=(IDS,), by_hand="dp=4,zero=1")
+    by_hand = plan_again(DECODER, CLUSTER, example_inputs=(IDS,), by_hand="dp=4,zero=1")
     assert prices["dp=4,zero=1"] == by_hand.prediction.step_s
 
 
@@ -68,7 +70,7 @@ def test_little_memory_makes_it_shard() -> None:
 def test_micro_batches_and_recompute_go_together() -> None:
     """Where neither alone fits."""
     one = replace(CLUSTER, num_devices=1)
-    peaks = [autoparallel.plan(Decoder(), one, example_inputs=(IDS,), by_hand=f"dp=1{more}").prediction.peak_bytes
+    peaks = [plan_again(DECODER, one, example_inputs=(IDS,), by_hand=f"dp=1{more}").prediction.peak_bytes
              for more in ("", ",micro_batch=1", ",recompute=full", ",micro_batch=1,recompute=full")]
     assert peaks[3] < min(peaks[:3])
     found = autoparallel.advise(Decoder(), one, example_inputs=(IDS,), search_s=0,
@@ -82,7 +84,7 @@ def prices_on_one_device() -> dict[str, tuple[float, float]]:
     """Seconds of a step and peak bytes, by what is written after dp=1."""
     one, prices = replace(CLUSTER, num_devices=1), dict[str, tuple[float, float]]()
     for more in ("micro_batch=1", "micro_batch=2", "micro_batch=4", "micro_batch=2,recompute=full", "recompute=full"):
-        made = autoparallel.plan(Decoder(), one, example_inputs=(IDS,), by_hand=f"dp=1,{more}").prediction
+        made = plan_again(DECODER, one, example_inputs=(IDS,), by_hand=f"dp=1,{more}").prediction
         prices[more] = made.step_s, made.peak_bytes
     return prices
 

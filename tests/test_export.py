@@ -26,6 +26,7 @@ from autoparallel.plans.reports.units import bytes_str
 from autoparallel.plans.roles import roles_of
 from benchmarks.zoo import build
 from cost_models import Cluster
+from tests.support.captured import plan_again
 from tests.support.decoder import IDS, Decoder
 
 DIGITS = "tensor-model-parallel-size 2"
@@ -33,15 +34,23 @@ DIGITS = "tensor-model-parallel-size 2"
 
 @functools.cache
 def planned(by_hand: str, dtype: torch.dtype = torch.float32) -> autoparallel.Plan:
-    return autoparallel.plan(Decoder().to(dtype), Cluster.load("h100-sxm", num_devices=4), by_hand=by_hand,
-                             example_inputs=(IDS,))
+    return plan_again(decoder(dtype), Cluster.load("h100-sxm", num_devices=4), by_hand=by_hand, example_inputs=(IDS,))
+
+
+@functools.cache
+def decoder(dtype: torch.dtype = torch.float32) -> Decoder:
+    return Decoder().to(dtype)
+
+
+@functools.cache
+def mixture() -> Any:
+    return build("mixtral")
 
 
 @functools.cache
 def of_experts(by_hand: str) -> autoparallel.Plan:
-    model: Any = build("mixtral")
-    return autoparallel.plan(model, Cluster.load("h100-sxm", num_devices=4), by_hand=by_hand,
-                             example_kwargs={"input_ids": IDS, "labels": IDS})
+    return plan_again(mixture(), Cluster.load("h100-sxm", num_devices=4), by_hand=by_hand,
+                      example_kwargs={"input_ids": IDS, "labels": IDS})
 
 
 # ------------------------------------------------------------------------------------------------- Megatron's rules
@@ -384,7 +393,7 @@ def test_axes_on_which_all_compute_the_same_are_data_parallel_instead() -> None:
 
 @pytest.mark.parametrize("to", FORMATS)
 def test_a_searched_plan_of_one_device_is_exported(to: str) -> None:
-    plan = autoparallel.plan(Decoder(), Cluster.load("h100-sxm", num_devices=1), example_inputs=(IDS,))
+    plan = plan_again(decoder(), Cluster.load("h100-sxm", num_devices=1), example_inputs=(IDS,))
     assert [axis.role for axis in roles_of(plan).axes] == ["replicated"]
     assert autoparallel.export_plan(plan, to).files
 

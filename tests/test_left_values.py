@@ -19,6 +19,7 @@ import autoparallel
 from autoparallel.capture import capture
 from autoparallel.errors import CaptureError, InputError
 from tests.support.ranks import mesh_of
+from tests.support.tiers import slow
 
 X = torch.linspace(-1, 1, 24).view(4, 6)
 
@@ -216,8 +217,9 @@ def last_of(model: Any) -> Any:
     return model.layers[5] if hasattr(model, "layers") else model
 
 
-@pytest.mark.parametrize("make", MODED)
-@pytest.mark.parametrize("otherwise", [puts_none, puts_zero, puts_nothing])
+@pytest.mark.parametrize(("make", "otherwise"), [
+    (Moded, puts_none), (InBlocks, puts_zero), (Moded, puts_nothing),
+    slow(InBlocks, puts_none), slow(Moded, puts_zero), slow(InBlocks, puts_nothing)])
 def test_calls_of_two_forms_leave_values_in_one_attribute(mesh_of_one: Any, make: Any, otherwise: Any) -> None:
     model = make(otherwise)
     parallel: Any = autoparallel.compile(copy.deepcopy(model), mesh_of_one)

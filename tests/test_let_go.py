@@ -218,6 +218,7 @@ def test_a_class_that_the_original_is_given_is_the_programs(mesh_of_one: Any) ->
     torch.testing.assert_close(parallel(X), before + 1)
 
 
+@pytest.mark.slow
 def test_transformers_models_are_freed_and_generate(mesh_of_one: Any) -> None:
     case = CASES["llama"]
     _, kwargs = case.inputs(BATCH_SIZE)

@@ -179,6 +179,12 @@ def test_the_command_line(tmp_path: Path) -> None:
                         ("embed*=disk", "no parameter's name matches"), ("a*=host,a*=disk", "'a*' is given twice")):
         done = CliRunner().invoke(app, [*call, wrong])
         assert done.exit_code != 0 and told in " ".join(f"{done.output} {done.exception}".split())
+
+
+@pytest.mark.slow
+def test_fit_on_the_command_line(tmp_path: Path) -> None:
+    config = tmp_path / "llama.json"
+    config.write_text(json.dumps(CONFIG))
     fits = CliRunner().invoke(app, ["fit", str(config), "--cluster", "a100-sxm", "--devices", "1", "--most", "1",
                                     "--sequence-length", "32", "--offload", "model.layers.0.*=host",
                                     "--time-limit", "0.1"])

@@ -19,6 +19,7 @@ from autoparallel.kernels import variants
 from autoparallel.layout import INVARIANT, PARTIAL, Placement, layout_fits, local_shape, shards
 from autoparallel.rules import AxisStrategy
 from tests.support.op_calls import OpCall, aten, call, f, ids, mask
+from tests.support.tiers import slow
 
 SAMPLES: dict[str, Callable[[], list[OpCall]]] = {
     "matmul": lambda: [
@@ -380,7 +381,7 @@ def check_strategy(made: OpCall, strategy: AxisStrategy, num_ranks: int) -> bool
     return True
 
 
-@pytest.mark.parametrize("num_ranks", [2, 3, 4])
+@pytest.mark.parametrize("num_ranks", [2, 3, slow(4)])
 @pytest.mark.parametrize("family", list(SAMPLES))
 def test_axis_strategies_on_shards_give_the_whole(family: str, num_ranks: int) -> None:
     """Forward and gradient, even and uneven shards. (Those that communicate run on ranks: below, test_sequence.)"""

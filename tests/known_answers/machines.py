@@ -17,9 +17,10 @@ from typing import Any
 from torch import nn
 from torch.distributed.tensor import Partial, Shard
 
-from autoparallel import Cluster, Plan, plan
+from autoparallel import Cluster, Plan
 from autoparallel.search import evaluate
 from cost_models import Device, Link
+from tests.support.captured import plan_again
 
 BYTES_PER_S = 1e9
 HEAVY_FLOPS_PER_S = 1e9
@@ -42,7 +43,8 @@ def machine(mesh_shape: Sequence[int], beta: Sequence[float] = (), slowdown: Map
 
 def planned(model: nn.Module, inputs: Sequence[Any], mesh_shape: Sequence[int], beta: Sequence[float] = (),
             slowdown: Mapping[str, float] | None = None, **options: Any) -> Plan:
-    return plan(model, machine(mesh_shape, beta, slowdown), example_inputs=inputs, mesh_shape=mesh_shape, **options)
+    return plan_again(model, machine(mesh_shape, beta, slowdown), example_inputs=inputs, mesh_shape=mesh_shape,
+                      **options)
 
 
 def communication(made: Plan) -> float:

@@ -38,6 +38,7 @@ from tests.known_answers.models import (
     bert,
     mlp,
 )
+from tests.support.captured import plan_again
 
 LOSS = 6.0  # an all_reduce of one float32 among four
 #: Alpa prices an all_to_all among n n/2 times as high as its bytes.
@@ -271,7 +272,7 @@ def test_budgets_on_256_devices(name: str) -> None:
     cluster = Cluster.load("h100-sxm", num_devices=256, software="none")
 
     def made(limit: float, **options: Any) -> Plan:
-        return plan(model, cluster, example_inputs=inputs, mesh_shape=(256,), memory_limit_bytes=limit, **options)
+        return plan_again(model, cluster, example_inputs=inputs, mesh_shape=(256,), memory_limit_bytes=limit, **options)
 
     ddp, fsdp = made(math.inf, baseline="ddp"), made(math.inf, baseline="fsdp")
     loose, tight = made(math.inf, pins=pins), made(fsdp.prediction.peak_bytes, pins=pins)
@@ -304,8 +305,8 @@ def test_budgets_on_32_by_8_devices(name: str) -> None:
               for parameter, _ in model.named_parameters()}
 
     def made(pins: dict[str, Any], limit: float = math.inf) -> Plan:
-        return plan(model, machine((32, 8)), example_inputs=inputs, mesh_shape=(32, 8), pins=pins,
-                    memory_limit_bytes=limit)
+        return plan_again(model, machine((32, 8)), example_inputs=inputs, mesh_shape=(32, 8), pins=pins,
+                          memory_limit_bytes=limit)
 
     stated = made({**rows, **stored})
     best = made(rows, stated.prediction.peak_bytes)

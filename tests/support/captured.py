@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 from unittest.mock import patch
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import nn
@@ -39,6 +40,19 @@ def plan_of(case_name: str, cluster: Cluster, batch: int = 8, **options: Any) ->
     args, kwargs = case.inputs(batch)
     with planning_on(graph_of(case_name, batch)):
         return autoparallel.plan(case.build(), cluster, example_inputs=args, example_kwargs=kwargs, **options)
+
+
+_graphs: WeakKeyDictionary[nn.Module, OpGraph] = WeakKeyDictionary()
+
+
+def plan_again(model: nn.Module, cluster: Cluster | str, example_inputs: Sequence[Any] = (),
+               example_kwargs: Mapping[str, Any] | None = None, **options: Any) -> autoparallel.Plan:
+    """`autoparallel.plan`; a model is traced for its first plan only: those that follow must have the same example."""
+    if model not in _graphs:
+        _graphs[model] = capture(model, tuple(example_inputs), dict(example_kwargs or {}))
+    with planning_on(_graphs[model]):
+        return autoparallel.plan(model, cluster, example_inputs=example_inputs, example_kwargs=example_kwargs,
+                                 **options)
 
 
 def traced(function: Any, *inputs: torch.Tensor) -> list[str]:
