@@ -16,6 +16,7 @@ import autoparallel
 from autoparallel.runtime.cached_tables import CachedTable
 from tests.support.messages import message_of
 from tests.support.ranks import mesh_of
+from tests.support.tiers import slow
 
 ROWS, WIDTH, BATCH = 23, 8, 12
 
@@ -97,12 +98,12 @@ def on_ranks(shape: tuple[int, ...], options: dict[str, Any], kind: str) -> dict
 
 @pytest.mark.ranks
 @pytest.mark.parametrize(("shape", "options", "kind"), [
-    ((1,), {"pins": pins(ROWS)}, "SparseAdam"), ((1,), {"pins": pins(14)}, "Adagrad"),
+    slow((1,), {"pins": pins(ROWS)}, "SparseAdam"), ((1,), {"pins": pins(14)}, "Adagrad"),
     ((1,), {"pins": pins(3)}, "SparseAdam"), ((1,), {"pins": pins(1)}, "SGD"),
     ((2,), {"pins": pins(12, Shard(0))}, "SparseAdam"), ((2,), {"pins": pins(0.3, Shard(1))}, "Adagrad"),
-    ((2,), {"pins": pins(14, Replicate())}, "SGD"),
+    slow((2,), {"pins": pins(14, Replicate())}, "SGD"),
     ((2, 2), {"pins": pins(6, Shard(0), Shard(1)), "zero_stage": 3}, "SparseAdam"),
-    ((4,), {"pins": pins(5)}, "Adagrad"),
+    slow((4,), {"pins": pins(5)}, "Adagrad"),
 ])
 def test_equal_to_one_process(ranks: Any, shape: tuple[int, ...], options: dict[str, Any], kind: str) -> None:
     wanted = trained(*example(), kind)
@@ -346,12 +347,12 @@ MICRO = {"table": autoparallel.Cached(4), "other": autoparallel.Cached(12), "fro
 
 @pytest.mark.ranks
 @pytest.mark.parametrize(("shape", "options", "calls"), [
-    ((2,), {"micro_batches": 4}, 1), ((2,), {"micro_batches": 2, "zero_stage": 2}, 2),
+    slow((2,), {"micro_batches": 4}, 1), ((2,), {"micro_batches": 2, "zero_stage": 2}, 2),
     ((2,), {"micro_batches": 2, "copies": 2, "zero_stage": 3}, 1), ((2,), {"recompute": "full"}, 1),
-    ((2,), {"recompute": "selective"}, 1), ((2,), {"recompute": "offload", "micro_batches": 2}, 1),
+    slow((2,), {"recompute": "selective"}, 1), ((2,), {"recompute": "offload", "micro_batches": 2}, 1),
     ((2,), {"micro_batches": 4, "pipeline_stages": 2, "schedule": "zero_bubble"}, 1),
-    ((1,), {"step_in_backward": True}, 1), ((2,), {"step_in_backward": True, "micro_batches": 2}, 1),
-    ((2, 2), {"micro_batches": 4, "pipeline_stages": 2, "zero_stage": 1}, 1),
+    slow((1,), {"step_in_backward": True}, 1), ((2,), {"step_in_backward": True, "micro_batches": 2}, 1),
+    slow((2, 2), {"micro_batches": 4, "pipeline_stages": 2, "zero_stage": 1}, 1),
     ((2,), {"offload": {"table.*": "none", "other.*": "none", "frozen.*": "none", "*": "parameters"}}, 1)])
 def test_goes_with_other_options(ranks: Any, shape: tuple[int, ...], options: dict[str, Any], calls: int) -> None:
     model, batches = micro()

@@ -26,6 +26,7 @@ from tests.support.reference import (
     train,
     train_reference,
 )
+from tests.support.tiers import slow
 
 MODELS = ["mlp", "transformer_encoder", "gpt2", "llama", "bert", "vit", "resnet"]
 #: Those of the default run; `test_the_whole_table` has all.
@@ -128,7 +129,7 @@ def bfloat16_errors(case_name: str, mesh_shape: Sequence[int], baseline: str | N
     return error(many), error(one)
 
 
-@pytest.mark.parametrize("baseline", [None, "ddp", "tensor_parallel"])
+@pytest.mark.parametrize("baseline", [None, slow("ddp"), slow("tensor_parallel")])
 def test_bfloat16_rounds_no_worse_than_one_process(ranks: Any, baseline: str | None) -> None:
     """Sums over ranks add at most log2(4) = 2 roundings to the many of one process: three times its error is ample."""
     for many, one in ranks(4).run(bfloat16_errors, "llama", (2, 2), baseline):

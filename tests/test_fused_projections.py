@@ -16,6 +16,7 @@ from autoparallel.ops.linear_sections import linear_sections
 from cost_models import Cluster
 from tests.support.fused import EVEN, Attention, build
 from tests.support.ranks import mesh_of
+from tests.support.tiers import slow
 
 
 def ops(graph: OpGraph) -> list[Any]:
@@ -87,10 +88,10 @@ GROUPED, UNEVEN = ("slices", (4, 2, 2), False), ("unbind", (5, 5, 5), True, 2)
 
 @pytest.mark.parametrize(("case", "mesh_shape", "strategy"), [
     (EVEN, (4,), ("n",)), (("unbind", (4, 4, 4)), (2, 2), ("b0", "n")), (EVEN, (2, 2), ("n", "k")),
-    (EVEN, (2, 2), ("k", "n")), (EVEN, (2, 2), ("n", "linear(1,2)")), (EVEN, (4,), ("k",)),
-    (EVEN, (2, 2), ("b1", "b0")),
-    (GROUPED, (4,), ("n",)), (GROUPED, (2, 2), ("part", "n")), (UNEVEN, (4,), ("n",)), (UNEVEN, (3,), ("n",)),
-    (UNEVEN, (2, 2), ("n", "b1")),
+    slow(EVEN, (2, 2), ("k", "n")), (EVEN, (2, 2), ("n", "linear(1,2)")), slow(EVEN, (4,), ("k",)),
+    slow(EVEN, (2, 2), ("b1", "b0")),
+    slow(GROUPED, (4,), ("n",)), (GROUPED, (2, 2), ("part", "n")), (UNEVEN, (4,), ("n",)), slow(UNEVEN, (3,), ("n",)),
+    slow(UNEVEN, (2, 2), ("n", "b1")),
 ])
 def test_sections_are_cut(ranks: Any, case: Any, mesh_shape: tuple[int, ...], strategy: tuple[str, ...]) -> None:
     num_ranks = 3 if mesh_shape == (3,) else 4

@@ -21,6 +21,7 @@ from autoparallel.pricing import Prices
 from autoparallel.strategies.space import StrategySpace
 from cost_models import Cluster
 from tests.support.ranks import mesh_of
+from tests.support.tiers import slow
 
 aten = torch.ops.aten
 attention = nn.functional.scaled_dot_product_attention
@@ -357,8 +358,8 @@ def attend_on_ranks(mesh_shape: tuple[int, ...], strategy: tuple[str, ...], grou
 
 
 @pytest.mark.parametrize(("mesh_shape", "strategy", "groups"), [
-    ((4,), ("heads",), 2), ((2, 2), ("h", "heads"), 2), ((2, 2), ("heads", "heads"), 2), ((4,), ("h",), 4),
-    ((2, 2), ("ring", "heads"), 2), ((2, 2), ("heads", "queries"), 2), ((2, 2), ("b", "heads"), 4),
+    ((4,), ("heads",), 2), ((2, 2), ("h", "heads"), 2), ((2, 2), ("heads", "heads"), 2), slow((4,), ("h",), 4),
+    slow((2, 2), ("ring", "heads"), 2), ((2, 2), ("heads", "queries"), 2), slow((2, 2), ("b", "heads"), 4),
 ])
 def test_more_ranks_than_heads_of_keys(ranks: Any, mesh_shape: tuple[int, ...], strategy: tuple[str, ...],
                                        groups: int) -> None:

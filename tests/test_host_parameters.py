@@ -31,7 +31,7 @@ from tests.support.tiers import slow
 
 @pytest.mark.ranks
 @pytest.mark.parametrize(("case", "shape", "options", "norm", "calls"), [
-    ("llama", (4,), {}, 0.5, 1),
+    ("llama", (2,), {}, 0.5, 1), slow("llama", (4,), {}, 0.5, 1),
     ("llama", (2,), {"micro_batches": 2, "recompute": "offload"}, None, 1),
     ("gpt2", (1,), {"micro_batches": 4, "recompute": "full"}, None, 1),
     slow("llama", (2, 2), {"micro_batches": 2, "recompute": "full"}, 0.5, 2),
@@ -104,7 +104,8 @@ def fetched(recompute: str, copies: int) -> tuple[int, int, int, float]:
 
 
 @pytest.mark.ranks
-@pytest.mark.parametrize(("recompute", "copies"), [("none", 1), ("full", 1), ("none", 4), ("full", 4), ("full", 2)])
+@pytest.mark.parametrize(("recompute", "copies"), [
+    ("none", 1), slow("full", 1), slow("none", 4), ("full", 4), slow("full", 2)])
 def test_few_parameters_are_on_the_device_at_a_time(ranks: Any, recompute: str, copies: int) -> None:
     """Each is fetched at most twice for all micro-batches that run at a time."""
     (most, every, everything, planned), = ranks(1).run(fetched, recompute, copies)

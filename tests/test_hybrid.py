@@ -54,7 +54,7 @@ def test_zero_stages_with_micro_batches(ranks: Any, zero_stage: int) -> None:
     slow("bert", (4,), {"schedule": "1f1b", "micro_batches": 8, "pipeline_stages": 4}),
     ("llama", (2, 2), {"schedule": "interleaved", "micro_batches": 4, "pipeline_stages": 4}),
     ("gpt2", (2, 2), {"schedule": "zero_bubble", "micro_batches": 4, "pipeline_stages": 4}),
-    ("resnet", (2, 2), {"schedule": "gpipe"}),
+    slow("resnet", (2, 2), {"schedule": "gpipe"}),
     ("t5", (2, 2), {"micro_batches": 2}),
     slow("mixtral", (2, 2), {"schedule": "gpipe"}),
     slow("deepseek_v3", (2, 2), {"schedule": "1f1b", "micro_batches": 4}),

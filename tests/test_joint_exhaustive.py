@@ -50,7 +50,8 @@ def test_no_plan_is_below_the_bound_of_its_combination(seed: int) -> None:
         assert case.search.bounds.least_bytes(candidate) <= made.prediction.peak_bytes
 
 
-@pytest.mark.parametrize("seed", [1, *(pytest.param(seed, marks=pytest.mark.slow) for seed in range(3, 300))])
+@pytest.mark.parametrize("seed", [18, *(pytest.param(seed, marks=pytest.mark.slow) for seed in (1, *range(3, 300))
+                                        if seed != 18)])
 def test_the_joint_search_finds_the_best_of_all_combinations(seed: int) -> None:
     case = SmallCase(seed)
     every = [made.prediction.step_s for _, made in case.planned(case.combinations)]

@@ -121,7 +121,7 @@ class _Sum(torch.nn.Module):
 
 def test_bounds_lie_below_estimates() -> None:
     """So that what is bounded away cannot have been the best."""
-    cluster = Cluster.load("h100-sxm", num_devices=4)
+    cluster = Cluster.load("h100-sxm", num_devices=8)
     options = Fixed(schedule="1f1b", micro_batches=4, recompute="none")
     search = JointSearch(graph_of("llama"), cluster, options, "adamw", float("inf"))
     survey = search.run(time.monotonic() + 60)
@@ -175,7 +175,7 @@ def test_hopeless_candidates_cost_a_bound_only() -> None:
 
     cluster = Cluster.load("h100-sxm", num_devices=8, software="none")
     search = JointSearch(graph_of("llama"), cluster, Fixed(), "adamw", float("inf"))
-    candidate = Candidate(Hybrid(), (8,))
+    candidate = Candidate(Hybrid(), (2, 4))
     made = search.estimate(candidate)
     assert not made.is_bound and not search.estimate(candidate, made.estimate_s).is_bound
     bound = search.estimate(candidate, made.estimate_s / WORTH / 2)

@@ -16,6 +16,7 @@ import autoparallel
 from autoparallel.errors import AutoparallelError, PlanError
 from autoparallel.runtime.inputs import digest
 from tests.support.ranks import mesh_of
+from tests.support.tiers import slow
 
 SAMPLES, ROWS = 24, 2
 
@@ -80,11 +81,12 @@ def trained_alone(ranks: int) -> tuple[list[float], dict[str, Tensor]]:
 
 
 @pytest.mark.parametrize(("shape", "options", "by_step"), [
-    ((4,), {"baseline": "ddp"}, False),
-    ((4,), {"baseline": "tensor_parallel"}, False),
+    ((2,), {"baseline": "ddp"}, False),
+    slow((4,), {"baseline": "ddp"}, False),
+    slow((4,), {"baseline": "tensor_parallel"}, False),
     ((2, 2), {}, False),
     ((2, 2), {"baseline": "fsdp"}, True),
-    ((4,), {"micro_batches": 4}, True),
+    slow((4,), {"micro_batches": 4}, True),
     ((2, 2), {"micro_batches": 2, "pipeline_stages": 2}, True),
     ((2,), {"schedule": "gpipe", "pipeline_stages": 2}, True),
 ])

@@ -34,7 +34,6 @@ FEW = ("mlp", "transformer_encoder", "gpt2_dropout", "llama")
 few_cases = pytest.mark.parametrize(
     "case", [case if str(case) in FEW else slow(case) for case in CASES.values()], ids=str)
 EXACT = [case for case in CASES.values() if not case.random and case.float64]
-every_exact_case = pytest.mark.parametrize("case", EXACT, ids=str)
 
 
 def small_parts(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
@@ -152,7 +151,8 @@ def test_parallel_runs_are_compared_with_the_reference(ranks: Ranks) -> None:
         assert_same_gradients(actual.gradients, train_reference(CASES["llama"]))
 
 
-@every_exact_case
+@pytest.mark.parametrize("case", [
+    case if str(case) in (*FEW, "resnet") else slow(case) for case in EXACT], ids=str)
 def test_ranks_agree_with_this_process(ranks: Ranks, case: ModelCase) -> None:
     """`train` runs on ranks as it is, and its results travel."""
     expected = train_reference(case, "sgd", num_steps=5)

@@ -232,7 +232,7 @@ def whole_with_gradient(value: torch.Tensor) -> torch.Tensor:
     return value.full_tensor() if isinstance(value, DTensor) else value
 
 
-@pytest.mark.parametrize("baseline", [None, "ddp", "fsdp", "tensor_parallel", "sequence_parallel"])
+@pytest.mark.parametrize("baseline", [None, slow("ddp"), "fsdp", slow("tensor_parallel"), "sequence_parallel"])
 def test_gradients_of_gradients(ranks: Any, baseline: str | None) -> None:
     assert max(ranks(4).run(penalised, {"baseline": baseline})) < 1e-5
 

@@ -43,8 +43,8 @@ def test_gradients_of_data_parallelism_are_reduced_together(ranks: Any, mesh_sha
 
 
 @pytest.mark.parametrize(("mesh_shape", "options"), [
-    ((4,), {"baseline": "fsdp"}), ((2, 2), {"baseline": "fsdp"}), ((4,), {"baseline": "fsdp", "recompute": "full"}),
-    ((4,), {"baseline": "fsdp", "zero_stage": 3}),
+    slow((4,), {"baseline": "fsdp"}), ((2, 2), {"baseline": "fsdp"}),
+    slow((4,), {"baseline": "fsdp", "recompute": "full"}), slow((4,), {"baseline": "fsdp", "zero_stage": 3}),
     ((2, 2), {"baseline": "fsdp", "zero_stage": 3, "recompute": "full"}),
 ])
 def test_parameters_are_gathered_before_they_are_read(ranks: Any, mesh_shape: tuple[int, ...], options: dict[str, Any]
@@ -160,7 +160,7 @@ def gathers_of_a_step(options: dict[str, Any], bucket_bytes: float
 
 
 @pytest.mark.parametrize(("options", "bucket_bytes"), [
-    ({}, 20_000), ({"recompute": "full", "micro_batches": 2}, 20_000), ({}, 80_000), slow({}, 0),
+    slow({}, 20_000), ({"recompute": "full", "micro_batches": 2}, 20_000), slow({}, 80_000), slow({}, 0),
     slow({"recompute": "full"}, 0), slow({"micro_batches": 2}, 0), slow({"recompute": "full"}, 80_000),
 ])
 def test_gathers_of_zero_3_are_priced_as_they_run(ranks: Any, options: dict[str, Any], bucket_bytes: float) -> None:
@@ -235,7 +235,7 @@ def gradients_of_gradients(baseline: str) -> list[torch.Tensor]:
     return [p.grad.full_tensor() if baseline else p.grad for p in model.parameters()]
 
 
-@pytest.mark.parametrize("baseline", ["ddp", "fsdp"])
+@pytest.mark.parametrize("baseline", [slow("ddp"), "fsdp"])
 def test_overlapped_reductions_can_be_differentiated_twice(ranks: Any, baseline: str) -> None:
     expected = gradients_of_gradients("")
     for found in ranks(4).run(gradients_of_gradients, baseline, timeout_s=100):
@@ -249,7 +249,7 @@ def test_micro_batches_reduce_gradients_once(ranks: Any) -> None:
 
 
 @pytest.mark.parametrize(("mesh_shape", "options"), [
-    ((4,), {"baseline": "ddp", "micro_batches": 2}),
+    slow((4,), {"baseline": "ddp", "micro_batches": 2}),
     ((2, 2), {"baseline": "ddp", "micro_batches": 4, "recompute": "full"}),
     ((2, 2), {"baseline": "fsdp", "micro_batches": 2, "reduce_dtype": "float32"}),
     ((4,), {"baseline": "fsdp", "micro_batches": 2, "zero_stage": 3}),
@@ -342,7 +342,7 @@ def test_unused_shared_parameters_have_no_gradient(ranks: Any) -> None:
 
 
 @pytest.mark.parametrize(("mesh_shape", "options"), [
-    ((2, 2), {"baseline": "ddp", "micro_batches": 4, "pipeline_stages": 2}),
+    slow((2, 2), {"baseline": "ddp", "micro_batches": 4, "pipeline_stages": 2}),
     ((2, 2), {"baseline": "fsdp", "micro_batches": 4, "pipeline_stages": 2, "schedule": "gpipe", "zero_stage": 1}),
     ((2, 2), {"baseline": "ddp", "micro_batches": 2, "pipeline_stages": 4, "schedule": "interleaved",
               "recompute": "full"}),

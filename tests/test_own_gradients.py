@@ -18,6 +18,7 @@ from torch.distributed.tensor import DTensor
 import autoparallel
 from autoparallel.errors import InputError
 from tests.support.ranks import mesh_of
+from tests.support.tiers import slow
 
 
 class Sum(nn.Module):
@@ -140,8 +141,8 @@ def without_gradient(shape: tuple[int, ...], options: dict[str, Any]) -> dict[st
 
 @pytest.mark.ranks
 @pytest.mark.parametrize(("shape", "options"), [
-    ((2, 2), {"zero_stage": 1}), ((2, 2), {"zero_stage": 3}), ((2,), {"baseline": "fsdp", "zero_stage": 2}),
-    ((2, 2), {"zero_stage": 1, "micro_batches": 2}), ((2,), {"baseline": "fsdp", "backend": "aot_eager"}),
+    slow((2, 2), {"zero_stage": 1}), ((2, 2), {"zero_stage": 3}), ((2,), {"baseline": "fsdp", "zero_stage": 2}),
+    slow((2, 2), {"zero_stage": 1, "micro_batches": 2}), ((2,), {"baseline": "fsdp", "backend": "aot_eager"}),
     ((2,), {"baseline": "fsdp", "zero_stage": 1, "micro_batches": 2, "backend": "aot_eager"}),
 ])
 def test_what_the_loss_does_not_need_has_no_gradient(ranks: Any, shape: tuple[int, ...], options: dict[str, Any]

@@ -85,8 +85,8 @@ def steps_of(name: str, options: dict[str, Any], batch: int) -> list[tuple[torch
 
 
 @pytest.mark.parametrize(("name", "options", "batch"), [
-    ("llama", {"baseline": "sequence_parallel"}, 8), ("llama", {"baseline": "sequence_parallel"}, 1),
-    ("gpt2", {"baseline": "tensor_parallel"}, 8), ("t5", {"baseline": "tensor_parallel"}, 8),
+    slow("llama", {"baseline": "sequence_parallel"}, 8), ("llama", {"baseline": "sequence_parallel"}, 1),
+    ("gpt2", {"baseline": "tensor_parallel"}, 8), slow("t5", {"baseline": "tensor_parallel"}, 8),
     ("llama", {"baseline": "sequence_parallel", "recompute": "full"}, 8),
     slow("llama", {"baseline": "sequence_parallel", "backend": "inductor"}, 8),
     ("llama", {"baseline": "sequence_parallel", "backend": "aot_eager"}, 8),

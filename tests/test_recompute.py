@@ -37,7 +37,7 @@ ON_DISK = {"disk_path": tempfile.gettempdir()}
 @pytest.mark.parametrize(("case_name", "options"), [
     slow("gpt2", {"recompute": "selective", "micro_batches": 2}),
     ("bert", {"recompute": "full", "micro_batches": 4, "zero_stage": 3}),
-    ("llama", {"recompute": "full", "micro_batches": 2, "pipeline_stages": 2, "schedule": "zero_bubble"}),
+    slow("llama", {"recompute": "full", "micro_batches": 2, "pipeline_stages": 2, "schedule": "zero_bubble"}),
     slow("gpt2", {"recompute": "offload", "micro_batches": 2}),
     ("bert", {"recompute": "offload", "micro_batches": 4, "zero_stage": 3}),
     slow("llama", {"recompute": "offload", "micro_batches": 4, "zero_stage": 3, "pipeline_stages": 2}),
@@ -62,9 +62,9 @@ def called(case_name: str, options: Options) -> tuple[float, Any]:
 
 
 @pytest.mark.parametrize("options", [
-    {"recompute": "offload"}, {"recompute": "offload", "zero_stage": 3, "baseline": "fsdp"},
+    slow({"recompute": "offload"}), {"recompute": "offload", "zero_stage": 3, "baseline": "fsdp"},
     {"recompute": "selective", "saved_on": "disk", "zero_stage": 3, **ON_DISK},
-    {"zero_stage": 3, "baseline": "fsdp"}, {"zero_stage": 3, "recompute": "full"},
+    slow({"zero_stage": 3, "baseline": "fsdp"}), {"zero_stage": 3, "recompute": "full"},
     slow({"recompute": "full"}), slow({"recompute": "selective"})])
 def test_a_call_recomputes_and_gathers_again_too(ranks: Any, options: Options) -> None:
     reference = train_reference(CASES["gpt2"], "sgd", num_steps=STEPS)

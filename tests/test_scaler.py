@@ -15,6 +15,7 @@ from torch.distributed.tensor import Replicate, Shard
 import autoparallel
 from autoparallel.errors import InputError
 from tests.support.ranks import mesh_of
+from tests.support.tiers import slow
 
 STEPS = 5
 
@@ -85,7 +86,7 @@ MIXED = {"pins": {"first.weight": (Replicate(), Replicate()), "second.weight": (
 
 
 @pytest.mark.parametrize(("kind", "shape", "options", "by_step"), [
-    ("ours", (2, 2), MIXED, False),
+    slow("ours", (2, 2), MIXED, False),
     ("torch", (2, 2), MIXED, False),
     ("ours", (2, 2), MIXED, True),
     ("ours", (2, 2), {"micro_batches": 2, "baseline": "fsdp", "zero_stage": 3}, True),

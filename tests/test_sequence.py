@@ -17,6 +17,7 @@ from autoparallel.kernels import flash
 from autoparallel.strategies.space import StrategySpace
 from cost_models import Cluster
 from tests.support.ranks import mesh_of
+from tests.support.tiers import slow
 
 
 @pytest.mark.parametrize("causal", [True, False])
@@ -70,10 +71,10 @@ def attend_on_ranks(mesh_shape: tuple[int, ...], causal: bool, strategy: tuple[s
 
 
 @pytest.mark.parametrize(("mesh_shape", "causal", "strategy"), [
-    ((4,), True, ("queries",)), ((4,), True, ("ring",)), ((4,), False, ("ring",)),
+    ((4,), True, ("queries",)), ((4,), True, ("ring",)), slow((4,), False, ("ring",)),
     ((2, 2), True, ("queries", "queries")),
-    ((2, 2), True, ("ring", "h")), ((2, 2), True, ("b", "ring")), ((2, 2), False, ("s", "ring")),
-    ((2, 2), False, ("ring", "s")), ((2, 2), True, ("queries", "linear(2)")), ((2, 2), True, ("part", "ring")),
+    ((2, 2), True, ("ring", "h")), slow((2, 2), True, ("b", "ring")), ((2, 2), False, ("s", "ring")),
+    slow((2, 2), False, ("ring", "s")), ((2, 2), True, ("queries", "linear(2)")), slow((2, 2), True, ("part", "ring")),
 ])
 def test_attention_cut_along_the_sequence(ranks: Any, mesh_shape: tuple[int, ...], causal: bool,
                                           strategy: tuple[str, ...]) -> None:

@@ -19,6 +19,7 @@ from autoparallel.schedule.step_config import Hybrid
 from cost_models import Cluster
 from tests.support.messages import says
 from tests.support.ranks import mesh_of
+from tests.support.tiers import slow
 
 ROWS, WIDTH, BATCH = 23, 8, 12
 
@@ -98,13 +99,13 @@ HOST = dict.fromkeys(("items", "tags", "words", "shared"), "host")
     ((4,), {"pins": tables(Shard(0))}, "Adagrad", 2),
     ((2,), {"pins": tables(Shard(1))}, "SparseAdam", 2),
     ((2, 2), {"pins": tables(Shard(0), Shard(1)), "zero_stage": 3}, "SparseAdam", 1),
-    ((2,), {"pins": tables(Replicate())}, "SGD", 1),
-    ((4,), {}, "SparseAdam", 1),
+    slow((2,), {"pins": tables(Replicate())}, "SGD", 1),
+    slow((4,), {}, "SparseAdam", 1),
     ((4,), {"baseline": "ddp"}, "SGD", 2),
     ((2, 2), {"baseline": "fsdp"}, "Adagrad", 1),
     ((2,), {"pins": HOST}, "SparseAdam", 2),
     ((4,), {"pins": {**HOST, **tables(Shard(0))}, "zero_stage": 1}, "Adagrad", 1),
-    ((1,), {}, "SparseAdam", 2),
+    slow((1,), {}, "SparseAdam", 2),
 ])
 def test_equal_to_one_process(ranks: Any, shape: tuple[int, ...], options: dict[str, Any], kind: str, calls: int
                               ) -> None:

@@ -35,7 +35,7 @@ PLAIN = Cluster.load("a100-sxm", num_devices=4, software="none")
 
 @pytest.mark.ranks
 @pytest.mark.parametrize(("case", "shape", "tier", "options", "norm", "calls"), [
-    ("llama", (4,), "host/host/disk", {}, 0.5, 1),
+    ("llama", (2,), "host/host/disk", {}, 0.5, 1), slow("llama", (4,), "host/host/disk", {}, 0.5, 1),
     ("gpt2", (1,), "disk/disk/disk", {"micro_batches": 4, "recompute": "full"}, None, 1),
     ("bert", (2, 2), "device/host/disk", {"zero_stage": 1, "micro_batches": 2}, 0.5, 2),
     slow("llama", (2, 2), "disk/disk/disk", {"recompute": "full"}, 0.5, 2),
@@ -97,7 +97,7 @@ def local_memory(value: Any) -> int:
 
 @pytest.mark.ranks
 @pytest.mark.parametrize(("tier", "micro_batches", "kept"), [
-    ("disk/disk/disk", 1, 0), ("disk/disk/disk", 4, 0), ("host/disk/disk", 2, 1), ("host/host/disk", 1, 2)])
+    slow("disk/disk/disk", 1, 0), ("disk/disk/disk", 4, 0), ("host/disk/disk", 2, 1), ("host/host/disk", 1, 2)])
 def test_bytes_of_each_tier(ranks: Any, tmp_path: Path, tier: str, micro_batches: int, kept: int) -> None:
     """Within 5 % of the plan's; of what is on disk nothing is in the process's own memory. ``kept``: how many of
     parameters and gradients are."""

@@ -50,8 +50,8 @@ def wrong(name: str, mesh_shape: tuple[int, ...], options: dict[str, Any]) -> li
     return [f"{name}: {d}" for d in found if d.error > one.tolerance]
 
 
-@pytest.mark.parametrize(("mesh_shape", "options"), [((2, 2), {}), ((2,), TENSOR_PARALLEL),
-                                                     slow((2, 2), TENSOR_PARALLEL)], ids=str)
+@pytest.mark.parametrize(("mesh_shape", "options"), [
+    ((2,), {}), ((2,), TENSOR_PARALLEL), slow((2, 2), {}), slow((2, 2), TENSOR_PARALLEL)], ids=str)
 @pytest.mark.parametrize("name", CASES)
 def test_users_models_compute_the_same(ranks: Any, name: str, mesh_shape: tuple[int, ...], options: dict[str, Any]
                                        ) -> None:
