@@ -37,6 +37,7 @@ def test_the_best_is_the_fastest_that_fits() -> None:
     assert prices["dp=4,zero=1"] == by_hand.prediction.step_s
 
 
+@pytest.mark.slow
 def test_it_tells_how_far_it_is_and_searches_the_same_graph(monkeypatch: pytest.MonkeyPatch) -> None:
     told = list[str]()
     monkeypatch.setattr("autoparallel.compiler.capture", lambda *call: pytest.fail("traced again"))
@@ -57,6 +58,7 @@ def test_techniques_have_the_prices_of_plans_with_and_without_them() -> None:
     assert "expert parallelism" not in names  # the model has no experts
 
 
+@pytest.mark.slow
 def test_little_memory_makes_it_shard() -> None:
     whole = next(one for one in advice().alternatives if str(one.by_hand) == "dp=4")
     small = advice(0.6 * whole.peak_bytes)
@@ -67,6 +69,7 @@ def test_little_memory_makes_it_shard() -> None:
     assert memory.best.step_s <= small.best.step_s
 
 
+@pytest.mark.slow
 def test_micro_batches_and_recompute_go_together() -> None:
     """Where neither alone fits."""
     one = replace(CLUSTER, num_devices=1)

@@ -24,6 +24,7 @@ from autoparallel.strategies.space import StrategySpace
 from cost_models import Cluster
 from tests.support.captured import plan_of
 from tests.support.reported import graph, made
+from tests.support.tiers import slow
 
 CLUSTER = Cluster.load("h100-sxm", num_devices=4)
 OPTIONS = Options(time_limit_s=10.0)
@@ -102,7 +103,7 @@ def test_an_interrupted_plan_says_that_nothing_is_written(capsys: pytest.Capture
     assert "nothing is written" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("phase", ["usual plans", "planned in full"])
+@pytest.mark.parametrize("phase", [slow("usual plans"), "planned in full"])
 def test_an_interrupt_takes_the_best_plan_of_a_joint_search(phase: str) -> None:
     known = list[float]()
 

@@ -78,8 +78,8 @@ def test_the_regret_is_of_the_fastest_of_our_eager_plans() -> None:
 
 
 def test_plans_are_as_good_as_proven() -> None:
-    rows = list(search_quality.rows_of("mlp", ["4", "2x2"], ["auto", "recursive"], 20.0))
-    assert [row.mesh for row in rows] == ["4", "2x2"]
+    rows = list(search_quality.rows_of("llama", ["4"], ["auto", "recursive"], 20.0))
+    assert [row.mesh for row in rows] == ["4"]
     for row in rows:
         assert row.limit is not None and row.least_bytes <= row.least_plan_bytes < row.limit < row.free_bytes
         for answers in (row.free, row.limited):
@@ -92,7 +92,7 @@ def test_plans_are_as_good_as_proven() -> None:
         assert peak is not None and peak <= row.limit < row.free_bytes
         assert cost is not None and row.free["auto"].cost is not None and cost > row.free["auto"].lower_bound
     said = search_quality.summary(rows, ["auto", "recursive"])
-    assert said["rows"] == said["limits"] == 2 and not said["gap above 0.1 %, or no plan"]
+    assert said["rows"] == said["limits"] == 1 and not said["gap above 0.1 %, or no plan"]
     json.dumps(said)
 
 

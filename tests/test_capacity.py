@@ -56,6 +56,7 @@ def test_the_fewest_devices_that_are_fast_enough() -> None:
     assert [one.devices for one in few.sizes] == [1]
 
 
+@pytest.mark.slow
 def test_days_are_of_the_whole_run() -> None:
     seconds = steps()
     count = 1e6 * ROWS

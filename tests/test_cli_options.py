@@ -18,6 +18,7 @@ from autoparallel.cli import EXIT_CODES, app
 from autoparallel.errors import AutoparallelError, InputError, PlanError
 from autoparallel.models import dtype_on, load_model, load_planned
 from cost_models import Cluster
+from tests.support.tiers import slow
 
 LLAMA = {"model_type": "llama", "architectures": ["LlamaForCausalLM"], "hidden_size": 64, "intermediate_size": 128,
          "vocab_size": 256, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 4}
@@ -125,7 +126,7 @@ def test_the_documentation_has_the_exit_codes() -> None:
     ["plan", "--mesh", "1", "--memory-limit", "1kB"],
     ["advise", "--devices", "1", "--memory-limit", "1kB", "--time-limit", "0"],
     ["fit", "--devices", "1", "--cluster", "a100-sxm", "--memory-limit", "1kB", "--most", "1", "--offload", "none"],
-    ["size", "--cluster", "a100-sxm", "--step-time", "1e-9", "--most", "1", "--time-limit", "0.1"],
+    slow(["size", "--cluster", "a100-sxm", "--step-time", "1e-9", "--most", "1", "--time-limit", "0.1"]),
 ])
 def test_nothing_that_fits_ends_with_3(words: Sequence[str], folder: Path) -> None:
     command, *options = words

@@ -424,6 +424,7 @@ def test_settings_that_a_plan_by_hand_cannot_say_are_named(tmp_path: Path) -> No
     assert len(found.missing) == 2  # ranks, and micro-batches
 
 
+@pytest.mark.slow
 def test_the_command_line_exports_and_imports(tmp_path: Path) -> None:
     planned("dp=2,tp=2,sequence_parallel").save(tmp_path / "plan.json")
     run = CliRunner().invoke

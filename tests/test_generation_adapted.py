@@ -91,6 +91,7 @@ def test_states_take_one_program_for_all_further_tokens(ranks: Any) -> None:
         assert right == [True, True] and programs == 3
 
 
+@pytest.mark.slow
 def test_states_that_the_caller_keeps_go_on(mesh_of_one: Any) -> None:
     model = with_states()
     parallel: Any = autoparallel.compile(model, mesh_of_one, example_kwargs={"input_ids": IDS})

@@ -49,6 +49,7 @@ def test_phases_have_plans_of_their_own() -> None:
     assert "no published run of inference to compare with" in decode.summary()  # those of training say nothing of it
 
 
+@pytest.mark.slow
 def test_decode_takes_the_time_to_read_weights_and_cache() -> None:
     cluster = Cluster.load("h100-sxm", num_devices=1, software="none")
     slow = replace(cluster, device=replace(cluster.device, memory_bandwidth_bytes_per_s=1e6, launch_s=0.0))

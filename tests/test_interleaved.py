@@ -164,6 +164,7 @@ def test_tensor_parallel_sends_nothing_for_a_fused_projection(name: str) -> None
     assert "stored by section" not in plain.report(400)
 
 
+@pytest.mark.slow
 def test_models_without_fused_projections_have_no_such_layouts() -> None:
     """Nor do those whose sections are unequal, or are not cut evenly by any axis."""
     for model, mesh in ((llama(), (2,)), (phi3(), (5,)), (gpt2(), (7,))):

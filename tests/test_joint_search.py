@@ -91,6 +91,7 @@ def test_a_pipeline_without_a_mesh_shape() -> None:
     assert best.prediction.step_s == pytest.approx(planned((4, 2)).prediction.step_s)
 
 
+@pytest.mark.slow
 def test_a_plan_with_a_stage_on_three_ranks() -> None:
     """It says so, comes back from JSON, and counts the gradients that these ranks add up."""
     cluster = Cluster.load("h100-sxm", num_devices=4)
@@ -119,6 +120,7 @@ class _Sum(torch.nn.Module):
         return x.square().sum()
 
 
+@pytest.mark.slow
 def test_bounds_lie_below_estimates() -> None:
     """So that what is bounded away cannot have been the best."""
     cluster = Cluster.load("h100-sxm", num_devices=8)

@@ -159,6 +159,7 @@ def test_bytes_with_some_blocks_recomputed(ranks: Any, micro_batches: int) -> No
     test_bytes_are_as_predicted(ranks, "llama", (2, 2), {"plan": made}, 0.05)
 
 
+@pytest.mark.slow
 def test_as_few_blocks_are_recomputed_as_memory_allows() -> None:
     """One of two, on a single device, where nothing else would help."""
     def planned(**options: Any) -> autoparallel.Plan:

@@ -152,6 +152,7 @@ def test_fit_takes_groups() -> None:
         autoparallel.fit(deep, ONE, smallest=8, tiers=["tape"])
 
 
+@pytest.mark.slow
 def test_replanning_keeps_groups() -> None:
     four = replace(ONE, num_devices=4)
     groups = {"layers.0.*": "host", "layers.1.*": "disk"}

@@ -275,6 +275,7 @@ def test_a_limit_counts_all_groups() -> None:
     assert all(one.tile_bytes == small.hybrid.offload.tile_bytes for one in small.hybrid.offload.each)
 
 
+@pytest.mark.slow
 def test_by_hand_joint_and_exported() -> None:
     """Beside a plan by hand; in a joint search; files of others do not have it, and say so."""
     plan = planned(mesh_shape=None, by_hand="dp=4,zero=3", offload={"model.layers.0.*": "parameters"})

@@ -290,6 +290,7 @@ def test_limits_of_a_plan() -> None:
         Offload("tape")
 
 
+@pytest.mark.slow
 def test_a_joint_search_takes_as_many_micro_batches_as_the_host_has_memory_for() -> None:
     two = replace(PLAIN, num_devices=2)
     free, limit = (planned(two, mesh_shape=None, joint=True, recompute="offload", time_limit_s=0.5,

@@ -90,6 +90,7 @@ def test_a_peak_of_wide_layers(mesh_of_one: DeviceMesh) -> None:
     assert predicted_over_measured(mesh_of_one, Wide(), {"x": torch.ones(2048, 64)}) == pytest.approx(1, rel=0.03)
 
 
+@pytest.mark.slow
 def test_compiled_steps_take_less() -> None:
     """Kernels keep what they fuse in registers. (Measured on an H200: docs/measurements/gpu.md.)"""
     def peak(software: str) -> float:

@@ -293,6 +293,7 @@ def test_tensor_parallel_cuts_matrices_that_autocast_converts(how: dict[str, Any
     assert [name for key, (name, *_) in made.strategies.items() if key.startswith("linear")] == ["n", "k"]
 
 
+@pytest.mark.slow
 def test_sequence_parallel_cuts_matrices_that_autocast_converts() -> None:
     """A converted weight is not gathered as the sequence's activations are."""
     args, kwargs = CASES["llama"].inputs(8)

@@ -139,6 +139,7 @@ def test_their_bytes_are_counted(ranks: Any, zero_stage: int) -> None:
     assert found[0][1] - plain.prediction.peak_bytes == pytest.approx(most - before, rel=0.05)
 
 
+@pytest.mark.slow
 def test_sums_of_more_bytes_take_longer() -> None:
     case = CASES[CASE]
     args, kwargs = case.inputs(8)

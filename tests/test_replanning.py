@@ -205,6 +205,7 @@ def test_plans_near_the_old_one_keep_the_batch_and_say_where_it_does_not_divide(
     assert str(saved) == "dp=16,micro_batch=3,recompute=selective,saved_on=disk"
 
 
+@pytest.mark.slow
 def test_a_spare_takes_the_place_of_the_lost() -> None:
     plan = planned("dp=4,tp=4")
     found = replanned(plan, 16, lost=[0, 1, 2, 3])

@@ -200,6 +200,7 @@ def test_usual_plans_are_compared_and_kept_in_the_file(tmp_path: Path) -> None:
     assert f"this plan beside {found.names[1]}" in " ".join(told.stdout.split())
 
 
+@pytest.mark.slow
 def test_a_usual_plan_that_a_joint_search_returns_is_not_called_proven(monkeypatch: pytest.MonkeyPatch) -> None:
     def slower(*args: Any, **options: Any) -> Plan:
         found = plan_jointly(*args, **options)

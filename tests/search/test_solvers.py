@@ -21,6 +21,7 @@ from autoparallel.search.model.memory_rows import memory_at
 from autoparallel.search.model.problem_pricer import ProblemPricer
 from autoparallel.search.solver import Run, lowest_memory
 from tests.search.problems import EXAMPLE, all_plans, block_chain, lateness, random_problem, seeds, two_axes
+from tests.support.tiers import slow
 
 
 def check_against_brute_force(problem: Problem) -> None:
@@ -236,7 +237,7 @@ def test_memory_at_prices(seed: int) -> None:
         assert evaluate(expensive, choice).objective == pytest.approx(paid)
 
 
-@pytest.mark.parametrize("search", ["ilp", "auto"])
+@pytest.mark.parametrize("search", [slow("ilp"), "auto"])
 def test_time_limit_returns_the_best_so_far(search: str) -> None:
     free = solve(block_chain(30), "exact")
     start = clock.now()
