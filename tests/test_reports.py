@@ -463,10 +463,9 @@ def test_the_usual_plan_is_the_fastest_of_them_that_fits() -> None:
     with torch.device("meta"):
         model, ids = Transformer(), torch.zeros(TOKENS // SEQUENCE, SEQUENCE, dtype=torch.int64)
     split, cluster = Splits(capture(model, (ids, ids), {})), Cluster.load("h100-sxm", num_devices=4)
-    text, plan = usual_plans(split, cluster, Options()).fastest
+    text, plan = (usual := usual_plans(split, cluster, Options())).fastest
     assert text in recipes(4, 4) and plan.evidence.stop_reason.startswith("by hand")
-    found = usual_plans(split, cluster, Options()).priced.values()
-    assert plan.prediction.step_s == min(one.prediction.step_s for one in found)
+    assert plan.prediction.step_s == min(one.prediction.step_s for one in usual.priced.values())
     _, smaller = usual_plans(split, cluster, Options(memory_limit_bytes=plan.prediction.peak_bytes - 1)).fastest
     assert smaller.prediction.peak_bytes < plan.prediction.peak_bytes
     assert smaller.prediction.step_s >= plan.prediction.step_s
