@@ -37,7 +37,7 @@ from autoparallel.layout import (
     shards,
     to_torch,
 )
-from autoparallel.layout.redistribution import ACTIONS
+from autoparallel.layout.redistribution import ACTIONS, JOINT, Axes, axes_together
 from autoparallel.layout.shapes import shard_of
 
 MESHES = st.lists(st.integers(1, 4), min_size=1, max_size=3).map(tuple)
@@ -145,9 +145,9 @@ def test_an_average_is_no_sum() -> None:
 # ---------------------------------------------------------------------------------------------------- redistribution
 
 
-def some_cost(axis: int, p: Placement, q: Placement, before: np.ndarray, after: np.ndarray) -> np.ndarray:
+def some_cost(axes: Axes, p: Placement, q: Placement, before: np.ndarray, after: np.ndarray) -> np.ndarray:
     """Any positive cost that tells axes, placements and sizes apart."""
-    weight = 1 + (7 * axis + 3 * ord(p.kind) + 5 * ord(q.kind) + p.in_order - 2 * q.in_order) % 11
+    weight = 1 + (7 * axes[0] + 2 * len(axes) + 3 * ord(p.kind) + 5 * ord(q.kind) + p.in_order - 2 * q.in_order) % 11
     return weight + 0.01 * before + 0.02 * after
 
 
@@ -167,21 +167,24 @@ SPACES = [
 def legal_steps(space: LayoutSpace) -> list[Step]:
     """Written anew: one axis changes, to something in the table, and a dim is cut or joined on its innermost axis."""
     found = []
-    for layout, axis in itertools.product(space.layouts, range(len(space.mesh_shape))):
+    for layout, axes in itertools.product(space.layouts, axes_together(space.mesh_shape)):
         for q in space.placements:
-            p, after = layout[axis], (*layout[:axis], q, *layout[axis + 1 :])
-            if p == q or (p.kind, q.kind) not in ACTIONS:
+            p, axis = layout[axes[0]], axes[-1]
+            after = tuple(q if a in axes else placement for a, placement in enumerate(layout))
+            if p == q or any(layout[a] != p for a in axes):
+                continue
+            if (p.kind, q.kind) not in (ACTIONS if len(axes) == 1 else JOINT):
                 continue
             if not all(space.legal[space.index(x)] for x in (layout, after)):
                 continue
             if not any(x.is_shard and y.is_shard and x.dim == y.dim for x in (p, q) for y in layout[axis + 1 :]):
-                found.append(Step(axis, layout, after))
+                found.append(Step(axes, layout, after))
     return found
 
 
 def seconds_of(space: LayoutSpace, step: Step) -> float:
     before, after = (space.local_elements[space.index(x)] * 4 for x in (step.before, step.after))
-    return float(some_cost(step.axis, step.source, step.target, before, after))
+    return float(some_cost(step.axes, step.source, step.target, before, after))
 
 
 @pytest.mark.parametrize("space", SPACES, ids=lambda s: f"{s.shape}-{s.mesh_shape}-{len(s.interleaved)}")
@@ -219,7 +222,7 @@ def test_no_detour_is_shorter_and_every_legal_layout_is_reached(space: LayoutSpa
 def test_sums_along_paths(space: LayoutSpace) -> None:
     """`sum_along` of another value, here of ones, is the number of steps of each path."""
     table = RedistributionTable(space, 4, some_cost)
-    counts = table.sum_along(lambda axis, p, q, before, after: np.ones_like(before))
+    counts = table.sum_along(lambda axes, p, q, before, after: np.ones_like(before))
     for source, target in itertools.product(np.flatnonzero(space.legal), repeat=2):
         assert counts[source, target] == len(table.path(space.layouts[source], space.layouts[target]))
 
@@ -228,7 +231,7 @@ def test_an_outer_cut_of_a_dim_is_joined_after_the_inner_one() -> None:
     """S(0)·S(0) -> I·S(0) cannot gather axis 0 first: the shards would lie in the wrong order."""
     space = LayoutSpace((8, 8), (2, 2), True)
     path = RedistributionTable(space, 4, some_cost).path((shard(0), shard(0)), (INVARIANT, shard(0)))
-    assert path[0].axis == 1
+    assert path[0].axes == (1,)
 
 
 def test_no_path_leads_to_a_layout_that_does_not_fit() -> None:
@@ -237,17 +240,31 @@ def test_no_path_leads_to_a_layout_that_does_not_fit() -> None:
         RedistributionTable(space, 4, some_cost).path((INVARIANT,), (shard(0),))
 
 
-def test_a_step_changes_its_axis_only() -> None:
+def test_a_step_changes_its_axes_only() -> None:
     for after in ((INVARIANT, PARTIAL), (REPLICATE, REPLICATE), (INVARIANT, INVARIANT)):
-        with pytest.raises(ValueError, match="a step changes exactly its axis 0"):
-            Step(0, (INVARIANT, INVARIANT), after)
+        with pytest.raises(ValueError, match=r"a step changes exactly its axes \(0,\)"):
+            Step((0,), (INVARIANT, INVARIANT), after)
+
+
+def test_sums_alone_run_on_several_axes_together() -> None:
+    whole = (INVARIANT, INVARIANT)
+    assert Step((0, 1), whole, (REPLICATE, REPLICATE)).backward == "all_reduce"
+    assert Step((0, 1), (PARTIAL, PARTIAL), whole).forward == "all_reduce"
+    for before, after in ((whole, (PARTIAL, PARTIAL)), (whole, (REPLICATE, PARTIAL)), ((shard(0), shard(1)), whole)):
+        with pytest.raises(ValueError, match="no step changes 2 axes at once"):
+            Step((0, 1), before, after)
+
+
+def test_an_axis_of_one_rank_joins_no_other() -> None:
+    space = LayoutSpace((8, 8), (1, 2, 1, 2), True)
+    assert {axes for axes, *_ in space.single_steps if len(axes) > 1} == {(1, 3)}
 
 
 def test_local_paths_need_no_communication_in_either_direction() -> None:
     """I -> S is a slice forward and a gather backward: local only where there is no gradient."""
-    cut = [Step(0, (INVARIANT,), (shard(0),))]
+    cut = [Step((0,), (INVARIANT,), (shard(0),))]
     assert is_local(cut, requires_grad=False) and not is_local(cut, requires_grad=True)
-    assert is_local([Step(0, (REPLICATE,), (shard(0),))], requires_grad=True)
+    assert is_local([Step((0,), (REPLICATE,), (shard(0),))], requires_grad=True)
 
 
 @settings(max_examples=30)

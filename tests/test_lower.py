@@ -134,10 +134,11 @@ def test_sizes_of_an_uneven_mesh_add_up(seed: int) -> None:
         for key, mine, p in (("source_sizes", step.before, step.source), ("target_sizes", step.after, step.target)):
             assert (key in node.kwargs) == p.is_shard
             if p.is_shard:
-                whole = (*mine[: step.axis], *parse_layout("I"), *mine[step.axis + 1 :])
+                (axis,) = step.axes
+                whole = (*mine[:axis], *parse_layout("I"), *mine[axis + 1 :])
                 here, there = (local_shape(shape, x, space.mesh_shape, (1, 2))[p.dim] for x in (mine, whole))
                 sizes = node.kwargs[key]
-                assert sizes[(1, 2)[step.axis]] == here and sum(sizes) == there
+                assert sizes[(1, 2)[axis]] == here and sum(sizes) == there
 
 
 # ------------------------------------------------------------------------------------------------------------ the check

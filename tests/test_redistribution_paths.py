@@ -31,7 +31,7 @@ from autoparallel.layout import (
     shard,
     shards,
 )
-from autoparallel.layout.redistribution import ACTIONS
+from autoparallel.layout.redistribution import ACTIONS, Axes, axes_together
 from autoparallel.lower.emit import step_sizes
 from tests.support.ranks import mesh_of
 
@@ -90,7 +90,7 @@ def assembled(
 # ---------------------------------------------------------------------------------------------- all paths on two axes
 
 
-def unit_cost(axis: int, p: Placement, q: Placement, before: Any, after: Any) -> Any:
+def unit_cost(axes: Axes, p: Placement, q: Placement, before: Any, after: Any) -> Any:
     return 1.0 + 0.001 * (before + after)
 
 
@@ -110,7 +110,9 @@ def paths(shape: tuple[int, ...], mesh_shape: tuple[int, ...]) -> list[list[Step
 def run_paths(shape: tuple[int, ...], mesh_shape: tuple[int, ...], every: int) -> list[tuple[Tensor, Tensor]]:
     """(local result, local gradient) of paths, by the functions and sizes that the compiler emits."""
     mesh = mesh_of(*mesh_shape)
-    axes, at = groups.bind(mesh), mesh.get_coordinate() or ()
+    position, axes, at = groups.position_on(mesh, 1), groups.bind(mesh), mesh.get_coordinate() or ()
+    for several in (some for some in axes_together(mesh_shape) if len(some) > 1):
+        axes[position.name_of(several)], _ = groups.joint_axis(position, several)
     whole, gradient = numbers(shape, 1), numbers(shape, 2)
     found = []
     for path in paths(shape, mesh_shape)[::every]:
@@ -118,9 +120,8 @@ def run_paths(shape: tuple[int, ...], mesh_shape: tuple[int, ...], every: int) -
         with groups.use(axes):
             for step in path:
                 sizes = step_sizes(shape, step, mesh_shape, at)
-                name = list(axes)[step.axis]
                 y = STEP_FUNCTIONS[step.source.kind, step.target.kind](
-                    y, name, str(step.source), str(step.target), *sizes
+                    y, position.name_of(step.axes), str(step.source), str(step.target), *sizes
                 )
         (back,) = torch.autograd.grad(y, x, held(gradient, dual(path[-1].after), mesh_shape, at))
         found.append((y.detach(), back))

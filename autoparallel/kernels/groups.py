@@ -5,6 +5,7 @@ Emitted programs name axes; `bind` resolves the names on a mesh. The one file th
 
 from __future__ import annotations
 
+import math
 import os
 import socket
 import time
@@ -22,6 +23,7 @@ from torch.distributed.distributed_c10d import GroupName, _resolve_process_group
 
 from autoparallel.errors import MeshError
 from autoparallel.kernels.bucket_memory import BucketMemory
+from autoparallel.layout.redistribution import Axes, together
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -154,6 +156,10 @@ class MeshPosition:
     def axis_names(self) -> tuple[str, ...]:
         return axis_names(self.mesh)
 
+    def name_of(self, axes: Axes) -> str:
+        """The name that programs have for axes of ``mesh`` together."""
+        return together(self.axis_names[axis] for axis in axes)
+
     @property
     def coordinate(self) -> tuple[int, ...]:
         return tuple(self.mesh.get_coordinate() or ())
@@ -185,6 +191,21 @@ def position_on(mesh: DeviceMesh, pipeline_ranks: int) -> MeshPosition:
     if coordinate is None:
         raise MeshError(f"rank {dist.get_rank()} is not on the mesh {mesh}")
     return MeshPosition(mesh, mesh[axis_names(mesh)[1:]], coordinate[0], pipeline_ranks)
+
+
+def joint_axis(position: MeshPosition, axes: Axes) -> tuple[Axis, dist.ProcessGroup]:
+    """The ranks of several axes of a stage's mesh together, with a process group of their own, for sums (in which the
+    order of ranks does not matter). All ranks of the whole mesh call this; each makes the groups of all."""
+    first = position.whole.ndim - position.mesh.ndim    # a pipeline's axis comes before those of a stage
+    dims = [first + axis for axis in axes]
+    ranks_last = position.whole.mesh.movedim(dims, list(range(-len(dims), 0)))
+    own: dist.ProcessGroup | None = None
+    for ranks in ranks_last.reshape(-1, math.prod(ranks_last.shape[-len(dims):])).tolist():
+        made = dist.new_group(ranks)
+        own = made if dist.get_rank() in ranks else own
+    assert own is not None
+    name = position.name_of(axes)
+    return Axis(name, own.size(), own.rank(), own.group_name), own
 
 
 def ordered_mesh(kind: str, ranks: Sequence[int], shape: Sequence[int], names: Sequence[str]) -> DeviceMesh:

@@ -1,7 +1,8 @@
 """Redistribution: paths between all layouts of a tensor, as shortest paths over single steps.
 
-A step changes the placement on one axis. Which collectives it needs, forward and backward, follows from the two
-placements alone (the gradient of the source must come out of the gradient of the target):
+A step changes the placement on one axis, or one that is a sum (`JOINT`) alike on several at once, by one collective of
+all their ranks. Which collectives it needs, forward and backward, follows from the two placements alone (the gradient
+of the source must come out of the gradient of the target):
 
     | step        | forward         | backward        | known as                          |
     |-------------|-----------------|-----------------|-----------------------------------|
@@ -28,7 +29,7 @@ from __future__ import annotations
 
 import itertools
 from collections import defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -57,30 +58,69 @@ ACTIONS: dict[tuple[str, str], tuple[str, str]] = {
 COLLECTIVES = frozenset({"all_gather", "all_reduce", "reduce_scatter", "all_to_all"})
 #: Those that add up what ranks have.
 SUMS = frozenset({"all_reduce", "reduce_scatter"})
+#: Kinds of source and target of a step that several axes may take at once: sums of whole tensors, forward or backward.
+JOINT = frozenset({("P", "I"), ("P", "R"), ("I", "R")})
 #: Seconds of a step when the fewest steps are looked for: more than any path takes.
 DIRECT_S = 1e6
+#: The mesh axes of one step, in ascending order.
+Axes = tuple[int, ...]
+
+
+#: Joins the names of mesh axes whose ranks sum a tensor together.
+JOINED = "+"
+
+
+def together(names: Iterable[str]) -> str:
+    """One name of several mesh axes.
+
+    >>> together(("data", "model")), apart("data+model")
+    ('data+model', ('data', 'model'))
+    """
+    return JOINED.join(names)
+
+
+def apart(name: str) -> tuple[str, ...]:
+    """The mesh axes of a name that `together` made."""
+    return tuple(name.split(JOINED))
+
+
+def axes_together(mesh_shape: Sequence[int]) -> tuple[Axes, ...]:
+    """Each mesh axis by itself, and all sets of several whose ranks can sum a tensor at once.
+
+    >>> axes_together((2, 4))
+    ((0,), (1,), (0, 1))
+    >>> axes_together((2, 1))     # an axis of one rank adds nobody
+    ((0,), (1,))
+    """
+    several = [axis for axis, ranks in enumerate(mesh_shape) if ranks > 1]
+    sets = (some for count in range(2, len(several) + 1) for some in itertools.combinations(several, count))
+    return *((axis,) for axis in range(len(mesh_shape))), *sets
 
 
 @dataclass(frozen=True)
 class Step:
-    """One placement change on one axis; ``before`` and ``after`` are whole layouts that differ on ``axis`` only."""
+    """The same placement change on one or several axes; ``before`` and ``after`` are whole layouts that differ on
+    ``axes`` only."""
 
-    axis: int
+    axes: Axes
     before: Layout
     after: Layout
 
     def __post_init__(self) -> None:
-        changed = [a for a, (p, q) in enumerate(zip(self.before, self.after, strict=True)) if p != q]
-        if changed != [self.axis]:
-            raise ValueError(f"a step changes exactly its axis {self.axis}, not {changed}")
+        changed = tuple(a for a, (p, q) in enumerate(zip(self.before, self.after, strict=True)) if p != q)
+        if changed != self.axes:
+            raise ValueError(f"a step changes exactly its axes {self.axes}, not {changed}")
+        alike = {(self.before[axis], self.after[axis]) for axis in changed}
+        if len(changed) != 1 and (len(alike) != 1 or (self.source.kind, self.target.kind) not in JOINT):
+            raise ValueError(f"no step changes {len(changed)} axes at once from {self.before} to {self.after}")
 
     @property
     def source(self) -> Placement:
-        return self.before[self.axis]
+        return self.before[self.axes[0]]
 
     @property
     def target(self) -> Placement:
-        return self.after[self.axis]
+        return self.after[self.axes[0]]
 
     @property
     def forward(self) -> str:
@@ -91,12 +131,12 @@ class Step:
         return ACTIONS[self.source.kind, self.target.kind][1]
 
 
-#: Steps on one axis, as arrays: (axis, source placement, target placement, layout numbers before, after).
-Steps = tuple[int, Placement, Placement, np.ndarray, np.ndarray]
-#: Seconds (forward and, where the tensor needs a gradient, backward) of steps on one axis, given arrays over steps:
-#: (axis, source placement, target placement, largest local bytes before, after) -> seconds. Unless it is said to be
-#: ``by_dim``, it tells shards apart by whether they are S(0) (`Placement.in_order`) only.
-StepCost = Callable[[int, Placement, Placement, np.ndarray, np.ndarray], np.ndarray]
+#: Steps on the same axes, as arrays: (axes, source placement, target placement, layout numbers before, after).
+Steps = tuple[Axes, Placement, Placement, np.ndarray, np.ndarray]
+#: Seconds (forward and, where the tensor needs a gradient, backward) of steps on the same axes, given arrays over
+#: steps: (axes, source placement, target placement, largest local bytes before, after) -> seconds. Unless it is said to
+#: be ``by_dim``, it tells shards apart by whether they are S(0) (`Placement.in_order`) only.
+StepCost = Callable[[Axes, Placement, Placement, np.ndarray, np.ndarray], np.ndarray]
 #: Steps by what they depend on: number of dims, mesh, interleaved placements and legal layouts, of which models have a
 #: few dozen.
 _STEPS: dict[tuple[int, tuple[int, ...], tuple[Placement, ...], bytes], tuple[list[Steps], list[Steps]]] = {}
@@ -171,7 +211,7 @@ class LayoutSpace:
 
     @property
     def single_steps(self) -> list[Steps]:
-        """All steps on one axis between legal layouts, by axis and placements."""
+        """All steps between legal layouts, by axes and placements."""
         return self._steps[0]
 
     @property
@@ -192,20 +232,20 @@ class LayoutSpace:
     def _single_steps(self) -> list[Steps]:
         base, found = len(self.placements), list[Steps]()
         numbers, codes = np.arange(len(self.layouts)), self.codes
-        for axis in range(len(self.mesh_shape)):
-            inner = self._dims[:, axis + 1 :]
+        for axes in axes_together(self.mesh_shape):
+            inner = self._dims[:, axes[-1] + 1 :]
             for source, target in itertools.permutations(range(base), 2):
                 p, q = self.placements[source], self.placements[target]
-                if (p.kind, q.kind) not in ACTIONS:
+                if (p.kind, q.kind) not in (ACTIONS if len(axes) == 1 else JOINT):
                     continue
-                before = numbers[codes[:, axis] == source]
-                after = before + (target - source) * self.radices[axis]
+                before = numbers[(codes[:, axes] == source).all(axis=1)]
+                after = before + (target - source) * self.radices[list(axes)].sum()
                 ok = self.legal[before] & self.legal[after]
                 for placement in (p, q):
                     if placement.is_shard:
                         ok &= ~(inner[before] == placement.dim).any(axis=1)
                 if ok.any():
-                    found.append((axis, p, q, before[ok], after[ok]))
+                    found.append((axes, p, q, before[ok], after[ok]))
         return found
 
     def code(self, placement: Placement) -> int:
@@ -220,8 +260,8 @@ class LayoutSpace:
 def _merged(single_steps: Sequence[Steps]) -> list[Steps]:
     merged = defaultdict[tuple[Any, ...], list[Steps]](list)
     for steps in single_steps:
-        axis, *placements = steps[:3]
-        merged[axis, *((p.kind, p.is_shard and not p.in_order) for p in placements)].append(steps)
+        axes, *placements = steps[:3]
+        merged[axes, *((p.kind, p.is_shard and not p.in_order) for p in placements)].append(steps)
     return [(*some[0][:3], np.concatenate([steps[3] for steps in some]),
              np.concatenate([steps[4] for steps in some])) for some in merged.values()]
 
@@ -261,8 +301,8 @@ class RedistributionTable:
         seconds = np.full((count, count), np.inf)
         np.fill_diagonal(seconds, 0.0)
         local_bytes = self.space.local_elements * self.item_bytes
-        for axis, p, q, before, after in self.space.single_steps if by_dim else self.space.merged_steps:
-            seconds[before, after] = step_cost(axis, p, q, local_bytes[before], local_bytes[after])
+        for axes, p, q, before, after in self.space.single_steps if by_dim else self.space.merged_steps:
+            seconds[before, after] = step_cost(axes, p, q, local_bytes[before], local_bytes[after])
         return seconds
 
     def sum_along(self, value: StepCost, by_dim: bool = False) -> np.ndarray:
@@ -292,8 +332,7 @@ class RedistributionTable:
         while here != goal:
             there = int(self._via[here, goal])
             before, after = layouts[here], layouts[there]
-            axis = next(a for a in range(len(before)) if before[a] != after[a])
-            steps.append(Step(axis, before, after))
+            steps.append(Step(tuple(a for a in range(len(before)) if before[a] != after[a]), before, after))
             here = there
         return steps
 

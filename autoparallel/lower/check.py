@@ -20,7 +20,7 @@ from autoparallel.kernels.numbers import with_numbers
 from autoparallel.kernels.rng import random_op
 from autoparallel.kernels.variants import VARIANTS
 from autoparallel.layout import COLLECTIVES, Layout, Placement, layout_fits, layout_str, local_shape
-from autoparallel.layout.redistribution import ACTIONS
+from autoparallel.layout.redistribution import ACTIONS, JOINT
 from autoparallel.lower.emit import Program, local_function
 from autoparallel.strategies.space import StrategySpace
 
@@ -82,17 +82,19 @@ def _check_shape(space: StrategySpace, node: FxNode, layout: Layout, coordinate:
 def _check_step(space: StrategySpace, node: Any, layout: Layout) -> None:
     value, axis_name, source_text, target_text = node.args
     try:
-        axis = space.axis_names.index(axis_name)
+        axes = space.axes_of(axis_name)
         source, target = Placement.parse(source_text), Placement.parse(target_text)
     except ValueError as error:
         raise LoweringError(f"the emitted program is wrong at {node.format_node()}: {error}") from None
     before: Layout = value.meta["layout"]
     _expect(node, (source.kind, target.kind) in ACTIONS, "no such step")
     _expect(node, STEP_FUNCTIONS[source.kind, target.kind] is node.target, "the wrong function for this step")
-    _expect(node, before[axis] == source, f"its input is {layout_str(before)}")
-    _expect(node, layout == (*before[:axis], target, *before[axis + 1 :]), f"its result is {layout_str(layout)}")
+    _expect(node, len(axes) == 1 or (source.kind, target.kind) in JOINT, f"no such step on {axis_name}")
+    _expect(node, all(before[axis] == source for axis in axes), f"its input is {layout_str(before)}")
+    wanted = tuple(target if axis in axes else placement for axis, placement in enumerate(before))
+    _expect(node, layout == wanted, f"its result is {layout_str(layout)}")
     for placement in (source, target):
-        inner = [p for p in before[axis + 1 :] if placement.is_shard and p.is_shard and p.dim == placement.dim]
+        inner = [p for p in before[axes[-1] + 1 :] if placement.is_shard and p.is_shard and p.dim == placement.dim]
         _expect(node, not inner, "an inner axis cuts the same dim")
 
 

@@ -86,10 +86,11 @@ def step_sizes(shape: tuple[int, ...], step: Step, mesh_shape: Sequence[int], co
             found.append(())
             continue
         size = shape[placement.dim]
-        for other in range(step.axis):
+        (axis,) = step.axes
+        for other in range(axis):
             if layout[other].is_shard and layout[other].dim == placement.dim:
                 size = shard_of(size, mesh_shape[other], coordinate[other])[1]
-        found.append(shards(size, mesh_shape[step.axis]))
+        found.append(shards(size, mesh_shape[axis]))
     return found[0], found[1]
 
 
@@ -167,7 +168,7 @@ class _Emitter:
             keywords |= {"target_sizes": target_sizes} if target_sizes else {}
             node = self.graph.call_function(
                 STEP_FUNCTIONS[step.source.kind, step.target.kind],
-                (value, self.space.axis_names[step.axis], str(step.source), str(step.target)), keywords,
+                (value, self.space.name_of(step.axes), str(step.source), str(step.target)), keywords,
             )
             self._describe(node, self.space.decisions[use.target], use.meta, step.after)
             largest = math.prod(largest_local_shape(use.meta.shape, step.after, self.space.mesh_shape))

@@ -37,7 +37,7 @@ import numpy as np
 from autoparallel.capture import TensorMeta
 from autoparallel.errors import PlanError
 from autoparallel.layout import Placement, RedistributionTable
-from autoparallel.layout.redistribution import ACTIONS, COLLECTIVES
+from autoparallel.layout.redistribution import ACTIONS, COLLECTIVES, Axes
 from autoparallel.pricing.chains import is_cast
 from autoparallel.strategies.space import StrategySpace, TensorUse
 from cost_models.compute import MATRIX
@@ -173,9 +173,9 @@ class Baseline:
         if key not in self._made:
 
             def penalty(
-                axis: int, source: Placement, target: Placement, before: np.ndarray, _: np.ndarray
+                axes: Axes, source: Placement, target: Placement, before: np.ndarray, _: np.ndarray
             ) -> np.ndarray:
-                return np.full(len(before), self.penalty(use, axis, source, target))
+                return np.full(len(before), sum(self.penalty(use, axis, source, target) for axis in axes))
 
             self._made[key] = table.sum_along(penalty, by_dim=True)
         return self._made[key]

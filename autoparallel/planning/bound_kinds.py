@@ -66,7 +66,7 @@ class Kind(NamedTuple):
         or after them (zero bubble) overlaps with its own copies and with other streams at most. ``sent``: so many times
         the seconds that communication of parameters takes at least, with all streams busy, count as well."""
         profile = prices.cluster.profile
-        streams = max(1, len({group.crossed[-1][1].name for group in prices.groups if group.crossed}))
+        streams = max(1, len({group.crossed[-1][1].name for group in prices.groups.values() if group.crossed}))
         share = (prices.device.overlap_slowdown - 1) / streams
         left = 1 - (1.0 if profile is None else profile.hide_data) * (1 - share)
         plain = self.micro_batches == self.pipeline_ranks == 1

@@ -32,12 +32,12 @@ def departures(by: Baseline, pricer: SpacePricer, strategies: Sequence[Strategy]
     for use, path, _ in pricer.costs.moves(strategies):
         for priced in path:
             step = priced.step
-            if by.penalty(use, step.axis, step.source, step.target) >= 1:
+            for axis in (axis for axis in step.axes if by.penalty(use, axis, step.source, step.target) >= 1):
                 source, target = (space.decisions[index].name for index in (use.source, use.target))
                 kind = step.forward if step.forward != "none" else step.backward
-                found.append(f"{kind.replace('_', '-')} over {space.axis_names[step.axis]} of {source} for {target} "
+                found.append(f"{kind.replace('_', '-')} over {space.axis_names[axis]} of {source} for {target} "
                              f"({layout_str(step.before)} to {layout_str(step.after)}), which the role "
-                             f"{by.roles[step.axis]!r} has not")
+                             f"{by.roles[axis]!r} has not")
     return found
 
 

@@ -89,7 +89,7 @@ class Study:
     def _changes(self, factors: Sequence[float]) -> Iterator[tuple[str, float, Cluster, float]]:
         """(what changes, factor, cluster, memory limit) of each variation."""
         cluster, limit = self.pricer.prices.cluster, self.pricer.limit_bytes
-        crossed = {link.name for group in self.pricer.prices.groups for _, link, _ in group.crossed}
+        crossed = {link.name for group in self.pricer.prices.groups.values() for _, link, _ in group.crossed}
         if self.pricer.counts.hybrid.stages > 1:
             crossed = {link.name for link in cluster.links}
         for what, factor, other in with_links(cluster, crossed, factors):

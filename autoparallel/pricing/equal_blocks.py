@@ -65,7 +65,7 @@ def _phases(pricer: SpacePricer, strategies: Sequence[Strategy]) -> tuple[list[t
         begins = True    # with reductions, of which no others are async
         for step, seconds, _ in path:
             there_s, back_s = times.forward * seconds[0], times.again * seconds[0] + times.backward * seconds[1]
-            crossed = pricer.prices.groups[step.axis].crossed
+            crossed = pricer.prices.groups[step.axes].crossed
             kind = kind_of(step.forward, step.backward, use.meta.requires_grad)
             begins &= kind == "reduction"
             is_async = counts.of_parameter[use.source] and (begins or kind == "gather")

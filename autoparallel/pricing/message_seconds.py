@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import numpy as np
 
+from autoparallel.layout.redistribution import Axes
 from cost_models import Device, Group, collectives
 
 #: Of how many the seconds are kept.
@@ -14,16 +15,16 @@ MOST_KEPT = 2000
 
 
 class MessageSeconds:
-    """Of the groups of a mesh's axes and a device; equal messages are worked out once."""
+    """Of the groups of a mesh, by axes, and a device; equal messages are worked out once."""
 
-    def __init__(self, groups: Sequence[Group], device: Device) -> None:
+    def __init__(self, groups: Mapping[Axes, Group], device: Device) -> None:
         self.groups, self.device = groups, device
         self._kept: dict[tuple[Any, ...], np.ndarray] = {}
 
-    def sent_s(self, collective: Callable[..., Any], axis: int, num_bytes: np.ndarray) -> np.ndarray:
-        """Seconds of a collective (of `cost_models.collectives`) on an axis."""
-        return self._once((collective, axis, num_bytes.shape, num_bytes.tobytes()),
-                          lambda: collective(num_bytes, self.groups[axis]))
+    def sent_s(self, collective: Callable[..., Any], axes: Axes, num_bytes: np.ndarray) -> np.ndarray:
+        """Seconds of a collective (of `cost_models.collectives`) on mesh axes."""
+        return self._once((collective, axes, num_bytes.shape, num_bytes.tobytes()),
+                          lambda: collective(num_bytes, self.groups[axes]))
 
     def copy_s(self, num_bytes: np.ndarray) -> np.ndarray:
         """Seconds of a copy in device memory."""

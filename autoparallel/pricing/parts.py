@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from autoparallel.layout import COLLECTIVES, SUMS
+from autoparallel.layout.redistribution import Axes
 from autoparallel.pricing.overlap_simulation import Hidden
 from autoparallel.pricing.problem import SpacePricer
 from autoparallel.pricing.recomputing import Block
@@ -121,10 +122,10 @@ def together(stages: Sequence[Parts]) -> Parts:
     return made
 
 
-def _called_s(pricer: SpacePricer, axis: int) -> float:
-    """Seconds of the host for a collective on a mesh axis, and of its wait for the last rank."""
+def _called_s(pricer: SpacePricer, axes: Axes) -> float:
+    """Seconds of the host for a collective on mesh axes, and of its wait for the last rank."""
     profile = pricer.prices.cluster.profile
-    return 0.0 if profile is None else profile.host_call_s + profile.late_s(pricer.prices.groups[axis].size)
+    return 0.0 if profile is None else profile.host_call_s + profile.late_s(pricer.prices.groups[axes].size)
 
 
 def add_decisions(pricer: SpacePricer, strategies: Sequence[Strategy], stages: Sequence[Parts], found: Found) -> None:
@@ -355,9 +356,9 @@ def _add_use(pricer: SpacePricer, numbers: np.ndarray, move: Move, count: int, p
     summing, (forward, again, backward) = counts.summing(use), counts.use_times(use, place, ends[1])
     times = forward + again, backward
     for step, seconds, elements in move.path:
-        if space.mesh_shape[step.axis] == 1:    # one rank sends nothing, and no host waits for another
+        if pricer.prices.groups[step.axes].size == 1:    # one rank sends nothing, and no host waits for another
             continue
-        axis = space.axis_names[step.axis]
+        axis = space.name_of(step.axes)
         actions = zip(("forward", "backward"), (step.forward, step.backward), seconds, times, strict=True)
         for direction, kind, s, n in actions:
             if kind == "none" or (direction == "backward" and not (use.meta.requires_grad and pricer.prices.training)):
@@ -373,7 +374,7 @@ def _add_use(pricer: SpacePricer, numbers: np.ndarray, move: Move, count: int, p
             if kind in COLLECTIVES and not counts.of_parameter[use.source] and space.blocks[use.target]:
                 ahead = stage.ahead_forward if direction == "forward" else stage.ahead_backward
                 ahead.collectives += count * n * s
-                ahead.host += count * n * _called_s(pricer, step.axis)
+                ahead.host += count * n * _called_s(pricer, step.axes)
             if counts.of_parameter[use.source] and n == counts.multiplicities[use.target]:
                 stage.once += count * s
                 stage.once_forward += count * s if direction == "forward" else 0.0

@@ -334,6 +334,7 @@ def _left_of_once(pricer: SpacePricer, stages: Sequence[Parts], strategies: Sequ
 
 def _regathered_s(pricer: SpacePricer, whole: float, part: float) -> float:
     """Seconds in which ranks that each received a part gather the whole, along the innermost axis."""
-    return float(collectives.all_gather_s(whole, pricer.prices.groups[-1])) if whole > 1.5 * part else 0.0
+    innermost = pricer.prices.groups[(len(pricer.space.mesh_shape) - 1,)]
+    return float(collectives.all_gather_s(whole, innermost)) if whole > 1.5 * part else 0.0
 
 

@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 
 from autoparallel.capture import TensorMeta
 from autoparallel.layout import COLLECTIVES, SUMS, Layout, Step
+from autoparallel.layout.redistribution import Axes
 from autoparallel.layout.shapes import largest_local_shape
 from autoparallel.pricing.counts import ExecutionCounts, parts_reading
 from autoparallel.pricing.problem import SpacePricer
@@ -155,7 +156,7 @@ class RankReads:
         step, _, elements = priced
         kind = kind_of(step.forward, step.backward, use.meta.requires_grad)
         num_bytes = float(elements * use.meta.dtype.itemsize) if kind else 0.0
-        return Read(None, kind, self.space.axis_names[step.axis], str(use.meta.dtype), num_bytes, TOP, None,
+        return Read(None, kind, self.space.name_of(step.axes), str(use.meta.dtype), num_bytes, TOP, None,
                     step.backward)
 
     def _places(self, first: Sequence[int]) -> Callable[[int], int]:
@@ -185,12 +186,12 @@ class RankReads:
         step, seconds, _ = priced
         times = self.counts.use_times(use, self.stage, int(self.numbers[use.target]))
         message = self._message(use.meta, step, step.forward, step.before, step.after, 1.0)
-        forward = Timed(times.forward * seconds[0], self._stream(step.axis, message), message)
+        forward = Timed(times.forward * seconds[0], self._stream(step.axes, message), message)
         message = None
         if use.meta.requires_grad and self.pricer.prices.training:  # no seconds where backward does not come
             message = self._message(use.meta, step, step.backward, step.after, step.before,
                                     self.counts.summing(use).scale if step.backward in SUMS else 1.0)
-        stream = self._stream(step.axis, message if times.backward else None)
+        stream = self._stream(step.axes, message if times.backward else None)
         backward = Timed(times.backward * seconds[1], stream, message)
         again = times.again / parts_reading(self.counts, use, self.stage)
         return step.forward, forward, forward._replace(seconds=again * seconds[0]), backward
@@ -204,15 +205,15 @@ class RankReads:
         shard = source if action in ("all_gather", "all_to_all") else target
         elements = math.prod(largest_local_shape(meta.shape, shard, mesh_shape))
         if action in ("all_gather", "reduce_scatter"):
-            elements *= mesh_shape[step.axis]
-        return Message(action, self.space.axis_names[step.axis], scale * elements * meta.dtype.itemsize)
+            elements *= self.pricer.prices.groups[step.axes].size
+        return Message(action, self.space.name_of(step.axes), scale * elements * meta.dtype.itemsize)
 
-    def _stream(self, axis: int, message: Message | None) -> str:
-        return COMPUTE if message is None else self.stream_of(axis)
+    def _stream(self, axes: Axes, message: Message | None) -> str:
+        return COMPUTE if message is None else self.stream_of(axes)
 
-    def stream_of(self, axis: int) -> str:
-        """The stream of the collectives over a mesh axis."""
-        crossed = self.pricer.prices.groups[axis].crossed
+    def stream_of(self, axes: Axes) -> str:
+        """The stream of the collectives over mesh axes."""
+        crossed = self.pricer.prices.groups[axes].crossed
         return crossed[-1][1].name if crossed else COMPUTE
 
     def in_several_ops(self, index: int) -> bool:

@@ -37,7 +37,7 @@ def workload(pricer: SpacePricer, strategies: Sequence[Strategy]) -> Workload:
     model, run, dtypes = _flops(pricer, strategies)
     dtype = max(dtypes, key=lambda name: dtypes[name]) if dtypes else "float32"
     sizes = (hybrid.pipeline_ranks, *space.mesh_shape)
-    groups = {name: _link(group) for name, group in zip(space.axis_names, pricer.prices.groups, strict=True)}
+    groups = {space.name_of(axes): _link(group) for axes, group in pricer.prices.groups.items() if len(axes) == 1}
     if hybrid.pipeline_ranks > 1:
         groups["pipeline"] = _link(cluster.group(sizes, 0))
     kinds = [cluster.kinds((number,))[0].device for number in range(math.prod(sizes))] if cluster.is_unequal else [
@@ -165,7 +165,7 @@ def redistributions(pricer: SpacePricer, strategies: Sequence[Strategy], blocks:
         block = space.blocks[use.target] or ""
         if not path or (block and block not in blocks):
             continue
-        names = [space.axis_names[priced.step.axis] for priced in path]
+        names = [space.name_of(priced.step.axes) for priced in path]
         how = tuple(f"{_action(priced.step)} over {name}" for priced, name in zip(path, names, strict=True))
         training = use.meta.requires_grad and pricer.prices.training
         found.append(Redistribution(

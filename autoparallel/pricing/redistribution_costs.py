@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import weakref
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextvars import ContextVar
 from functools import cached_property
 from typing import Any, NamedTuple
@@ -15,7 +15,7 @@ from autoparallel import clock
 from autoparallel.capture import TensorMeta
 from autoparallel.capture.blocks import block_path
 from autoparallel.layout import COLLECTIVES, SUMS, Layout, Placement, RedistributionTable, Step
-from autoparallel.layout.redistribution import ACTIONS
+from autoparallel.layout.redistribution import ACTIONS, Axes
 from autoparallel.pricing.counts import ALONE, Summing
 from autoparallel.pricing.message_seconds import MessageSeconds
 from autoparallel.schedule.step_config import BUCKET_BYTES, LARGE_BYTES
@@ -43,12 +43,12 @@ class PricedStep(NamedTuple):
 class RedistributionPrices:
     """Unit costs of the redistributions of one strategy graph.
 
-    ``groups``: of each mesh axis. ``direct``: paths take the fewest steps instead of the cheapest, as baselines do.
-    ``machine``: equal for redistributions with equal tables, which they share.
+    ``groups``: by mesh axes (`axes_together`). ``direct``: paths take the fewest steps instead of the cheapest, as
+    baselines do. ``machine``: equal for redistributions with equal tables, which they share.
     """
 
-    def __init__(self, space: StrategySpace, cluster: Cluster, groups: Sequence[Group], training: bool, direct: bool,
-                 machine: tuple[Any, ...]) -> None:
+    def __init__(self, space: StrategySpace, cluster: Cluster, groups: Mapping[Axes, Group], training: bool,
+                 direct: bool, machine: tuple[Any, ...]) -> None:
         self.space, self.cluster, self.groups, self.training = space, cluster, groups, training
         self.direct, self.device, self._machine = direct, cluster.working_device, machine
         #: Each by the tensor's form (shape, bytes per element, requires_grad), of which models have a few dozen.
@@ -69,10 +69,10 @@ class RedistributionPrices:
             self._tables[key] = known
         if key not in self._tables:
 
-            def cost(axis: int, source: Placement, target: Placement, before: np.ndarray, after: np.ndarray) -> Any:
+            def cost(axes: Axes, source: Placement, target: Placement, before: np.ndarray, after: np.ndarray) -> Any:
                 forward, backward = ACTIONS[source.kind, target.kind]
-                seconds = self.action_s(forward, axis, source, target, before, after)
-                return seconds + self.action_s(backward, axis, target, source, after, before) if grad else seconds
+                seconds = self.action_s(forward, axes, source, target, before, after)
+                return seconds + self.action_s(backward, axes, target, source, after, before) if grad else seconds
 
             self._tables[key] = RedistributionTable(self.space.spaces(meta), meta.dtype.itemsize, cost, self.direct)
             while len(_TABLES) * self._tables[key].seconds.size >= MOST_CELLS:
@@ -85,24 +85,24 @@ class RedistributionPrices:
         return self.table(meta).path(source, target)
 
     def action_s(
-        self, action: str, axis: int, source: Placement, target: Placement, before: np.ndarray, after: np.ndarray
+        self, action: str, axes: Axes, source: Placement, target: Placement, before: np.ndarray, after: np.ndarray
     ) -> np.ndarray:
-        """Seconds of one action on a mesh axis; ``before`` and ``after``: local bytes (arrays)."""
+        """Seconds of one action on mesh axes; ``before`` and ``after``: local bytes (arrays)."""
         match action:
             case "none":
                 return np.zeros_like(before)
             case "mask" | "slice" | "pad":
                 return self.messages.copy_s(np.maximum(before, after))
             case "all_reduce":
-                return self.messages.sent_s(collectives.all_reduce_s, axis, before)
+                return self.messages.sent_s(collectives.all_reduce_s, axes, before)
             case "all_gather":
                 copy = 0.0 if source.in_order else self.messages.copy_s(after)
-                return self.messages.sent_s(collectives.all_gather_s, axis, after) + copy
+                return self.messages.sent_s(collectives.all_gather_s, axes, after) + copy
             case "reduce_scatter":
                 copy = 0.0 if target.in_order else self.messages.copy_s(before)
-                return self.messages.sent_s(collectives.reduce_scatter_s, axis, before) + copy
+                return self.messages.sent_s(collectives.reduce_scatter_s, axes, before) + copy
             case "all_to_all":
-                return self.messages.sent_s(collectives.all_to_all_s, axis, before) + self.messages.copy_s(before)
+                return self.messages.sent_s(collectives.all_to_all_s, axes, before) + self.messages.copy_s(before)
         raise ValueError(f"unknown action {action!r}")
 
     def bucket_s(self, group: Group, num_bytes: np.ndarray, bucket_bytes: float) -> np.ndarray:
@@ -126,7 +126,7 @@ class RedistributionPrices:
                 blocks[path] += s.output_metas[0].num_bytes
         return sum(blocks.values()) / len(blocks) if blocks else BUCKET_BYTES
 
-    def _in_block_s(self, summing: Summing, axis: int, action: str, cut: Placement, num_bytes: np.ndarray
+    def _in_block_s(self, summing: Summing, axes: Axes, action: str, cut: Placement, num_bytes: np.ndarray
                     ) -> np.ndarray:
         """How much less a parameter's gather or reduce-scatter takes as a share of its block's, with the copy out of or
         into the bucket (which `action_s` counts of shards that are not ``in_order``). Where the copy takes longer than
@@ -134,29 +134,29 @@ class RedistributionPrices:
         if not (summing.in_block and self.block_bytes and action in ("all_gather", "reduce_scatter")):
             return np.zeros_like(num_bytes)
         one_way = collectives.all_gather_s if action == "all_gather" else collectives.reduce_scatter_s
-        alone, whole = (self.messages.sent_s(one_way, axis, some) for some in (num_bytes, np.array(self.block_bytes)))
+        alone, whole = (self.messages.sent_s(one_way, axes, some) for some in (num_bytes, np.array(self.block_bytes)))
         copied = cut.in_order & (num_bytes < LARGE_BYTES)
         copy_s = np.where(copied, self.messages.copy_s(num_bytes), 0.0)
         return np.asarray(np.minimum(num_bytes / self.block_bytes * whole + copy_s - alone, 0.0))
 
-    def _forward_s(self, summing: Summing, axis: int, source: Placement, target: Placement, before: np.ndarray,
+    def _forward_s(self, summing: Summing, axes: Axes, source: Placement, target: Placement, before: np.ndarray,
                    after: np.ndarray) -> np.ndarray:
         """Forward seconds of a step from ``source`` to ``target`` under ``summing``."""
         action = ACTIONS[source.kind, target.kind][0]
-        return (self.action_s(action, axis, source, target, before, after)
-                + self._in_block_s(summing, axis, action, source, after))
+        return (self.action_s(action, axes, source, target, before, after)
+                + self._in_block_s(summing, axes, action, source, after))
 
-    def summed_s(self, summing: Summing, axis: int, source: Placement, target: Placement, before: np.ndarray,
+    def summed_s(self, summing: Summing, axes: Axes, source: Placement, target: Placement, before: np.ndarray,
                  after: np.ndarray) -> np.ndarray:
         """Backward seconds of a step from ``source`` to ``target`` under ``summing``: gradients of unsharded parameters
         in buckets, and casts to and from another dtype."""
         backward = ACTIONS[source.kind, target.kind][1]
         scale = summing.scale if backward in SUMS else 1.0
         if summing.bucket_bytes and (source.kind, target.kind) == ("I", "R"):
-            seconds = self.bucket_s(self.groups[axis], scale * after, summing.bucket_bytes)
+            seconds = self.bucket_s(self.groups[axes], scale * after, summing.bucket_bytes)
         else:
-            seconds = self.action_s(backward, axis, target, source, scale * after, scale * before)
-            seconds = seconds + self._in_block_s(summing, axis, backward, source, scale * after)
+            seconds = self.action_s(backward, axes, target, source, scale * after, scale * before)
+            seconds = seconds + self._in_block_s(summing, axes, backward, source, scale * after)
         if scale == 1.0:
             return seconds
         return seconds + self.messages.copy_s((1 + scale) / 2 * (after + before))
@@ -182,10 +182,10 @@ class RedistributionPrices:
         space = self.space.spaces(meta)
         before, after = (np.array([space.local_elements[space.index(x)] * meta.dtype.itemsize / pieces])
                          for x in (step.before, step.after))
-        forward = self._forward_s(summing, step.axis, step.source, step.target, before, after)
+        forward = self._forward_s(summing, step.axes, step.source, step.target, before, after)
         if not (meta.requires_grad and self.training):
             return float(forward[0]), 0.0
-        backward = self.summed_s(summing, step.axis, step.source, step.target, before, after)
+        backward = self.summed_s(summing, step.axes, step.source, step.target, before, after)
         return float(forward[0]), float(backward[0])
 
     def use_s(self, use: TensorUse, times: tuple[float, float] = (1, 1), summing: Summing = ALONE) -> np.ndarray:
@@ -210,9 +210,9 @@ class RedistributionPrices:
         key = (meta.shape, meta.dtype.itemsize, meta.requires_grad, summing)
         if key not in self._weighted:
 
-            def cost(axis: int, source: Placement, target: Placement, before: np.ndarray, after: np.ndarray) -> Any:
-                return (self.summed_s(summing, axis, source, target, before, after)
-                        - self.summed_s(ALONE, axis, source, target, before, after))
+            def cost(axes: Axes, source: Placement, target: Placement, before: np.ndarray, after: np.ndarray) -> Any:
+                return (self.summed_s(summing, axes, source, target, before, after)
+                        - self.summed_s(ALONE, axes, source, target, before, after))
 
             more = self.table(meta).sum_along(cost)
             self._weighted[key] = np.where(np.isfinite(more), more, 0.0)
@@ -223,8 +223,8 @@ class RedistributionPrices:
         key = (meta.shape, meta.dtype.itemsize, meta.requires_grad, "forward", summing)
         if key not in self._weighted:
 
-            def cost(axis: int, source: Placement, target: Placement, before: np.ndarray, after: np.ndarray) -> Any:
-                return self._in_block_s(summing, axis, ACTIONS[source.kind, target.kind][0], source, after)
+            def cost(axes: Axes, source: Placement, target: Placement, before: np.ndarray, after: np.ndarray) -> Any:
+                return self._in_block_s(summing, axes, ACTIONS[source.kind, target.kind][0], source, after)
 
             more = self.table(meta).sum_along(cost)
             self._weighted[key] = np.where(np.isfinite(more), more, 0.0)
@@ -238,8 +238,8 @@ class RedistributionPrices:
         key = (meta.shape, meta.dtype.itemsize, meta.requires_grad, "forward")
         if key not in self._weighted:
 
-            def cost(axis: int, source: Placement, target: Placement, before: np.ndarray, after: np.ndarray) -> Any:
-                return self.action_s(ACTIONS[source.kind, target.kind][0], axis, source, target, before, after)
+            def cost(axes: Axes, source: Placement, target: Placement, before: np.ndarray, after: np.ndarray) -> Any:
+                return self.action_s(ACTIONS[source.kind, target.kind][0], axes, source, target, before, after)
 
             self._weighted[key] = table.sum_along(cost)
         more = times[0] - times[1]  # the rest runs in one direction only
@@ -261,7 +261,7 @@ class RedistributionPrices:
         key = (meta.shape, meta.dtype.itemsize, meta.requires_grad, "travels")
         if key not in self._weighted:
 
-            def cost(axis: int, source: Placement, target: Placement, before: np.ndarray, after: np.ndarray) -> Any:
+            def cost(axes: Axes, source: Placement, target: Placement, before: np.ndarray, after: np.ndarray) -> Any:
                 forward, backward = ACTIONS[source.kind, target.kind]
                 return np.full(len(before), float(forward in COLLECTIVES or (
                     meta.requires_grad and backward in COLLECTIVES)))
@@ -278,7 +278,7 @@ class RedistributionPrices:
         key = (meta.shape, meta.dtype.itemsize, meta.requires_grad, "gathered")
         if key not in self._weighted:
 
-            def cost(axis: int, source: Placement, target: Placement, before: np.ndarray, after: np.ndarray) -> Any:
+            def cost(axes: Axes, source: Placement, target: Placement, before: np.ndarray, after: np.ndarray) -> Any:
                 return np.where(ACTIONS[source.kind, target.kind][0] == "all_gather", after, 0.0)
 
             gathered = table.sum_along(cost)

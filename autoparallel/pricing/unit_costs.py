@@ -17,6 +17,7 @@ import numpy as np
 from autoparallel import clock
 from autoparallel.capture import TensorMeta
 from autoparallel.layout import Layout, Step
+from autoparallel.layout.redistribution import axes_together
 from autoparallel.pricing.chains import InChain, chains_of, with_losses
 from autoparallel.pricing.op_costs import OpCosts, costs_of, kept_precision, share_read, worst
 from autoparallel.pricing.recomputing import Recomputing
@@ -74,7 +75,8 @@ class Prices:
         mesh_shape = (stages, *space.mesh_shape)
         self.kinds, self.least, self.differ = cluster.kinds(range(math.prod(mesh_shape))), False, True
         self.costs = costs_of(space.spaces, self.kinds, training, spread)
-        self.groups = [cluster.group(mesh_shape, axis) for axis in range(1, len(mesh_shape))]
+        self.groups = {axes: cluster.group_of(mesh_shape, [axis + 1 for axis in axes])
+                       for axes in axes_together(space.mesh_shape)}
         machine = (repr((self.groups, self.device)), mesh_shape, direct, training)
         self.redistribution = RedistributionPrices(space, cluster, self.groups, training, direct, machine)
         #: By strategy set and chain, of which equal blocks share theirs.
@@ -235,7 +237,9 @@ class Prices:
             for exchange in row.inside if not (stored and row.variant == "sections") else ():
                 elements = self.space.spaces(s.input_metas[exchange.input]).local_elements[s.inputs[exchange.input]]
                 elements = elements * share_read(s, exchange.input)
-                for axis, group in enumerate(self.groups):
+                for (axis, *others), group in self.groups.items():
+                    if others:
+                        continue
                     each = np.ones(len(elements)) if exchange.fixed else elements
                     num_bytes = each * (group.size if exchange.whole else 1) * exchange.bytes_per_element
                     uses = s.array[:, axis] == number

@@ -24,6 +24,7 @@ from autoparallel.capture.passes import autocast
 from autoparallel.capture.tracing.hf_caches import cached_leaves
 from autoparallel.errors import InputError
 from autoparallel.layout import Layout
+from autoparallel.layout.redistribution import Axes
 from autoparallel.lower.emit import Program
 from autoparallel.lower.overlapped import overlapped
 from autoparallel.partition import MicroBatches, Stages
@@ -42,7 +43,8 @@ _SILENT = ("aten", "prims", "autoparallel")
 @dataclass(frozen=True, eq=False)
 class Compiled:
     """One compiled call form: plan, strategy space of one micro-batch, this rank's programs by stage, what runs them
-    (`backends.BACKENDS`), the cluster that priced them, and whether a program runs as CUDA graphs."""
+    (`backends.BACKENDS`), the cluster that priced them, whether a program runs as CUDA graphs, and the sets of several
+    mesh axes whose ranks sum tensors together, on any stage."""
 
     plan: Plan
     space: StrategySpace
@@ -52,6 +54,7 @@ class Compiled:
     backend: str = EAGER
     cluster: Cluster | None = None
     replays: bool = False
+    joint_axes: tuple[Axes, ...] = ()
 
     @property
     def program(self) -> Program:

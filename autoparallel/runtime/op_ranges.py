@@ -72,7 +72,7 @@ class OpRanges:
             axis = str(begun.args[1]) if isinstance(begun, FxNode) else ""
             return OpRange(f"{target} for {name}", block, OTHERS, axis)
         if step is not None:
-            return OpRange(f"{target} for {name}", block, OTHERS, self.space.axis_names[step.axis],
+            return OpRange(f"{target} for {name}", block, OTHERS, self.space.name_of(step.axes),
                         bool(node.meta.get("reads")))
         if target == "cross":
             return OpRange(f"{name}: {node.args[1]} to {node.args[2]}", block, OTHERS)

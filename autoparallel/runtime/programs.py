@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from autoparallel import backends
 from autoparallel.errors import PlanError
 from autoparallel.kernels.groups import MeshPosition
+from autoparallel.layout.redistribution import Axes
 from autoparallel.lower import check, emit, order_digest, sum_gradients_in
+from autoparallel.lower.emit import PathFinder
 from autoparallel.lower.fetch_pass import fetch_parameters
 from autoparallel.lower.lookup_pass import look_up_in_caches, look_up_on_host
 from autoparallel.partition import MicroBatches, stages_of
@@ -15,7 +19,7 @@ from autoparallel.runtime.agree import made_equally
 from autoparallel.runtime.form import Compiled
 from autoparallel.schedule.step_config import check_sparse_tables
 from autoparallel.strategies.host_lookups import HostLookups
-from autoparallel.strategies.space import StrategySpace
+from autoparallel.strategies.space import Strategy, StrategySpace
 from cost_models import Cluster
 
 
@@ -29,6 +33,17 @@ def compiled(plan: Plan, space: StrategySpace, micro: MicroBatches, position: Me
     return made_equally("an order of collectives",
                         lambda: _own(plan, space, micro, position, cluster, optimizer, backend, replays),
                         digest, position.pipeline_rank)
+
+
+def _joint_axes(space: StrategySpace, strategies: Sequence[Strategy], path: PathFinder) -> tuple[Axes, ...]:
+    """The sets of several mesh axes on whose ranks together steps of a plan run, on whichever stage."""
+    found = set[Axes]()
+    for use in space.uses:
+        source = space.strategy_sets[use.source].output_layout(strategies[use.source], use.output)
+        target = space.strategy_sets[use.target].input_layout(strategies[use.target], use.position)
+        if source != target:
+            found |= {step.axes for step in path(use.meta, source, target) if len(step.axes) > 1}
+    return tuple(sorted(found))
 
 
 def _own(plan: Plan, space: StrategySpace, micro: MicroBatches, position: MeshPosition, cluster: Cluster,
@@ -61,7 +76,8 @@ def _own(plan: Plan, space: StrategySpace, micro: MicroBatches, position: MeshPo
             look_up_in_caches(program.module, lookups.cached)
     if replays:
         backends.check_replays(plan.hybrid, position, sparse)
-    made = Compiled(plan, space, micro, stages, programs, backend, cluster, replays)
+    made = Compiled(plan, space, micro, stages, programs, backend, cluster, replays,
+                    _joint_axes(space, strategies, path))
     if added_up := sorted((sparse.keys() | {*plan.hybrid.on_host}) & made.shared.keys()):
         has, instead = (("has sparse gradients (sparse=True)", "Write sparse=False") if added_up[0] in sparse else
                         ("lives in the memory of the host", "Leave its pin out"))

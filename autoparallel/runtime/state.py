@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import warnings
+from collections.abc import Iterable
 from copy import deepcopy
 from dataclasses import dataclass
 from operator import attrgetter
@@ -17,6 +18,7 @@ from torch import nn
 from autoparallel.errors import InputError
 from autoparallel.kernels import groups
 from autoparallel.layout import Layout
+from autoparallel.layout.redistribution import Axes
 from autoparallel.plans import Hybrid
 from autoparallel.runtime import initialise
 from autoparallel.runtime.failing import Closed, Together
@@ -116,6 +118,13 @@ class State:
         """Whether the outputs of a call are whole tensors. ``has_loss``: one of them is a scalar loss."""
         beside_loss = training and has_loss
         return self.gathers or self.outputs == WHOLE or (self.outputs == WHOLE_WITHOUT_LOSS and not beside_loss)
+
+    def join(self, sets: Iterable[Axes]) -> None:
+        """Bind the axes of programs whose steps run on several mesh axes together. All ranks call this."""
+        for axes in sets:
+            if (name := self.position.name_of(axes)) not in self.axes:
+                self.axes[name], group = groups.joint_axis(self.position, axes)
+                self.together.own(group)
 
     def check(self) -> None:
         """Compare the model's parts, and the original if somebody has any of it, with what they were when placed. (An

@@ -118,6 +118,7 @@ def _compiled(module: nn.Module, state: State, key: Any, leaves: Sequence[Any], 
         if state.calls_traced:
             error.args = (f"{error}\n  Traced before: {'; '.join(state.calls_traced)}",)
         raise
+    state.join(compiled.joint_axes)
     if not state.forms:
         with torch.inference_mode(False):  # parameters must be normal tensors, trainable later
             place(module, state, compiled)

@@ -65,7 +65,7 @@ def cut_of(shape: Sequence[int], step: Step, mesh_shape: Sequence[int], pieces: 
     first dim that the step does not cut, else its own. None: no dim can be cut evenly on all ranks.
 
     >>> from autoparallel.layout.placement import INVARIANT, PARTIAL, shard
-    >>> reduce_scatter = Step(0, (PARTIAL,), (shard(1),))
+    >>> reduce_scatter = Step((0,), (PARTIAL,), (shard(1),))
     >>> cut_of((8, 512, 64), reduce_scatter, (4,), 2), cut_of((1, 512, 64), reduce_scatter, (4,), 2)
     (Cut(dim=0, inside=False), Cut(dim=1, inside=True))
     >>> cut_of((1, 510, 64), reduce_scatter, (4,), 2) is None

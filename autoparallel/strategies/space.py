@@ -25,6 +25,7 @@ from autoparallel.capture.graph import Node
 from autoparallel.capture.outputs import loss_output
 from autoparallel.errors import MeshError
 from autoparallel.layout import INVARIANT, PARTIAL, REPLICATE, Layout, LayoutSpace, Placement, shard, without_gradient
+from autoparallel.layout.redistribution import JOINED, Axes, apart, together
 from autoparallel.rules.registry import find_rule
 from autoparallel.rules.rule import AxisStrategy, Rule
 from autoparallel.strategies.interleaved import interleaved_placements, with_interleaved
@@ -218,6 +219,9 @@ class StrategySpace:
         if len(self.axis_names) != len(self.mesh_shape):
             raise MeshError(f"{len(self.axis_names)} axis names {self.axis_names} for a mesh of {self.mesh_shape}: "
                             "give one for each axis")
+        if joined := [name for name in self.axis_names if len(apart(name)) > 1]:
+            raise MeshError(f"the axis name {joined[0]!r} has a {JOINED!r}, which joins the names of several axes: "
+                            "give another name")
         self.spaces = Spaces(self.mesh_shape, interleaved_placements(graph, self.mesh_shape, stored or {}))
         self.decisions: list[Decision] = []
         self.uses: list[TensorUse] = []  # ordered by target, then by the target's inputs
@@ -232,6 +236,14 @@ class StrategySpace:
 
     def __len__(self) -> int:
         return len(self.decisions)
+
+    def name_of(self, axes: Axes) -> str:
+        """The name that programs have for the ranks of mesh axes together (`together`)."""
+        return together(self.axis_names[axis] for axis in axes)
+
+    def axes_of(self, name: str) -> Axes:
+        """The inverse of `name_of`. Raises ValueError where the mesh has no such axes."""
+        return tuple(self.axis_names.index(one) for one in apart(name))
 
     @cached_property
     def decision_named(self) -> Mapping[str, int]:

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from autoparallel.layout import Placement, parse_layout
-from autoparallel.layout.redistribution import ACTIONS, COLLECTIVES, LayoutSpace, RedistributionTable, Step
+from autoparallel.layout.redistribution import ACTIONS, COLLECTIVES, Axes, LayoutSpace, RedistributionTable, Step
 from autoparallel.search import Edge, MemoryLimitError, Node, Problem, evaluate, solve
 from cost_models.memory import in_flight_micro_batches
 from cost_models.pipeline import one_forward_one_backward, order, pipeline_s
@@ -44,8 +44,9 @@ def test_three_ops_beyond_the_memory_budget() -> None:
 
 def paths(shape: tuple[int, ...], mesh_shape: tuple[int, ...], priced: str) -> RedistributionTable:
     """By the bytes that are sent one way ("bytes"), or by Colossal-AI's table ("colossal")."""
-    def cost(axis: int, source: Placement, target: Placement, before: np.ndarray, after: np.ndarray) -> np.ndarray:
-        n, (forward, backward), sent = mesh_shape[axis], ACTIONS[source.kind, target.kind], np.maximum(before, after)
+    def cost(axes: Axes, source: Placement, target: Placement, before: np.ndarray, after: np.ndarray) -> np.ndarray:
+        n, (forward, backward) = math.prod(mesh_shape[axis] for axis in axes), ACTIONS[source.kind, target.kind]
+        sent = np.maximum(before, after)
         if priced == "colossal":
             return _colossal(forward, before, n) + _colossal(backward, before, n)
         if forward not in COLLECTIVES:
@@ -82,7 +83,7 @@ def test_between_replicas_partial_sums_and_shards(stated: str, mesh_shape: tuple
     shape = (32, 64, 128) if stated.count(",") == 8 else (256, 256)
     found: Counter[str] = Counter()
     for step in paths(shape, mesh_shape, "bytes").path(parse_layout(source), parse_layout(target)):
-        found[step.forward] += math.prod(mesh_shape) // mesh_shape[step.axis] if step.forward in COLLECTIVES else 1
+        found[step.forward] += math.prod(mesh_shape) // math.prod(mesh_shape[axis] for axis in step.axes) if step.forward in COLLECTIVES else 1
     assert found == expected
 
 
@@ -94,7 +95,7 @@ def test_shards_of_another_dim_on_two_axes() -> None:
     table = paths((64, 32, 16), (4, 4), "colossal")
     whole = 64 * 32 * 16
     layouts = [parse_layout(text) for text in ("S(1)·S(1)", "S(1)·I", "S(0)·I", "S(0)·S(0)")]
-    stated = [Step(axis, before, after) for axis, before, after in zip((1, 0, 1), layouts, layouts[1:], strict=False)]
+    stated = [Step((axis,), before, after) for axis, before, after in zip((1, 0, 1), layouts, layouts[1:], strict=False)]
     assert [step.forward for step in stated] == ["all_gather", "all_to_all", "slice"]
     elements = [whole / 16, whole / 4, whole / 4]
     price = sum(float(_colossal(action, np.array(n), 4))
