@@ -31,7 +31,7 @@ from autoparallel.layout import (
     shard,
     shards,
 )
-from autoparallel.layout.redistribution import ACTIONS, Axes, axes_together
+from autoparallel.layout.redistribution import ACTIONS, Axes, axes_together, name_of
 from autoparallel.lower.emit import step_sizes
 from tests.support.ranks import mesh_of
 
@@ -112,7 +112,7 @@ def run_paths(shape: tuple[int, ...], mesh_shape: tuple[int, ...], every: int) -
     mesh = mesh_of(*mesh_shape)
     position, axes, at = groups.position_on(mesh, 1), groups.bind(mesh), mesh.get_coordinate() or ()
     for several in (some for some in axes_together(mesh_shape) if len(some) > 1):
-        axes[position.name_of(several)], _ = groups.joint_axis(position, several)
+        axes[name_of(several, position.axis_names)], _ = groups.joint_axis(position, several)
     whole, gradient = numbers(shape, 1), numbers(shape, 2)
     found = []
     for path in paths(shape, mesh_shape)[::every]:
@@ -121,7 +121,7 @@ def run_paths(shape: tuple[int, ...], mesh_shape: tuple[int, ...], every: int) -
             for step in path:
                 sizes = step_sizes(shape, step, mesh_shape, at)
                 y = STEP_FUNCTIONS[step.source.kind, step.target.kind](
-                    y, position.name_of(step.axes), str(step.source), str(step.target), *sizes
+                    y, name_of(step.axes, position.axis_names), str(step.source), str(step.target), *sizes
                 )
         (back,) = torch.autograd.grad(y, x, held(gradient, dual(path[-1].after), mesh_shape, at))
         found.append((y.detach(), back))

@@ -9,6 +9,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from autoparallel.errors import PlanError, shown
+from autoparallel.layout.redistribution import apart
 from autoparallel.planning.by_hand import ByHand
 from autoparallel.plans import Plan
 from autoparallel.plans.reports.units import bytes_str
@@ -239,7 +240,7 @@ def more_reductions_s(plan: Plan, roles: Roles) -> float:
     once."""
     axes = {axis.name for axis in roles.axes if axis.role in ("data", "expert")}
     uses = plan.prediction.collectives_on_a_rank(plan.hybrid.pipeline_ranks)
-    once = sum(use.seconds for use in uses if use.direction == "backward" and use.axis in axes
+    once = sum(use.seconds for use in uses if use.direction == "backward" and axes.issuperset(apart(use.axis))
                and use.kind in ("reduce_scatter", "all_reduce"))
     return once * (roles.micro_batches - 1)
 

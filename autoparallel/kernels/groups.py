@@ -23,7 +23,7 @@ from torch.distributed.distributed_c10d import GroupName, _resolve_process_group
 
 from autoparallel.errors import MeshError
 from autoparallel.kernels.bucket_memory import BucketMemory
-from autoparallel.layout.redistribution import Axes, together
+from autoparallel.layout.redistribution import Axes, name_of
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -156,10 +156,6 @@ class MeshPosition:
     def axis_names(self) -> tuple[str, ...]:
         return axis_names(self.mesh)
 
-    def name_of(self, axes: Axes) -> str:
-        """The name that programs have for axes of ``mesh`` together."""
-        return together(self.axis_names[axis] for axis in axes)
-
     @property
     def coordinate(self) -> tuple[int, ...]:
         return tuple(self.mesh.get_coordinate() or ())
@@ -204,8 +200,7 @@ def joint_axis(position: MeshPosition, axes: Axes) -> tuple[Axis, dist.ProcessGr
         made = dist.new_group(ranks)
         own = made if dist.get_rank() in ranks else own
     assert own is not None
-    name = position.name_of(axes)
-    return Axis(name, own.size(), own.rank(), own.group_name), own
+    return Axis(name_of(axes, position.axis_names), own.size(), own.rank(), own.group_name), own
 
 
 def ordered_mesh(kind: str, ranks: Sequence[int], shape: Sequence[int], names: Sequence[str]) -> DeviceMesh:

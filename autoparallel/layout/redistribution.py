@@ -84,6 +84,11 @@ def apart(name: str) -> tuple[str, ...]:
     return tuple(name.split(JOINED))
 
 
+def name_of(axes: Axes, axis_names: Sequence[str]) -> str:
+    """The name that programs have for mesh axes together."""
+    return together(axis_names[axis] for axis in axes)
+
+
 def axes_together(mesh_shape: Sequence[int]) -> tuple[Axes, ...]:
     """Each mesh axis by itself, and all sets of several whose ranks can sum a tensor at once.
 

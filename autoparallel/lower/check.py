@@ -20,7 +20,7 @@ from autoparallel.kernels.numbers import with_numbers
 from autoparallel.kernels.rng import random_op
 from autoparallel.kernels.variants import VARIANTS
 from autoparallel.layout import COLLECTIVES, Layout, Placement, layout_fits, layout_str, local_shape
-from autoparallel.layout.redistribution import ACTIONS, JOINT
+from autoparallel.layout.redistribution import ACTIONS, JOINT, apart
 from autoparallel.lower.emit import Program, local_function
 from autoparallel.strategies.space import StrategySpace
 
@@ -82,7 +82,7 @@ def _check_shape(space: StrategySpace, node: FxNode, layout: Layout, coordinate:
 def _check_step(space: StrategySpace, node: Any, layout: Layout) -> None:
     value, axis_name, source_text, target_text = node.args
     try:
-        axes = space.axes_of(axis_name)
+        axes = tuple(space.axis_names.index(name) for name in apart(axis_name))
         source, target = Placement.parse(source_text), Placement.parse(target_text)
     except ValueError as error:
         raise LoweringError(f"the emitted program is wrong at {node.format_node()}: {error}") from None

@@ -29,6 +29,7 @@ from autoparallel.kernels.numbers import with_numbers
 from autoparallel.kernels.rng import random_op
 from autoparallel.kernels.variants import VARIANTS, Variant
 from autoparallel.layout import Layout, Step, local_box, local_shape, shards
+from autoparallel.layout.redistribution import name_of
 from autoparallel.layout.shapes import largest_local_shape, shard_of
 from autoparallel.ops.arguments import aten, fitted
 from autoparallel.ops.linear_sections import linear_sections
@@ -168,7 +169,7 @@ class _Emitter:
             keywords |= {"target_sizes": target_sizes} if target_sizes else {}
             node = self.graph.call_function(
                 STEP_FUNCTIONS[step.source.kind, step.target.kind],
-                (value, self.space.name_of(step.axes), str(step.source), str(step.target)), keywords,
+                (value, name_of(step.axes, self.space.axis_names), str(step.source), str(step.target)), keywords,
             )
             self._describe(node, self.space.decisions[use.target], use.meta, step.after)
             largest = math.prod(largest_local_shape(use.meta.shape, step.after, self.space.mesh_shape))

@@ -70,8 +70,8 @@ class Evidence:
 
 @dataclass(frozen=True)
 class CollectiveUse:
-    """The collectives of one kind, axis, direction and purpose in a step: number, bytes per rank, predicted seconds;
-    in a pipeline summed over the ranks of its axis (`Prediction.collectives_on_a_rank`).
+    """The collectives of one kind, axis (or several: "data+model"), direction and purpose in a step: number, bytes per
+    rank, predicted seconds; in a pipeline summed over the ranks of its axis (`Prediction.collectives_on_a_rank`).
     ``purpose``: what they move, "parameters", "gradients" (of parameters) or "activations" (and their gradients)."""
 
     kind: str

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from autoparallel.layout import COLLECTIVES, SUMS
-from autoparallel.layout.redistribution import Axes
+from autoparallel.layout.redistribution import Axes, name_of
 from autoparallel.pricing.overlap_simulation import Hidden
 from autoparallel.pricing.problem import SpacePricer
 from autoparallel.pricing.recomputing import Block
@@ -358,7 +358,7 @@ def _add_use(pricer: SpacePricer, numbers: np.ndarray, move: Move, count: int, p
     for step, seconds, elements in move.path:
         if pricer.prices.groups[step.axes].size == 1:    # one rank sends nothing, and no host waits for another
             continue
-        axis = space.name_of(step.axes)
+        axis = name_of(step.axes, space.axis_names)
         actions = zip(("forward", "backward"), (step.forward, step.backward), seconds, times, strict=True)
         for direction, kind, s, n in actions:
             if kind == "none" or (direction == "backward" and not (use.meta.requires_grad and pricer.prices.training)):

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 
 from autoparallel.capture import TensorMeta
 from autoparallel.layout import COLLECTIVES, SUMS, Layout, Step
-from autoparallel.layout.redistribution import Axes
+from autoparallel.layout.redistribution import Axes, name_of
 from autoparallel.layout.shapes import largest_local_shape
 from autoparallel.pricing.counts import ExecutionCounts, parts_reading
 from autoparallel.pricing.problem import SpacePricer
@@ -156,7 +156,7 @@ class RankReads:
         step, _, elements = priced
         kind = kind_of(step.forward, step.backward, use.meta.requires_grad)
         num_bytes = float(elements * use.meta.dtype.itemsize) if kind else 0.0
-        return Read(None, kind, self.space.name_of(step.axes), str(use.meta.dtype), num_bytes, TOP, None,
+        return Read(None, kind, name_of(step.axes, self.space.axis_names), str(use.meta.dtype), num_bytes, TOP, None,
                     step.backward)
 
     def _places(self, first: Sequence[int]) -> Callable[[int], int]:
@@ -206,7 +206,7 @@ class RankReads:
         elements = math.prod(largest_local_shape(meta.shape, shard, mesh_shape))
         if action in ("all_gather", "reduce_scatter"):
             elements *= self.pricer.prices.groups[step.axes].size
-        return Message(action, self.space.name_of(step.axes), scale * elements * meta.dtype.itemsize)
+        return Message(action, name_of(step.axes, self.space.axis_names), scale * elements * meta.dtype.itemsize)
 
     def _stream(self, axes: Axes, message: Message | None) -> str:
         return COMPUTE if message is None else self.stream_of(axes)

@@ -11,6 +11,7 @@ import numpy as np
 
 from autoparallel.capture import OpGraph, Ref
 from autoparallel.layout import COLLECTIVES, Step, layout_str
+from autoparallel.layout.redistribution import name_of
 from autoparallel.plans.record import MemoryProfile, Redistribution, Workload
 from autoparallel.pricing.live_intervals import sums_gradients
 from autoparallel.pricing.op_costs import dtype_name, operands_of, share_of_work, worked_in
@@ -37,7 +38,7 @@ def workload(pricer: SpacePricer, strategies: Sequence[Strategy]) -> Workload:
     model, run, dtypes = _flops(pricer, strategies)
     dtype = max(dtypes, key=lambda name: dtypes[name]) if dtypes else "float32"
     sizes = (hybrid.pipeline_ranks, *space.mesh_shape)
-    groups = {space.name_of(axes): _link(group) for axes, group in pricer.prices.groups.items() if len(axes) == 1}
+    groups = {name_of(axes, space.axis_names): _link(group) for axes, group in pricer.prices.groups.items()}
     if hybrid.pipeline_ranks > 1:
         groups["pipeline"] = _link(cluster.group(sizes, 0))
     kinds = [cluster.kinds((number,))[0].device for number in range(math.prod(sizes))] if cluster.is_unequal else [
@@ -165,7 +166,7 @@ def redistributions(pricer: SpacePricer, strategies: Sequence[Strategy], blocks:
         block = space.blocks[use.target] or ""
         if not path or (block and block not in blocks):
             continue
-        names = [space.name_of(priced.step.axes) for priced in path]
+        names = [name_of(priced.step.axes, space.axis_names) for priced in path]
         how = tuple(f"{_action(priced.step)} over {name}" for priced, name in zip(path, names, strict=True))
         training = use.meta.requires_grad and pricer.prices.training
         found.append(Redistribution(

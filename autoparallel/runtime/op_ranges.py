@@ -19,6 +19,7 @@ from torch.profiler import record_function
 
 from autoparallel.backends.compiled import CompiledPart
 from autoparallel.kernels.collectives import item
+from autoparallel.layout.redistribution import name_of
 from autoparallel.plans.reports.step_parts import ATTENTION, OTHERS, PRODUCTS
 from autoparallel.runtime.stage_module import StageModule
 from autoparallel.strategies.space import StrategySpace
@@ -72,7 +73,7 @@ class OpRanges:
             axis = str(begun.args[1]) if isinstance(begun, FxNode) else ""
             return OpRange(f"{target} for {name}", block, OTHERS, axis)
         if step is not None:
-            return OpRange(f"{target} for {name}", block, OTHERS, self.space.name_of(step.axes),
+            return OpRange(f"{target} for {name}", block, OTHERS, name_of(step.axes, self.space.axis_names),
                         bool(node.meta.get("reads")))
         if target == "cross":
             return OpRange(f"{name}: {node.args[1]} to {node.args[2]}", block, OTHERS)

@@ -15,6 +15,7 @@ from torch import nn
 
 from autoparallel.backends import EAGER
 from autoparallel.errors import InputError, printable, shown
+from autoparallel.layout.redistribution import apart
 from autoparallel.plans import Plan
 from autoparallel.plans.reports.step_parts import MEASURED, PARTS, TraceComparison, compare_parts, predicted_parts
 from autoparallel.plans.reports.timeline import Box, Row, Timeline
@@ -96,9 +97,10 @@ def _ranks(asked: Sequence[int] | None, coordinate: int, length: int) -> frozens
 
 
 def _links(plan: Plan) -> Mapping[str, str]:
-    """By mesh axis, the name of its row in the prediction."""
+    """By mesh axis, or several joined, the name of its row in the prediction."""
     record = plan.known
-    return {axis: record.workload.links.get(axis, axis) for axis in plan.axis_names} if record is not None else {}
+    found = record.workload.links.items() if record is not None else ()
+    return {name: link for name, link in found if {*apart(name)} <= {*plan.axis_names}}
 
 
 def _timeline(steps: Mapping[int, RankStep]) -> Timeline:

@@ -18,7 +18,7 @@ from torch import nn
 from autoparallel.errors import InputError
 from autoparallel.kernels import groups
 from autoparallel.layout import Layout
-from autoparallel.layout.redistribution import Axes
+from autoparallel.layout.redistribution import Axes, name_of
 from autoparallel.plans import Hybrid
 from autoparallel.runtime import initialise
 from autoparallel.runtime.failing import Closed, Together
@@ -122,7 +122,7 @@ class State:
     def join(self, sets: Iterable[Axes]) -> None:
         """Bind the axes of programs whose steps run on several mesh axes together. All ranks call this."""
         for axes in sets:
-            if (name := self.position.name_of(axes)) not in self.axes:
+            if (name := name_of(axes, self.position.axis_names)) not in self.axes:
                 self.axes[name], group = groups.joint_axis(self.position, axes)
                 self.together.own(group)
 

@@ -25,7 +25,7 @@ from autoparallel.capture.graph import Node
 from autoparallel.capture.outputs import loss_output
 from autoparallel.errors import MeshError
 from autoparallel.layout import INVARIANT, PARTIAL, REPLICATE, Layout, LayoutSpace, Placement, shard, without_gradient
-from autoparallel.layout.redistribution import JOINED, Axes, apart, together
+from autoparallel.layout.redistribution import JOINED, apart
 from autoparallel.rules.registry import find_rule
 from autoparallel.rules.rule import AxisStrategy, Rule
 from autoparallel.strategies.interleaved import interleaved_placements, with_interleaved
@@ -236,14 +236,6 @@ class StrategySpace:
 
     def __len__(self) -> int:
         return len(self.decisions)
-
-    def name_of(self, axes: Axes) -> str:
-        """The name that programs have for the ranks of mesh axes together (`together`)."""
-        return together(self.axis_names[axis] for axis in axes)
-
-    def axes_of(self, name: str) -> Axes:
-        """The inverse of `name_of`. Raises ValueError where the mesh has no such axes."""
-        return tuple(self.axis_names.index(one) for one in apart(name))
 
     @cached_property
     def decision_named(self) -> Mapping[str, int]:

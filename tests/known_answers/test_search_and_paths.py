@@ -83,7 +83,8 @@ def test_between_replicas_partial_sums_and_shards(stated: str, mesh_shape: tuple
     shape = (32, 64, 128) if stated.count(",") == 8 else (256, 256)
     found: Counter[str] = Counter()
     for step in paths(shape, mesh_shape, "bytes").path(parse_layout(source), parse_layout(target)):
-        found[step.forward] += math.prod(mesh_shape) // math.prod(mesh_shape[axis] for axis in step.axes) if step.forward in COLLECTIVES else 1
+        ranks = math.prod(mesh_shape[axis] for axis in step.axes)
+        found[step.forward] += math.prod(mesh_shape) // ranks if step.forward in COLLECTIVES else 1
     assert found == expected
 
 
@@ -95,7 +96,8 @@ def test_shards_of_another_dim_on_two_axes() -> None:
     table = paths((64, 32, 16), (4, 4), "colossal")
     whole = 64 * 32 * 16
     layouts = [parse_layout(text) for text in ("S(1)·S(1)", "S(1)·I", "S(0)·I", "S(0)·S(0)")]
-    stated = [Step((axis,), before, after) for axis, before, after in zip((1, 0, 1), layouts, layouts[1:], strict=False)]
+    stated = [Step((axis,), before, after)
+              for axis, before, after in zip((1, 0, 1), layouts, layouts[1:], strict=False)]
     assert [step.forward for step in stated] == ["all_gather", "all_to_all", "slice"]
     elements = [whole / 16, whole / 4, whole / 4]
     price = sum(float(_colossal(action, np.array(n), 4))

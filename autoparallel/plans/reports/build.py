@@ -6,6 +6,7 @@ import math
 import re
 from collections.abc import Iterable
 
+from autoparallel.layout.redistribution import apart, together
 from autoparallel.plans.plan import Plan, Prediction
 from autoparallel.plans.record import MemoryProfile, Record, Workload
 from autoparallel.plans.reports.blocks import block_rows
@@ -126,8 +127,9 @@ def times_of(p: Prediction) -> tuple[Time, ...]:
 
 def _collectives(plan: Plan, labels: dict[str, str]) -> list[Collectives]:
     """Of one rank, by purpose, the most expensive first."""
-    found = [Collectives(use.purpose, use.kind, labels.get(use.axis, use.axis), use.direction, use.count, use.num_bytes,
-                         use.seconds) for use in plan.prediction.collectives_on_a_rank(plan.hybrid.pipeline_ranks)]
+    found = [Collectives(use.purpose, use.kind, together(labels.get(axis, axis) for axis in apart(use.axis)),
+                         use.direction, use.count, use.num_bytes, use.seconds)
+             for use in plan.prediction.collectives_on_a_rank(plan.hybrid.pipeline_ranks)]
     order = {purpose: number for number, purpose in enumerate(PURPOSES)}
     return sorted(found, key=lambda use: (order.get(use.purpose, len(order)), -use.seconds))
 
