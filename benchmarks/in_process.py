@@ -8,16 +8,19 @@ that starting four processes takes.
 from __future__ import annotations
 
 import itertools
+import math
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from typing import Any
 
+import numpy as np
 import torch
 
 from autoparallel.kernels import collectives, groups
 from autoparallel.kernels.groups import Axis
+from autoparallel.layout.redistribution import axes_together, name_of
 
 TIMEOUT_S = 60.0
 Coordinate = tuple[int, ...]
@@ -122,16 +125,23 @@ def _met_in_memory(mesh_shape: Sequence[int], names: Sequence[str]) -> Iterator[
     collectives._c10d = Collectives()  # type: ignore[assignment]
     _groups.clear()
     for coordinate in coordinates(mesh_shape):
-        for axis, (name, size) in enumerate(zip(names, mesh_shape, strict=True)):
-            _groups.setdefault(_group_name(name, axis, coordinate), Group(size))
+        for axis in axes_of(mesh_shape, names, coordinate):
+            _groups.setdefault(axis.group_name, Group(axis.size))
     try:
         yield
     finally:
         collectives._c10d = real
 
 
-def _group_name(name: str, axis: int, coordinate: Coordinate) -> str:
-    return f"{name} at {coordinate[:axis]}:{coordinate[axis + 1 :]}"
+def axes_of(mesh_shape: Sequence[int], names: Sequence[str], coordinate: Coordinate) -> list[Axis]:
+    """The mesh axes as the rank at ``coordinate`` sees them, and those that sum together."""
+    found = []
+    for axes in axes_together(mesh_shape):
+        sizes, at = (tuple(values[axis] for axis in axes) for values in (mesh_shape, coordinate))
+        others = [None if axis in axes else place for axis, place in enumerate(coordinate)]
+        name = name_of(axes, names)
+        found.append(Axis(name, math.prod(sizes), int(np.ravel_multi_index(at, sizes)), f"{name} at {others}"))
+    return found
 
 
 def coordinates(mesh_shape: Sequence[int]) -> list[Coordinate]:
@@ -144,9 +154,8 @@ def on_every_rank(mesh_shape: Sequence[int], names: Sequence[str], work: Callabl
     first: list[BaseException] = []
 
     def rank(coordinate: Coordinate) -> Any:
-        keys = [_group_name(name, axis, coordinate) for axis, name in enumerate(names)]
-        _here.rank = {id(_groups[key]): coordinate[axis] for axis, key in enumerate(keys)}
-        axes = {name: Axis(name, mesh_shape[axis], coordinate[axis], keys[axis]) for axis, name in enumerate(names)}
+        axes = {axis.name: axis for axis in axes_of(mesh_shape, names, coordinate)}
+        _here.rank = {id(_groups[axis.group_name]): axis.rank for axis in axes.values()}
         try:
             with groups.use(axes):
                 return work(coordinate)

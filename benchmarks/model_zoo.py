@@ -35,7 +35,6 @@ from torch._subclasses.fake_tensor import (
 
 from autoparallel.capture import OpGraph, Ref, capture
 from autoparallel.kernels import groups, rng
-from autoparallel.kernels.groups import Axis
 from autoparallel.layout import Box, Layout, local_boxes, local_shape
 from autoparallel.lower import Program, check, emit
 from autoparallel.lower.lookup_pass import look_up_on_host
@@ -50,7 +49,7 @@ from autoparallel.search import solve
 from autoparallel.strategies.host_lookups import HostLookups
 from autoparallel.strategies.space import Decision, Strategy, StrategySpace
 from benchmarks.architectures import ARCHITECTURES, Inputs
-from benchmarks.in_process import Coordinate, on_every_rank
+from benchmarks.in_process import Coordinate, axes_of, on_every_rank
 from benchmarks.in_process import coordinates as all_coordinates
 from benchmarks.other_architectures import OTHERS
 from benchmarks.rounding import ZERO_IN_FLOAT32, ZERO_IN_FLOAT64, largest_entry
@@ -257,8 +256,7 @@ def run_without_data(candidate: Candidate, cluster: Cluster, device: str = "cuda
         program = emit(space, candidate.strategies, path, coordinate, device)
         look_up_on_host(program.module, lookups.ops, device)
         module = overlapped(program.module, Hybrid())
-        axes = {name: Axis(name, size, coordinate[n], str(n)) for n, (name, size) in enumerate(
-            zip(space.axis_names, space.mesh_shape, strict=True))}
+        axes = {axis.name: axis for axis in axes_of(space.mesh_shape, space.axis_names, coordinate)}
         ran = False
         with suppress(DynamicOutputShapeException, DataDependentOutputException), FakeTensorMode(), groups.use(
                 axes), rng.use_seed(1), torch.no_grad():
