@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -53,8 +54,15 @@ def test_an_axis_name_that_would_read_as_several_is_refused() -> None:
         StrategySpace(graph_of("mlp"), (2, 2), ("a+b", "c"))
 
 
+def hosts_of_two(devices: int) -> Cluster:
+    """H100s, two in a host, and so slow a network that all ranks together are cheaper for any gradient."""
+    cluster = Cluster.load("h100-sxm", num_devices=devices)
+    return replace(cluster, links=(replace(cluster.links[0], num_devices=2),
+                                   replace(cluster.links[1], bandwidth_bytes_per_s=1e6)))
+
+
 def sent_in_a_step(mesh_shape: tuple[int, ...], options: dict[str, Any]) -> list[Sent]:
-    return second_step(Llama(), mesh_shape, {"baseline": "ddp", **options})[0].sent
+    return second_step(Llama(), mesh_shape, {"baseline": "ddp", "cluster": hosts_of_two(4), **options})[0].sent
 
 
 def test_the_program_sends_what_is_priced(ranks: Any) -> None:
@@ -74,8 +82,8 @@ def test_the_program_sends_what_is_priced(ranks: Any) -> None:
 ], ids=str)
 def test_the_numbers_are_those_of_one_process(ranks: Any, mesh_shape: tuple[int, ...], options: dict[str, Any]) -> None:
     expected, names = two_steps(Tied(), None), set[str]()
-    for found, _, _ in ranks(math.prod(mesh_shape)).run(steps_on_ranks, mesh_shape, {"baseline": "ddp", **options},
-                                                        timeout_s=300):
+    options = {"baseline": "ddp", "cluster": hosts_of_two(math.prod(mesh_shape)), **options}
+    for found, _, _ in ranks(math.prod(mesh_shape)).run(steps_on_ranks, mesh_shape, options, timeout_s=300):
         for name, value in found.items():
             torch.testing.assert_close(value, expected[name], rtol=1e-5, atol=1e-6)
         names |= set(found)

@@ -60,7 +60,7 @@ COLLECTIVES = frozenset({"all_gather", "all_reduce", "reduce_scatter", "all_to_a
 SUMS = frozenset({"all_reduce", "reduce_scatter"})
 #: Kinds of source and target of a step that several axes may take at once: sums of whole tensors, forward or backward.
 JOINT = frozenset({("P", "I"), ("P", "R"), ("I", "R")})
-#: Seconds of a step when the fewest steps are looked for: more than any path takes.
+#: Seconds of a change on one axis when the fewest changes are looked for: more than any path takes.
 DIRECT_S = 1e6
 #: The mesh axes of one step, in ascending order.
 Axes = tuple[int, ...]
@@ -274,8 +274,8 @@ def _merged(single_steps: Sequence[Steps]) -> list[Steps]:
 class RedistributionTable:
     """Seconds of the cheapest path between any two layouts of one tensor, and the path itself.
 
-    ``direct``: of the paths with the fewest steps. Built once per distinct (shape, item size, needs gradient): min-plus
-    closure, O(layouts^3) in numpy.
+    ``direct``: of the paths with the fewest changes of a placement on an axis. Built once per distinct (shape, item
+    size, needs gradient): min-plus closure, O(layouts^3) in numpy.
     """
 
     def __init__(self, space: LayoutSpace, item_bytes: int, step_cost: StepCost, direct: bool = False) -> None:
@@ -283,7 +283,7 @@ class RedistributionTable:
         self.seconds = self._single_steps(step_cost)
         count = len(space.layouts)
         if direct:
-            self.seconds += DIRECT_S * (1 - np.eye(count))
+            self.seconds += DIRECT_S * (space.codes[:, None] != space.codes[None]).sum(axis=2)
         self._via = np.tile(np.arange(count, dtype=np.int32), (count, 1))
         self._close(np.flatnonzero(space.legal))
         if direct:
