@@ -29,7 +29,7 @@ def test_gradients_cross_hosts_once() -> None:
     prices = Prices(space, cluster).redistribution
     use = max((use for use in space.uses if space.decisions[use.source].kind == "parameter"),
               key=lambda use: use.meta.num_bytes)
-    (step,) = prices.steps(use.meta, (INVARIANT, INVARIANT), (REPLICATE, REPLICATE))
+    (step,) = prices.steps(use, (INVARIANT, INVARIANT), (REPLICATE, REPLICATE))
     assert step.step.axes == (0, 1)
     together = float(collectives.all_reduce_s(use.meta.num_bytes, cluster.group_of((8, 8), (0, 1))))
     one_by_one = sum(float(collectives.all_reduce_s(use.meta.num_bytes, cluster.group((8, 8), axis)))
@@ -45,7 +45,7 @@ def test_the_cheaper_of_one_collective_and_several_is_taken() -> None:
         space = StrategySpace(autoparallel.capture.capture(model, (torch.zeros(16, width),)), (2, 2))
         prices = Prices(space, Cluster.load("local-cpu", num_devices=4)).redistribution
         (use,) = (use for use in space.uses if space.decisions[use.source].kind == "parameter")
-        paths[width] = [step.axes for step in prices.path(use.meta, (INVARIANT,) * 2, (REPLICATE,) * 2)]
+        paths[width] = [step.axes for step in prices.table(use).path((INVARIANT,) * 2, (REPLICATE,) * 2)]
     assert sorted(paths[8]) == [(0,), (1,)] and paths[4096] == [(0, 1)]
 
 

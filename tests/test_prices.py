@@ -84,7 +84,7 @@ def test_where_there_is_no_path_the_price_is_infinite_however_often_it_runs(time
     prices = Prices(space, Cluster.load("h100-sxm", num_devices=4, software="none")).redistribution
     with np.errstate(invalid="raise"):
         assert not any(np.isnan(prices.use_s(use, times)).any() for use in space.uses)
-    assert any(np.isinf(prices.table(use.meta).seconds).any() for use in space.uses)
+    assert any(np.isinf(prices.table(use).seconds).any() for use in space.uses)
 
 
 def test_accumulating_gradients_of_micro_batches_takes_time() -> None:
@@ -255,7 +255,7 @@ def test_parameters_of_a_block_are_gathered_and_reduced_together_with_a_copy_of_
     space = StrategySpace(capture(model, (torch.zeros(8, width),)), (8,))
     prices = Prices(space, cluster).redistribution
     use = next(use for use in space.uses if space.decisions[use.source].kind == "parameter")
-    (step,) = prices.steps(use.meta, (shard(0),), (REPLICATE,), ExecutionCounts(space, hybrid).summing(use))
+    (step,) = prices.steps(use, (shard(0),), (REPLICATE,), ExecutionCounts(space, hybrid).summing(use))
     size, group = float(width * width * 4), prices.groups[(0,)]
     copied = float(collectives.copy_s(size, prices.device)) if size < LARGE_BYTES else 0.0
     assert prices.block_bytes == 2 * size

@@ -274,19 +274,21 @@ def _merged(single_steps: Sequence[Steps]) -> list[Steps]:
 class RedistributionTable:
     """Seconds of the cheapest path between any two layouts of one tensor, and the path itself.
 
-    ``direct``: of the paths with the fewest changes of a placement on an axis. Built once per distinct (shape, item
-    size, needs gradient): min-plus closure, O(layouts^3) in numpy.
+    ``direct``: of the paths with the fewest changes of a placement on an axis. ``chosen_by``: seconds by which the
+    cheapest path is chosen, where they are others. Built once per distinct (shape, item size, needs gradient): min-plus
+    closure, O(layouts^3) in numpy.
     """
 
-    def __init__(self, space: LayoutSpace, item_bytes: int, step_cost: StepCost, direct: bool = False) -> None:
+    def __init__(self, space: LayoutSpace, item_bytes: int, step_cost: StepCost, direct: bool = False,
+                 chosen_by: StepCost | None = None) -> None:
         self.space, self.item_bytes = space, item_bytes
-        self.seconds = self._single_steps(step_cost)
+        self.seconds = self._single_steps(chosen_by or step_cost)
         count = len(space.layouts)
         if direct:
             self.seconds += DIRECT_S * (space.codes[:, None] != space.codes[None]).sum(axis=2)
         self._via = np.tile(np.arange(count, dtype=np.int32), (count, 1))
         self._close(np.flatnonzero(space.legal))
-        if direct:
+        if direct or chosen_by is not None:
             self.seconds = self.sum_along(step_cost)
 
     def _close(self, legal: np.ndarray) -> None:

@@ -39,7 +39,7 @@ from autoparallel.schedule.stage import Part, Value
 from autoparallel.strategies.space import Decision, Strategy, StrategySpace, TensorUse
 
 #: (tensor, source layout, target layout) -> redistribution steps between the two.
-PathFinder = Callable[[TensorMeta, Layout, Layout], Sequence[Step]]
+PathFinder = Callable[[TensorUse, Layout, Layout], Sequence[Step]]
 
 
 @dataclass(frozen=True)
@@ -163,7 +163,7 @@ class _Emitter:
         """The tensor use's value in the layout that its target reads; emits the redistribution steps."""
         value = self.values[use.source, use.output]
         wanted = self.space.strategy_sets[use.target].input_layout(self.strategies[use.target], use.position)
-        for step in self.path(use.meta, value.meta["layout"], wanted):
+        for step in self.path(use, value.meta["layout"], wanted):
             source_sizes, target_sizes = step_sizes(use.meta.shape, step, self.space.mesh_shape, self.coordinate)
             keywords: dict[str, Any] = {"source_sizes": source_sizes} if source_sizes else {}
             keywords |= {"target_sizes": target_sizes} if target_sizes else {}

@@ -63,7 +63,7 @@ class Baseline:
     name: str
     space: StrategySpace
     roles: tuple[str, ...]
-    _made: dict[tuple[bool, bool, TensorMeta], np.ndarray] = field(default_factory=dict, repr=False)
+    _made: dict[tuple[bool, bool, TensorMeta, int], np.ndarray] = field(default_factory=dict, repr=False)
     _by_use: dict[tuple[int, ...], np.ndarray] = field(default_factory=dict, repr=False)
 
     def decision_penalties(self, index: int) -> np.ndarray:
@@ -169,7 +169,7 @@ class Baseline:
     def _penalties(self, use: TensorUse, table: RedistributionTable) -> np.ndarray:
         of_parameter = self.reads_parameter(use)
         meta, expert = use.meta, use.source in self._experts
-        key = (of_parameter, expert, meta)
+        key = (of_parameter, expert, meta, id(table))    # (prices keep their tables)
         if key not in self._made:
 
             def penalty(

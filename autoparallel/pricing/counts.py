@@ -18,7 +18,7 @@ from autoparallel.pricing.saved_values import SavedValues
 from autoparallel.schedule.in_flight import in_flight_by_bytes
 from autoparallel.schedule.tiers import ON_DEVICE, Offload
 from autoparallel.strategies.host_lookups import HostLookups
-from autoparallel.strategies.space import StrategySpace, TensorUse
+from autoparallel.strategies.space import StrategySpace, TensorUse, is_parameter
 from autoparallel.strategies.sparse_tables import SparseTables
 
 
@@ -87,7 +87,7 @@ class ExecutionCounts:
         self.blocks = RecomputedBlocks(space, self.hybrid, self.stages_of, recomputing or Recomputing())
         crossing = frozenset((use.target, use.position) for use in space.uses if self.crosses(use))
         self.saved = SavedValues(space, self.blocks, crossing, training)
-        self.of_parameter = [_is_parameter(space, index) for index in range(len(space))]
+        self.of_parameter = [is_parameter(space, index) for index in range(len(space))]
         self.views = _views_of_parameters(space, self.of_parameter)
         self.lookups, self.sparse = HostLookups(space, self.hybrid.on_host, self.hybrid.cached), SparseTables(
             space, training)
@@ -237,14 +237,6 @@ def parts_reading(counts: ExecutionCounts, use: TensorUse, stage: int | None) ->
     on_first = not counts.one_for_all and (counts.stages_of[use.target][0] if stage is None else stage) == 0
     reads = use.meta.requires_grad and counts.blocks.of[use.target] is None
     return 2 if counts.hybrid.puts_off_weights and reads and not on_first else 1
-
-
-def _is_parameter(space: StrategySpace, index: int) -> bool:
-    """Whether a decision's value is a parameter, or a shared read of parameters."""
-    decision = space.decisions[index]
-    if decision.kind == "shared_read":
-        return all(space.decisions[use.source].kind == "parameter" for use in space.uses_by[index])
-    return decision.kind == "parameter"
 
 
 def _views_of_parameters(space: StrategySpace, of_parameter: Sequence[bool]) -> list[bool]:

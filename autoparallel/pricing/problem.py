@@ -252,7 +252,7 @@ class _Builder:
         if self.penalties is None:
             return made
         times, table = self.counts.multiplicities, self.pricer.prices.redistribution.table
-        penalties = [self.penalties.use_penalties(use, table(use.meta)) for use in uses]
+        penalties = [self.penalties.use_penalties(use, table(use)) for use in uses]
 
         def more(at: int) -> np.ndarray:
             rows, columns = self.chosen[uses[at].source], self.chosen[uses[at].target]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import weakref
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from contextvars import ContextVar
 from functools import cached_property
 from typing import Any, NamedTuple
@@ -19,7 +19,7 @@ from autoparallel.layout.redistribution import ACTIONS, Axes
 from autoparallel.pricing.counts import ALONE, Summing
 from autoparallel.pricing.message_seconds import MessageSeconds
 from autoparallel.schedule.step_config import BUCKET_BYTES, LARGE_BYTES
-from autoparallel.strategies.space import StrategySpace, TensorUse
+from autoparallel.strategies.space import StrategySpace, TensorUse, is_parameter
 from cost_models import Cluster, Group, collectives
 
 #: Redistribution tables of recent strategy graphs, shared by call forms, by lowering and by candidates of a joint
@@ -30,6 +30,8 @@ MOST_CELLS = 1.2e7
 #: beside a search has its own (`apart`), so that it counts the same in a process of its own.
 _RECENT: ContextVar[list[weakref.ref[RedistributionPrices]]] = ContextVar("recent prices")
 MOST_RECENT = 6
+#: As parameters travel unless a plan says otherwise.
+BUCKETS = Summing(BUCKET_BYTES, 1.0, in_block=True)
 
 
 class PricedStep(NamedTuple):
@@ -38,6 +40,15 @@ class PricedStep(NamedTuple):
     step: Step
     seconds: tuple[float, float]
     elements: int
+
+
+class Form(NamedTuple):
+    """A tensor as its redistributions depend on it. ``bucketed``: a trainable parameter, which travels with others."""
+
+    shape: tuple[int, ...]
+    item_bytes: int
+    requires_grad: bool
+    bucketed: bool
 
 
 class RedistributionPrices:
@@ -51,7 +62,7 @@ class RedistributionPrices:
                  direct: bool, machine: tuple[Any, ...]) -> None:
         self.space, self.cluster, self.groups, self.training = space, cluster, groups, training
         self.direct, self.device, self._machine = direct, cluster.working_device, machine
-        #: Each by the tensor's form (shape, bytes per element, requires_grad), of which models have a few dozen.
+        #: Each by the tensor's form (`form_of`), of which models have a few dozen.
         self._tables: dict[tuple[Any, ...], RedistributionTable] = {}
         self._weighted: dict[tuple[Any, ...], np.ndarray] = {}
         self._steps: dict[tuple[Any, ...], list[PricedStep]] = {}
@@ -59,11 +70,18 @@ class RedistributionPrices:
         #: Of recently asked prices only.
         self._uses: dict[tuple[Any, ...], np.ndarray] = {}
 
-    def table(self, meta: TensorMeta) -> RedistributionTable:
-        """For a tensor, the redistribution path between each two layouts that is cheapest in seconds, forward and
-        backward together."""
+    def form_of(self, use: TensorUse) -> Form:
+        """What the table of a use depends on."""
+        meta = use.meta
+        bucketed = meta.requires_grad and self.training and is_parameter(self.space, use.source)
+        return Form(meta.shape, meta.dtype.itemsize, meta.requires_grad, bucketed)
+
+    def table(self, use: TensorUse) -> RedistributionTable:
+        """For the value of a use, the redistribution path between each two layouts that is cheapest in seconds, forward
+        and backward together; of a trainable parameter as its share of a bucket, in which software sends it unless it
+        is told not to."""
+        meta, key = use.meta, self.form_of(use)
         grad = meta.requires_grad and self.training
-        key = (meta.shape, meta.dtype.itemsize, meta.requires_grad)
         shared = *self._machine, self.space.spaces(meta).interleaved, *key
         if key not in self._tables and (known := _TABLES.get(shared)) is not None:
             self._tables[key] = known
@@ -74,15 +92,15 @@ class RedistributionPrices:
                 seconds = self.action_s(forward, axes, source, target, before, after)
                 return seconds + self.action_s(backward, axes, target, source, after, before) if grad else seconds
 
-            self._tables[key] = RedistributionTable(self.space.spaces(meta), meta.dtype.itemsize, cost, self.direct)
+            def of_share(axes: Axes, *step: Any) -> Any:
+                return self._forward_s(BUCKETS, axes, *step) + self.summed_s(BUCKETS, axes, *step)
+
+            self._tables[key] = RedistributionTable(self.space.spaces(meta), meta.dtype.itemsize, cost, self.direct,
+                                                    of_share if key.bucketed else None)
             while len(_TABLES) * self._tables[key].seconds.size >= MOST_CELLS:
                 _TABLES.pop(next(iter(_TABLES)))
             _TABLES[shared] = self._tables[key]
         return self._tables[key]
-
-    def path(self, meta: TensorMeta, source: Layout, target: Layout) -> Sequence[Step]:
-        """The redistribution steps from layout to layout; lowering emits exactly these."""
-        return self.table(meta).path(source, target)
 
     def action_s(
         self, action: str, axes: Axes, source: Placement, target: Placement, before: np.ndarray, after: np.ndarray
@@ -161,12 +179,12 @@ class RedistributionPrices:
             return seconds
         return seconds + self.messages.copy_s((1 + scale) / 2 * (after + before))
 
-    def steps(self, meta: TensorMeta, source: Layout, target: Layout, summing: Summing = ALONE) -> list[PricedStep]:
-        """The priced steps from layout to layout, memoised."""
-        key = (meta.shape, meta.dtype.itemsize, meta.requires_grad, source, target, summing)
+    def steps(self, use: TensorUse, source: Layout, target: Layout, summing: Summing = ALONE) -> list[PricedStep]:
+        """The priced steps of a use from layout to layout, memoised."""
+        meta, key = use.meta, (self.form_of(use), source, target, summing)
         if key not in self._steps:
             self._steps[key] = [PricedStep(step, self._step_s(meta, step, summing), self._elements(meta, step))
-                                for step in self.path(meta, source, target)]
+                                for step in self.table(use).path(source, target)]
         return self._steps[key]
 
     def _elements(self, meta: TensorMeta, step: Step) -> int:
@@ -192,50 +210,50 @@ class RedistributionPrices:
         """Seconds of a use's redistribution, run ``times`` (forward, backward); by (source strategy, target
         strategy)."""
         source, target = self.space.strategy_sets[use.source], self.space.strategy_sets[use.target]
-        key = id(source), use.output, id(target), use.position, use.meta.requires_grad, times, summing
+        key = id(source), use.output, id(target), use.position, self.form_of(use), times, summing
         if key not in self._uses:
             _keep_recent(self)
             rows, columns = source.outputs[use.output], target.inputs[use.position]
             clock.did("cells priced", len(rows) * len(columns))
-            seconds = self._seconds(use.meta, times)
+            seconds = self._seconds(use, times)
             if summing != ALONE:
-                seconds = seconds + times[1] * self._more_by(use.meta, summing)
+                seconds = seconds + times[1] * self._more_by(use, summing)
                 if self.block_bytes and summing.in_block:
-                    seconds = seconds + times[0] * self._more_forward(use.meta, summing)
+                    seconds = seconds + times[0] * self._more_forward(use, summing)
             self._uses[key] = seconds[rows[:, None], columns]
         return self._uses[key]
 
-    def _more_by(self, meta: TensorMeta, summing: Summing) -> np.ndarray:
+    def _more_by(self, use: TensorUse, summing: Summing) -> np.ndarray:
         """Extra seconds (or savings) of backward under ``summing``; by (layout, layout)."""
-        key = (meta.shape, meta.dtype.itemsize, meta.requires_grad, summing)
+        key = (self.form_of(use), summing)
         if key not in self._weighted:
 
             def cost(axes: Axes, source: Placement, target: Placement, before: np.ndarray, after: np.ndarray) -> Any:
                 return (self.summed_s(summing, axes, source, target, before, after)
                         - self.summed_s(ALONE, axes, source, target, before, after))
 
-            more = self.table(meta).sum_along(cost)
+            more = self.table(use).sum_along(cost)
             self._weighted[key] = np.where(np.isfinite(more), more, 0.0)
         return self._weighted[key]
 
-    def _more_forward(self, meta: TensorMeta, summing: Summing) -> np.ndarray:
+    def _more_forward(self, use: TensorUse, summing: Summing) -> np.ndarray:
         """As `_more_by`, for forward."""
-        key = (meta.shape, meta.dtype.itemsize, meta.requires_grad, "forward", summing)
+        key = (self.form_of(use), "forward", summing)
         if key not in self._weighted:
 
             def cost(axes: Axes, source: Placement, target: Placement, before: np.ndarray, after: np.ndarray) -> Any:
                 return self._in_block_s(summing, axes, ACTIONS[source.kind, target.kind][0], source, after)
 
-            more = self.table(meta).sum_along(cost)
+            more = self.table(use).sum_along(cost)
             self._weighted[key] = np.where(np.isfinite(more), more, 0.0)
         return self._weighted[key]
 
-    def _seconds(self, meta: TensorMeta, times: tuple[float, float]) -> np.ndarray:
+    def _seconds(self, use: TensorUse, times: tuple[float, float]) -> np.ndarray:
         """Seconds for ``times`` (forward, backward) along the cheapest path for one of each; by (layout, layout)."""
-        table, grad = self.table(meta), meta.requires_grad and self.training
+        table, grad = self.table(use), use.meta.requires_grad and self.training
         if times[0] == times[1] or not grad:
             return _repeated(times[0], table.seconds)
-        key = (meta.shape, meta.dtype.itemsize, meta.requires_grad, "forward")
+        key = (self.form_of(use), "forward")
         if key not in self._weighted:
 
             def cost(axes: Axes, source: Placement, target: Placement, before: np.ndarray, after: np.ndarray) -> Any:
@@ -252,13 +270,13 @@ class RedistributionPrices:
         rows = self.space.strategy_sets[use.source].outputs[use.output]
         columns = self.space.strategy_sets[use.target].inputs[use.position]
         elements = self.space.spaces(use.meta).local_elements[columns] * use.meta.dtype.itemsize
-        moved = self.table(use.meta).moves[rows[:, None], columns]
+        moved = self.table(use).moves[rows[:, None], columns]
         return np.where(moved, elements[None, :], 0.0)
 
     def use_travels(self, use: TensorUse) -> np.ndarray:
         """Whether a use's redistribution communicates, forward or backward; by (source strategy, target strategy)."""
-        meta, table = use.meta, self.table(use.meta)
-        key = (meta.shape, meta.dtype.itemsize, meta.requires_grad, "travels")
+        meta, table = use.meta, self.table(use)
+        key = (self.form_of(use), "travels")
         if key not in self._weighted:
 
             def cost(axes: Axes, source: Placement, target: Placement, before: np.ndarray, after: np.ndarray) -> Any:
@@ -274,8 +292,7 @@ class RedistributionPrices:
 
     def use_gathered(self, use: TensorUse) -> np.ndarray:
         """Bytes of intermediate results of gathers on the path to the copy; as `use_copies`."""
-        meta, table = use.meta, self.table(use.meta)
-        key = (meta.shape, meta.dtype.itemsize, meta.requires_grad, "gathered")
+        table, key = self.table(use), (self.form_of(use), "gathered")
         if key not in self._weighted:
 
             def cost(axes: Axes, source: Placement, target: Placement, before: np.ndarray, after: np.ndarray) -> Any:

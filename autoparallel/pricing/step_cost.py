@@ -325,4 +325,4 @@ class StepCosts:
         target = self.space.strategy_sets[use.target].input_layout(of_target, use.position)
         if source == target:
             return ()
-        return self.prices.redistribution.steps(use.meta, source, target, self.counts.summing(use))
+        return self.prices.redistribution.steps(use, source, target, self.counts.summing(use))

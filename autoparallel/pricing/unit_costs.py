@@ -24,7 +24,7 @@ from autoparallel.pricing.recomputing import Recomputing
 from autoparallel.pricing.redistribution_costs import RedistributionPrices
 from autoparallel.rules.rule import Exchange
 from autoparallel.schedule.step_config import Hybrid
-from autoparallel.strategies.space import StrategySet, StrategySpace
+from autoparallel.strategies.space import StrategySet, StrategySpace, TensorUse
 from cost_models import Cluster, Group, collectives, compute, memory
 from cost_models.accuracy import usable_bytes
 
@@ -150,9 +150,9 @@ class Prices:
         profile = self.cluster.profile
         return Recomputing(profile.early_stop > 0, profile.core_only > 0) if profile else Recomputing()
 
-    def path(self, meta: TensorMeta, source: Layout, target: Layout) -> Sequence[Step]:
-        """The redistribution steps from layout to layout; lowering emits exactly these."""
-        return self.redistribution.path(meta, source, target)
+    def path(self, use: TensorUse, source: Layout, target: Layout) -> Sequence[Step]:
+        """The redistribution steps of a use from layout to layout; lowering emits exactly these."""
+        return self.redistribution.table(use).path(source, target)
 
     def op(self, strategy_set: StrategySet, chain: InChain | None = None) -> OpPrice:
         """The unit costs of an op, memoised; ``chain``: its part in a chain of fused ops."""

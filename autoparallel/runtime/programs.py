@@ -42,7 +42,7 @@ def _joint_axes(space: StrategySpace, strategies: Sequence[Strategy], path: Path
         source = space.strategy_sets[use.source].output_layout(strategies[use.source], use.output)
         target = space.strategy_sets[use.target].input_layout(strategies[use.target], use.position)
         if source != target:
-            found |= {step.axes for step in path(use.meta, source, target) if len(step.axes) > 1}
+            found |= {step.axes for step in path(use, source, target) if len(step.axes) > 1}
     return tuple(sorted(found))
 
 

@@ -361,3 +361,11 @@ class StrategySpace:
         inputs = [self.graph.meta(ref) for ref in node.inputs]
         axis_strategies = with_interleaved(node, rule, [self.spaces(m).interleaved for m in (*inputs, *node.outputs)])
         return StrategySet(axis_strategies, inputs, node.outputs, self.mesh_shape, self.spaces, rule, known)
+
+
+def is_parameter(space: StrategySpace, index: int) -> bool:
+    """Whether a decision's value is a parameter, or a shared read of parameters."""
+    decision = space.decisions[index]
+    if decision.kind == "shared_read":
+        return all(space.decisions[use.source].kind == "parameter" for use in space.uses_by[index])
+    return decision.kind == "parameter"
