@@ -17,6 +17,7 @@ from torch.fx import Node as FxNode
 from autoparallel.backends import agreement
 from autoparallel.backends.buckets import bucket_gathers, bucket_reductions
 from autoparallel.backends.flat import FlatProgram, flat
+from autoparallel.backends.left_out import views_left_out
 from autoparallel.backends.moving import Collective, move_collectives, name_what_is_sent, order_of
 from autoparallel.backends.recompute import tag_blocks, tag_collectives_of_backward, tag_gathers
 from autoparallel.backends.traced import mark_gathers, own_results, with_one_wait
@@ -65,8 +66,13 @@ def compiled(program: GraphModule, how: Lowering, part_of: Callable[[FxNode], ob
     for reason in sorted(set(why.values())):
         _LOG.warning("%s: runs node by node, between compiled graphs", reason)
 
-    def part(node: FxNode) -> object:
+    def traced_in(node: FxNode) -> object:
         return None if node in why else part_of(node)
+
+    outside = views_left_out(program.graph, traced_in)
+
+    def part(node: FxNode) -> object:
+        return None if node in outside else traced_in(node)
 
     order = SavedInOrder(ahead=True, on_disk=how.saved_on == "disk")
 
