@@ -137,7 +137,7 @@ def _mixture(reads: RankReads, window: ExpertWindow) -> Mixture:
 def _timed(reads: RankReads, inside: Inside, number: int, times: int) -> Timed:
     axis, exchange = reads.space.axis_names[inside.axis], inside.exchange
     message = Message(exchange.action if exchange.fixed else ROWS, axis, float(inside.num_bytes[number]))
-    return Timed(times * float(inside.seconds[number]), reads.stream_of(inside.axis), message)
+    return Timed(times * float(inside.seconds[number]), reads.stream_of((inside.axis,)), message)
 
 
 __all__ = ["ROWS", "Mixture", "MixtureAction", "RunningMixtures", "mixtures_of"]

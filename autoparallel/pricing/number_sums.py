@@ -71,7 +71,7 @@ class NumberSums:
         step, meta = priced.step, use.meta
         if step.forward != "all_reduce" or meta.num_elements != 1:
             return None
-        return step.axis, str(step.source), str(step.target), meta.dtype, self.space.blocks[use.target]
+        return step.axes, str(step.source), str(step.target), meta.dtype, self.space.blocks[use.target]
 
     def _makes_number(self, index: int) -> bool:
         """Whether the program has an op of torch's for a decision, whose result is one number."""
