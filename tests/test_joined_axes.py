@@ -11,7 +11,7 @@ import torch
 
 import autoparallel
 from autoparallel.errors import MeshError
-from autoparallel.layout import INVARIANT, REPLICATE
+from autoparallel.layout import INVARIANT, REPLICATE, shard
 from autoparallel.pricing import Prices
 from autoparallel.strategies.space import StrategySpace
 from cost_models import Cluster, collectives
@@ -38,15 +38,26 @@ def test_gradients_cross_hosts_once() -> None:
 
 
 def test_the_cheaper_of_one_collective_and_several_is_taken() -> None:
-    """Over gloo a message among four takes three times as long as among two: few bytes go one axis after the other."""
-    paths = {}
-    for width in (8, 4096):
-        model = torch.nn.Linear(width, width, bias=False)
-        space = StrategySpace(autoparallel.capture.capture(model, (torch.zeros(16, width),)), (2, 2))
-        prices = Prices(space, Cluster.load("local-cpu", num_devices=4)).redistribution
-        (use,) = (use for use in space.uses if space.decisions[use.source].kind == "parameter")
-        paths[width] = [step.axes for step in prices.table(use).path((INVARIANT,) * 2, (REPLICATE,) * 2)]
-    assert sorted(paths[8]) == [(0,), (1,)] and paths[4096] == [(0, 1)]
+    """Over gloo a message among four takes three times as long as among two: few bytes go one axis after the other, but
+    for those of parameters, which travel with others."""
+    model = torch.nn.Linear(64, 64, bias=False)
+    space = StrategySpace(autoparallel.capture.capture(model, (torch.zeros(16, 64),)), (2, 2))
+    prices = Prices(space, Cluster.load("local-cpu", num_devices=4)).redistribution
+    paths = {space.decisions[use.source].kind: [step.axes for step in prices.table(use).path(
+        (INVARIANT,) * 2, (REPLICATE,) * 2)] for use in space.uses if use.meta.requires_grad}
+    assert sorted(paths["op"]) == [(0,), (1,)] and paths["parameter"] == [(0, 1)]
+
+
+def test_shards_inside_a_host_are_reduced_there_first() -> None:
+    """A large weight in shards within each host: scattered sums there, and sums of shards between hosts, send less than
+    one sum of whole gradients."""
+    with torch.device("meta"):
+        model, x = torch.nn.Linear(8192, 8192), torch.zeros(64, 8192)
+    space = StrategySpace(autoparallel.capture.capture(model, (x,)), (8, 8))
+    prices = Prices(space, Cluster.load("h100-sxm", num_devices=64)).redistribution
+    use = next(use for use in space.uses if space.decisions[use.source].kind == "parameter")
+    path = prices.table(use).path((INVARIANT, shard(0)), (REPLICATE, REPLICATE))
+    assert sorted((step.axes, step.backward) for step in path) == [((0,), "all_reduce"), ((1,), "reduce_scatter")]
 
 
 def test_an_axis_name_that_would_read_as_several_is_refused() -> None:

@@ -30,8 +30,6 @@ MOST_CELLS = 1.2e7
 #: beside a search has its own (`apart`), so that it counts the same in a process of its own.
 _RECENT: ContextVar[list[weakref.ref[RedistributionPrices]]] = ContextVar("recent prices")
 MOST_RECENT = 6
-#: As parameters travel unless a plan says otherwise.
-BUCKETS = Summing(BUCKET_BYTES, 1.0, in_block=True)
 
 
 class PricedStep(NamedTuple):
@@ -78,8 +76,8 @@ class RedistributionPrices:
 
     def table(self, use: TensorUse) -> RedistributionTable:
         """For the value of a use, the redistribution path between each two layouts that is cheapest in seconds, forward
-        and backward together; of a trainable parameter as its share of a bucket, in which software sends it unless it
-        is told not to."""
+        and backward together; of a trainable parameter as its share of a bucket, as which it travels unless the plan
+        says otherwise."""
         meta, key = use.meta, self.form_of(use)
         grad = meta.requires_grad and self.training
         shared = *self._machine, self.space.spaces(meta).interleaved, *key
@@ -92,8 +90,10 @@ class RedistributionPrices:
                 seconds = self.action_s(forward, axes, source, target, before, after)
                 return seconds + self.action_s(backward, axes, target, source, after, before) if grad else seconds
 
-            def of_share(axes: Axes, *step: Any) -> Any:
-                return self._forward_s(BUCKETS, axes, *step) + self.summed_s(BUCKETS, axes, *step)
+            def of_share(axes: Axes, source: Placement, target: Placement, before: np.ndarray, after: np.ndarray
+                         ) -> Any:
+                times = np.maximum(1.0, BUCKET_BYTES / np.maximum(before, after))
+                return cost(axes, source, target, times * before, times * after) / times
 
             self._tables[key] = RedistributionTable(self.space.spaces(meta), meta.dtype.itemsize, cost, self.direct,
                                                     of_share if key.bucketed else None)
