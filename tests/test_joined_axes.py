@@ -11,7 +11,7 @@ import torch
 
 import autoparallel
 from autoparallel.errors import MeshError
-from autoparallel.layout import INVARIANT, REPLICATE, shard
+from autoparallel.layout import INVARIANT, REPLICATE
 from autoparallel.pricing import Prices
 from autoparallel.strategies.space import StrategySpace
 from cost_models import Cluster, collectives
@@ -46,18 +46,6 @@ def test_the_cheaper_of_one_collective_and_several_is_taken() -> None:
     paths = {space.decisions[use.source].kind: [step.axes for step in prices.table(use).path(
         (INVARIANT,) * 2, (REPLICATE,) * 2)] for use in space.uses if use.meta.requires_grad}
     assert sorted(paths["op"]) == [(0,), (1,)] and paths["parameter"] == [(0, 1)]
-
-
-def test_shards_inside_a_host_are_reduced_there_first() -> None:
-    """A large weight in shards within each host: scattered sums there, and sums of shards between hosts, send less than
-    one sum of whole gradients."""
-    with torch.device("meta"):
-        model, x = torch.nn.Linear(8192, 8192), torch.zeros(64, 8192)
-    space = StrategySpace(autoparallel.capture.capture(model, (x,)), (8, 8))
-    prices = Prices(space, Cluster.load("h100-sxm", num_devices=64)).redistribution
-    use = next(use for use in space.uses if space.decisions[use.source].kind == "parameter")
-    path = prices.table(use).path((INVARIANT, shard(0)), (REPLICATE, REPLICATE))
-    assert sorted((step.axes, step.backward) for step in path) == [((0,), "all_reduce"), ((1,), "reduce_scatter")]
 
 
 def test_an_axis_name_that_would_read_as_several_is_refused() -> None:
