@@ -91,8 +91,8 @@ class ActivationSteps:
             path, travel = self._travelling[(n := some[made.number][0])], self._travels[n]
             place = made.layers[0] if made.behind else travel.reader
             found[place] = pieced_step(self.reads, path.use, path.priced[path.sent], path.steps[path.sent], made, place)
-            rest = path._replace(steps=[*path.steps[: path.sent], *path.steps[path.sent + 1 :]], sent=NOWHERE)
-            self._paths[place_of[id(path)]] = rest
+            steps, priced = ([*one[: path.sent], *one[path.sent + 1 :]] for one in (path.steps, path.priced))
+            self._paths[place_of[id(path)]] = path._replace(steps=steps, priced=priced, sent=NOWHERE)
         self.pieced = found
         self._travelling = [path for path in self._paths if path.sent != NOWHERE]
         self._travels = self._with_layers()
