@@ -70,13 +70,13 @@ def test_no_part_of_a_step_is_lost(mesh_shape: tuple[int, ...], options: dict[st
 ])
 def test_pipelines_hide_communication_of_parameters(options: dict[str, Any]) -> None:
     """Reductions of the last backward, or where each micro-batch reduces (ZeRO-2, which gathers once, and 3) those of
-    all: no more than there is, and than the compute that they run beside; nothing where gradients of weights are put
-    off."""
+    all, and zero bubble's beside gradients of other weights: no more than there is, and than the compute that they run
+    beside."""
     options = {"pipeline_stages": 2, "baseline": "ddp", "bucket_bytes": 20_000, **options}
     cluster = Cluster.load("h100-sxm", num_devices=8, software="none")
     made = plan_of("gpt2", cluster, batch=32, mesh_shape=(2, 4), **options)
     parts, each = made.prediction, made.hybrid.zero_stage >= 2
-    assert (parts.hidden_s > 0) == (not made.hybrid.puts_off_weights)
+    assert parts.hidden_s > 0
     assert parts.step_s == parts.added_s - parts.hidden_s
     sent = sum(use.seconds for use in parts.collectives if each or use.direction == "backward")
     assert parts.hidden_s <= min(sent, (parts.forward_s + parts.backward_s) / (1 if each else options["micro_batches"]))
@@ -134,7 +134,7 @@ def test_a_plan_says_if_the_second_search_found_nothing(monkeypatch: pytest.Monk
     made = planned()
     assert f"{told}no plan that fits was found" in made.evidence.stop_reason
     assert "not searched with overlap" in " ".join(made.report().split())
-    assert f"{told}the first search took the 0 s" in planned(time_limit_s=0.0).evidence.stop_reason
+    assert f"{told}the searches before it took the 0 s of all" in planned(time_limit_s=0.0).evidence.stop_reason
 
 
 def test_an_interrupt_ends_both_searches(monkeypatch: pytest.MonkeyPatch) -> None:

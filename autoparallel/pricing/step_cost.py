@@ -52,6 +52,11 @@ class Exposed(NamedTuple):
     activations: float = 1.0
     by_use: Mapping[tuple[int, int], tuple[float, float]] | None = None
 
+    def with_more(self, part: float) -> Exposed:
+        """The same with such a part of what of parameters' communication does not count."""
+        return self._replace(gathers=self.gathers + part * (1 - self.gathers),
+                             reductions=self.reductions + part * (1 - self.reductions))
+
     def of(self, use: TensorUse, of_parameter: bool) -> tuple[float, float]:
         """Those of a use in forward and in backward."""
         if of_parameter:
