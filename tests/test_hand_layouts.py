@@ -68,7 +68,7 @@ def test_equal_blocks_share_the_costs_of_their_redistributions() -> None:
         assert (node.costs == free.costs + FAULT_S * roles.decision_penalties(index)[pricers[0].choices(index)]).all()
     table = pricers[0].prices.redistribution.table
     for use, edge, free in zip(space.uses, edges, moves, strict=True):
-        fresh = by_roles("by hand", space, ("data", "tensor")).use_penalties(use, table(use.meta))
+        fresh = by_roles("by hand", space, ("data", "tensor")).use_penalties(use, table(use))
         rows, columns = pricers[0].choices(use.source), pricers[0].choices(use.target)
         assert (edge.costs == free.costs + FAULT_S * fresh[rows[:, None], columns]).all()
 
@@ -91,13 +91,13 @@ def test_a_lack_of_time_does_not_change_the_layouts(left_s: float, monkeypatch: 
 
 
 def test_plans_on_one_mesh_share_their_strategy_graph_and_prices() -> None:
-    """The second takes half of the work of the first; of a plan that is priced again no layouts are searched."""
+    """The second takes two thirds of the work of the first; of a plan that is priced again no layouts are searched."""
     split, spent = Splits(graph(LAYERS)), list[float]()
     for text in ("dp=4", "dp=4,zero=1", "dp=4"):
         with clock.counted(60.0):
             priced(split, text)
             spent.append(clock.spent_s())
-    assert 0 < spent[1] < 0.65 * spent[0] and spent[2] < 0.6 * spent[1], spent
+    assert 0 < spent[1] < 0.7 * spent[0] and spent[2] < 0.6 * spent[1], spent
 
 
 def test_further_counts_of_micro_batches_take_half_of_the_work() -> None:
