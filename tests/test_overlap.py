@@ -32,13 +32,13 @@ from tests.support.tiers import slow
 
 
 @pytest.mark.parametrize(("mesh_shape", "bucket_bytes", "expected"), [
-    ((4,), 25 * 2**20, 1), ((2, 2), 25 * 2**20, 2), ((4,), 40_000, None),
+    ((4,), 25 * 2**20, 1), ((2, 2), 25 * 2**20, 1), ((4,), 40_000, None),
 ])
 def test_gradients_of_data_parallelism_are_reduced_together(ranks: Any, mesh_shape: tuple[int, ...],
                                                             bucket_bytes: int, expected: int | None) -> None:
     parameters = sum(1 for _ in CASES["bert"].build().parameters())
     for one_by_one, in_buckets in ranks(4).run(backward_twice, mesh_shape, bucket_bytes, 0, timeout_s=100):
-        assert one_by_one >= len(mesh_shape) * (parameters - 1)
+        assert one_by_one >= parameters - 1    # on all axes at once
         assert in_buckets == expected if expected else 1 < in_buckets < one_by_one / 4
 
 
@@ -351,7 +351,7 @@ def test_unused_shared_parameters_have_no_gradient(ranks: Any) -> None:
 ])
 def test_pipelines_reduce_beside_their_last_backward(ranks: Any, mesh_shape: tuple[int, ...], options: dict[str, Any]
                                                     ) -> None:
-    """On ranks with several products to run backward; but for zero bubble, which puts gradients of weights off."""
+    """On ranks with several products to run backward; zero bubble beside the gradients of other weights."""
     expected, names, counts = two_steps(Tied(), None), set[str](), Counter[str]()
     for found, beside, alone in ranks(math.prod(mesh_shape)).run(steps_on_ranks, mesh_shape, options,
                                                                  timeout_s=200):
@@ -359,7 +359,7 @@ def test_pipelines_reduce_beside_their_last_backward(ranks: Any, mesh_shape: tup
             torch.testing.assert_close(value, expected[name], rtol=1e-5, atol=1e-6)
         counts += Counter(beside=beside, alone=alone)
         names |= set(found)
-    assert counts["alone"] and bool(counts["beside"]) == (options.get("schedule") != "zero_bubble")
+    assert counts["alone"] and counts["beside"]
     assert names == set(expected)
 
 
