@@ -10,6 +10,8 @@ from torch import nn
 from torch.distributed.tensor import Shard
 
 import autoparallel
+from autoparallel.backends.left_out import views_left_out
+from autoparallel.kernels.collectives import reduce_gradient
 from tests.support.ranks import mesh_of
 from tests.support.tiers import slow
 
@@ -72,6 +74,22 @@ def test_gradients_of_experts_are_summed_over_their_copies(ranks: Any, name: str
         assert found.keys() == expected.keys()
         for key, gradient in found.items():
             torch.testing.assert_close(gradient, expected[key], rtol=1e-4, atol=1e-6, msg=key)
+
+
+def test_what_is_left_out() -> None:
+    """A view of a step of an input, and a step of what the part makes; not a step of an input, nor a view of what the
+    part makes by another op."""
+    graph = torch.fx.Graph()
+    x, weight = graph.placeholder("x"), graph.placeholder("weight")
+    step = graph.call_function(reduce_gradient, (weight, "data", "I", "R"))
+    view = graph.call_function(torch.ops.aten.permute.default, (step, [1, 0]))
+    direct = graph.call_function(reduce_gradient, (weight, "model", "I", "R"))
+    made = graph.call_function(torch.ops.aten.sin.default, (x,))
+    plain = graph.call_function(torch.ops.aten.permute.default, (made, [1, 0]))
+    stepped = graph.call_function(reduce_gradient, (made, "model", "I", "R"))
+    outside = graph.call_function(torch.cat, ([view, direct, plain, stepped],))
+    graph.output(outside)
+    assert views_left_out(graph, lambda node: None if node is outside else "") == {view, stepped}
 
 
 def of_masked(view: str) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]:
