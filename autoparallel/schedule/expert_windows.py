@@ -1,4 +1,4 @@
-"""Where rows of tokens travel to the ranks of their experts and back, beside compute that does not need them.
+"""Where rows of tokens travel to the ranks of their experts and back, overlapped with compute that does not need them.
 
     forward     rows leave at the mixture; experts compute behind product ``behind``; results are awaited at ``reader``
     backward    gradients of results leave at ``reader``; experts compute; gradients of rows are awaited at the mixture

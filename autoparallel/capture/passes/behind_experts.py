@@ -1,4 +1,4 @@
-"""Ops beside a mixture of experts, such as shared experts, in the place where rows are on their way.
+"""Independent branches of a mixture of experts, such as shared experts, moved to where its rows are being sent.
 
 Models add shared experts to the routed ones, computed before or after them. Rows travel to the ranks of their experts
 and back; whatever the mixture does not need, and what does not need it, can be computed meanwhile
