@@ -1,8 +1,8 @@
 """Redistribution: paths between all layouts of a tensor, as shortest paths over single steps.
 
 A step changes the placement on one axis. A sum of whole tensors (`JOINT`) may change several axes in the same way, by
-one collective over all their ranks. Which collectives it needs, forward and backward, follows from the two placements alone (the gradient
-of the source must come out of the gradient of the target):
+one collective over all their ranks. Which collectives it needs, forward and backward, follows from the two placements
+alone (the gradient of the source must come out of the gradient of the target):
 
     | step        | forward         | backward        | known as                          |
     |-------------|-----------------|-----------------|-----------------------------------|
