@@ -14,7 +14,7 @@ from contextlib import contextmanager
 from typing import Protocol
 
 #: Seconds of a unit of work on one core. Fitted to joint searches (docs/measurements/planning.md), which had too little
-#: of the last five kinds to tell: these are estimates. Work that is not listed is taken as in proportion to what is.
+#: of the last six kinds to tell: these are estimates. Work that is not listed is taken as in proportion to what is.
 RATES: Mapping[str, float] = {
     "decisions read": 2e-5,  # of a strategy graph, into a search problem
     "combinations judged": 8e-3,  # each estimate and each bound, in addition to all other work
@@ -30,6 +30,7 @@ RATES: Mapping[str, float] = {
     "moves tried": 1e-5,     # by local search
     "cells passed": 3.5e-8,  # by a round of local search, or of merging nodes
     "rows compared": 1e-6,
+    "cells compared": 2.5e-9,
     "nodes judged": 1e-6,    # of a plan, and edges
     "variables branched": 1e-6,  # by HiGHS, at a node of its search tree
     "rows pivoted": 1e-8,

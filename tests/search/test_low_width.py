@@ -16,6 +16,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 
+from autoparallel import clock
 from autoparallel.errors import SearchError
 from autoparallel.search import Edge, Node, Problem, evaluate, solve
 from autoparallel.search.low_width import bucket_elimination
@@ -134,6 +135,27 @@ def test_presolve_keeps_an_optimum(seed: int) -> None:
     for choice, judged in all_plans(reduced.problem):
         assert evaluate(problem, reduced.restore(choice)) == judged
         assert reduced.forward(reduced.restore(choice)) == choice
+
+
+@settings(max_examples=20)
+@given(seeds)
+def test_dominated_choices_are_those_that_another_is_at_most_in_all_columns(seed: int) -> None:
+    """Rows of two edges, wide and with equal and forbidden costs, against the definition."""
+    random = np.random.default_rng(seed)
+    costs = random.integers(0, 3, (24, 1 + 180)) + random.integers(0, 8, (24, 1)).astype(float)
+    costs[random.random(costs.shape) < 0.005] = math.inf
+    costs[8:16] = costs[:8] + (random.random((8, 181)) < 0.01)
+    whole = [Node("many", costs[:, 0], np.zeros(24), (0, 1))]
+    others = [Node(name, np.zeros(90), np.zeros(90), (0, 1)) for name in ("left", "right")]
+    problem = Problem((*whole, *others), (Edge(0, 1, costs[:, 1:91]), Edge(2, 0, costs[:, 91:].T)), math.inf)
+    with clock.counted(60.0):
+        kept = drop_dominated(problem, rounds=1).kept[0].tolist()
+        counted_s = clock.now()
+    alive = np.flatnonzero(np.isfinite(costs[:, 0]))
+    order = sorted(alive.tolist(), key=lambda i: (np.minimum(costs[i], 1e30).sum(), i))
+    assert kept == sorted(row for at, row in enumerate(order)
+                          if not any((costs[other] <= costs[row]).all() for other in order[:at]))
+    assert counted_s > 24 * 181 * clock.RATES["cells compared"]
 
 
 @settings(max_examples=40)

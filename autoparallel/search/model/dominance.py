@@ -18,6 +18,8 @@ from autoparallel.search.model.interned import Shared, firsts, paired
 from autoparallel.search.model.problem import FORBIDDEN, NOTHING, Edge, Node, Problem, Strategy, unchecked
 
 MAX_COMPARED = 1024
+#: Columns in which all pairs of rows are compared, and those in which each row is compared next with what is left.
+FEW_COLUMNS, MANY_COLUMNS = 16, 64
 FAR = 1 << 32  # more than any choice's number
 
 
@@ -159,15 +161,34 @@ def _needed_choices(node: Node, edges: Sequence[tuple[Edge, bool]], memory: bool
         columns.append(edge.costs if is_source else edge.costs.T)
         if memory and edge.usages is not None:
             columns.append(edge.usages if is_source else edge.usages.T)
-    rows = np.concatenate(columns, axis=1)
     alive = np.flatnonzero(node.costs < FORBIDDEN)
     if not len(alive) or len(alive) > MAX_COMPARED:
         return alive if len(alive) else np.arange(len(node.costs))
-    rows = rows[alive]
-    clock.did("rows compared", len(alive))
+    rows = np.concatenate(columns, axis=1)[alive]
     order = np.lexsort((np.arange(len(alive)), np.where(np.isfinite(rows), rows, 1e30).sum(axis=1)))
-    kept: list[int] = []
-    for i in order:  # a dominating choice has the smaller sum, so it comes first
-        if not kept or not (rows[kept] <= rows[i]).all(axis=1).any():
-            kept.append(int(i))
-    return alive[np.sort(kept)]
+    return alive[np.sort(order[_not_dominated(rows[order])])]
+
+
+def _not_dominated(rows: np.ndarray) -> np.ndarray:
+    """Whether each row is kept: none kept before it is at most as large in all columns. Rows ascend by their sums, so
+    that none after it can be. A few columns tell most pairs apart, and as many of the others as it takes the rest."""
+    num_rows, num_columns = rows.shape
+    few = rows[:, np.unique(np.linspace(0, num_columns - 1, FEW_COLUMNS).astype(int))].T
+    may = np.tri(num_rows, num_rows, -1, bool).T    # by row and a later one, whether that may be dominated
+    for column in few:
+        may &= column[:, None] <= column
+    compared = rows.size + len(few) * may.size
+    kept = np.ones(num_rows, bool)
+    for row in np.flatnonzero(may.any(axis=1)).tolist():
+        if not kept[row]:
+            continue
+        larger, at, width = np.flatnonzero(may[row] & kept), 0, MANY_COLUMNS
+        while len(larger) and at < num_columns:
+            part = rows[larger, at : at + width]
+            compared += part.size
+            larger = larger[(rows[row, at : at + width] <= part).all(axis=1)]
+            at, width = at + width, 2 * width
+        kept[larger] = False
+    clock.did("rows compared", num_rows)
+    clock.did("cells compared", compared)
+    return kept
