@@ -22,6 +22,7 @@ parts, and each rank has an equal shard of each. S(d) is S(d;1).
 from __future__ import annotations
 
 import re
+from collections.abc import Sequence
 from functools import cache
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -82,6 +83,15 @@ def shard(dim: int, parts: int = 1) -> Placement:
 def dual(placement: Placement) -> Placement:
     """The placement of the gradient of a value: S is its own dual, R and P are duals, I is its own."""
     return {"R": PARTIAL, "P": REPLICATE}.get(placement.kind, placement)
+
+
+def invariant_alone(layout: Layout, mesh_shape: Sequence[int]) -> Layout:
+    """The layout with I on axes of one rank, which has the whole tensor in each placement.
+
+    >>> layout_str(invariant_alone((shard(0), PARTIAL), (2, 1)))
+    'S(0)·I'
+    """
+    return tuple(INVARIANT if ranks == 1 else p for p, ranks in zip(layout, mesh_shape, strict=True))
 
 
 def layout_str(layout: Layout) -> str:

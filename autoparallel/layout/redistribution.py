@@ -36,7 +36,15 @@ from typing import Any
 
 import numpy as np
 
-from autoparallel.layout.placement import INVARIANT, PARTIAL, REPLICATE, Layout, Placement, shard
+from autoparallel.layout.placement import (
+    INVARIANT,
+    PARTIAL,
+    REPLICATE,
+    Layout,
+    Placement,
+    invariant_alone,
+    shard,
+)
 from autoparallel.layout.shapes import Shape, can_cut, layout_fits
 
 #: (forward, backward) action by the kinds of source and target.
@@ -324,15 +332,15 @@ class RedistributionTable:
     @cached_property
     def moves(self) -> np.ndarray:
         """Whether a path makes a copy, by (source, target): false for equal layouts and for changes of meaning only."""
-        codes = self.space.codes
+        codes = self.space.codes[:, np.array(self.space.mesh_shape) > 1]
         held = np.where(codes == 1, 0, codes)  # R and I hold the same
         return ~(held[:, None, :] == held[None, :, :]).all(axis=2)
 
     def path(self, source: Layout, target: Layout) -> list[Step]:
-        """The steps of the cheapest path from source to target; () if they are equal. Raises ValueError if there is no
-        path (a layout that does not fit the tensor)."""
+        """The steps of the cheapest path from source to target; () if they are equal. An axis of one rank takes none
+        (`invariant_alone`). Raises ValueError if there is no path (a layout that does not fit the tensor)."""
         layouts = self.space.layouts
-        here, goal = self.space.index(source), self.space.index(target)
+        here, goal = (self.space.index(invariant_alone(x, self.space.mesh_shape)) for x in (source, target))
         if not np.isfinite(self.seconds[here, goal]):
             raise ValueError(f"no redistribution from {source} to {target} for a tensor of shape {self.space.shape}")
         steps: list[Step] = []

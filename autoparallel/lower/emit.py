@@ -28,7 +28,7 @@ from autoparallel.kernels.flash import grouped_attention
 from autoparallel.kernels.numbers import with_numbers
 from autoparallel.kernels.rng import random_op
 from autoparallel.kernels.variants import VARIANTS, Variant
-from autoparallel.layout import Layout, Step, local_box, local_shape, shards
+from autoparallel.layout import Layout, Step, invariant_alone, local_box, local_shape, shards
 from autoparallel.layout.redistribution import name_of
 from autoparallel.layout.shapes import largest_local_shape, shard_of
 from autoparallel.ops.arguments import aten, fitted
@@ -143,6 +143,7 @@ class _Emitter:
         return node
 
     def _describe(self, node: FxNode, decision: Decision, meta: TensorMeta, layout: Layout) -> FxNode:
+        layout = invariant_alone(layout, self.space.mesh_shape)
         local = local_shape(meta.shape, layout, self.space.mesh_shape, self.coordinate)
         node.meta.update(layout=layout, global_meta=meta, decision=decision.index,
                          block=self.space.blocks[decision.index],
@@ -216,7 +217,7 @@ class _Emitter:
             self.space.strategy_sets[decision.index].axis_strategies[r] for r in self.strategies[decision.index]
         ]
         function: Any = local_function(node)
-        is_variant = any(axis_strategy.variant for axis_strategy in axis_strategies)
+        is_variant = any(one.variant for one, n in zip(axis_strategies, self.space.mesh_shape, strict=True) if n > 1)
         if is_variant:
             function, kwargs = self._variant(node, axis_strategies, args, kwargs)
         elif node.target is linear_sections:
@@ -240,10 +241,12 @@ class _Emitter:
     def _variant(
         self, node: Node, axis_strategies: Sequence[AxisStrategy], args: list[Any], kwargs: dict[str, Any]
     ) -> tuple[Callable[..., Any], dict[str, Any]]:
-        """The function of an op's variant and its keyword arguments; of two, one runs the other (`Variant.runs`)."""
+        """The function of an op's variant and its keyword arguments; of two, one runs the other (`Variant.runs`). An
+        axis of one rank runs none."""
         taken: dict[str, list[tuple[str, AxisStrategy]]] = {}
-        for name, axis_strategy in zip(self.space.axis_names, axis_strategies, strict=True):
-            if axis_strategy.variant:
+        for name, ranks, axis_strategy in zip(self.space.axis_names, self.space.mesh_shape, axis_strategies,
+                                              strict=True):
+            if axis_strategy.variant and ranks > 1:
                 taken.setdefault(axis_strategy.variant, []).append((name, axis_strategy))
         inner, *outer = sorted(taken, key=lambda kind: VARIANTS[kind].runs)
         keywords = {**kwargs, "axes": tuple(name for name, _ in taken[inner])}

@@ -281,8 +281,8 @@ class RedistributionPrices:
 
             def cost(axes: Axes, source: Placement, target: Placement, before: np.ndarray, after: np.ndarray) -> Any:
                 forward, backward = ACTIONS[source.kind, target.kind]
-                return np.full(len(before), float(forward in COLLECTIVES or (
-                    meta.requires_grad and backward in COLLECTIVES)))
+                sends = forward in COLLECTIVES or (meta.requires_grad and backward in COLLECTIVES)
+                return np.full(len(before), float(sends and any(self.space.mesh_shape[axis] > 1 for axis in axes)))
 
             travels = table.sum_along(cost)
             self._weighted[key] = np.isfinite(travels) & (travels > 0)
