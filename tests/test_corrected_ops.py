@@ -36,6 +36,8 @@ OPS: dict[str, tuple[Op, tuple[Tensor, ...]]] = {
     "pooled image": (lambda x: F.adaptive_avg_pool2d(x, (3, 4)), (IMAGES[:, 0],)),
     "shortened rows": (lambda x: x.detach().renorm(2, 0, 1.5) + x.detach().clone().renorm_(1, -1, 2), (X,)),
     "norms in place": (lambda x: x.detach().norm(dim=0).clamp_(min=1.7) + x.sum(0).sub_(1).relu_(), (X,)),
+    "selected": (lambda x: x.select(-1, 2) + x.select(-1, 0), (X,)),
+    "selected of one row a rank": (lambda x: x.select(-1, 2), (X[:2],)),
     "weight norm": (lambda v, g: torch._weight_norm(v, g, 0), (X, X[:, :1].abs() + 1)),
     "weight norm of columns": (lambda v, g: torch._weight_norm(v, g, 1), (X, X[:1].abs() + 1)),
     "convolution": (lambda x, w, b: F.conv2d(x, w, b, padding=1), (IMAGES, FILTERS, BIAS)),

@@ -10,6 +10,7 @@
 - Convolutions are of each shard alone, also of shards of pixels, and add the bias to each summand; gradients of their
   weights count the whole batch once for each rank that has it.
 - ``renorm`` and ``renorm_`` have no rule for DTensors.
+- The gradient of ``select`` along a dim counted from the end takes the next dim for the sharded one.
 - The gradient of ``adaptive_avg_pool2d`` of an image without a batch takes its rows for channels.
 - Weight norm along sharded rows is that of a shard.
 - The answers that anomaly detection and torch.distributions ask for have no rule for DTensors.
@@ -48,6 +49,7 @@ def correct_ops() -> None:
                     **dict.fromkeys(_DETERMINANTS, _determinant), aten.logsumexp.default: _logsumexp,
                     **dict.fromkeys(_ANSWERS, _answer),
                     _CONVOLUTION: _convolution, _CONVOLUTION_BACKWARD: _convolution_backward,
+                    aten.select_backward.default: _select_backward,
                     _WEIGHT_NORM: _weight_norm, _WEIGHT_NORM_BACKWARD: _weight_norm,
                     aten._adaptive_avg_pool2d_backward.default: _pooling_backward,
                     aten.renorm.default: _renorm, aten.renorm_.default: _renorm_in_place}.items():
@@ -106,6 +108,10 @@ def _convolution_backward(_: Any, op: Any, gradient: DTensor, batch: DTensor, we
     laid = ((rows, batch.shape), (sums, weight.shape), (sums, bias_shape or ()))
     return tuple(value if value is None else _dtensor(value, batch, placements, shape)
                  for value, (placements, shape) in zip(made, laid, strict=True))
+
+
+def _select_backward(as_torch: Any, _: Any, gradient: DTensor, sizes: Sequence[int], dim: int, index: int) -> Any:
+    return as_torch((gradient, sizes, dim % len(sizes), index), {})
 
 
 def _pooling_backward(as_torch: Any, _: Any, gradient: DTensor, images: DTensor) -> Any:
