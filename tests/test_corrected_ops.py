@@ -29,6 +29,11 @@ OPS: dict[str, tuple[Op, tuple[Tensor, ...]]] = {
     "sum so far": (lambda x: x.cumsum(-1) + x.cumsum(-2), (X,)),
     "product so far": (lambda x: x.detach().cumprod(-1) + x.detach().cumprod(-2), (X,)),
     "log of sums": (lambda x: x.logcumsumexp(-1) + x.logcumsumexp(-2), (X,)),
+    "reductions of all dims": (lambda x: x.sum([], keepdim=True) + x.mean([], True) + x.std([], keepdim=True)
+                               + torch.linalg.vector_norm(x, dim=[]) + x.var([]) + x.nansum([]), (X,)),
+    "largest of all": (lambda x: x.amax(), (X,)), "smallest of all": (lambda x: x.amin(), (X,)),
+    "largest norms": (lambda x: torch.linalg.vector_norm(x, float("inf")), (X,)),
+    "largest of all, that keeps dims": (lambda x: x.amax([], keepdim=True) - (x > 0).sum([], keepdim=True), (X,)),
     "logs of sums that keep dims": (lambda x: x - x.logsumexp(0, keepdim=True) + x.logsumexp((0, -1), True), (X,)),
     "determinant of columns": (lambda x: torch.linalg.det(x[:, :5]), (X,)),
     "log of determinant": (lambda x: torch.linalg.slogdet(x[:, 1:6])[1], (X,)),

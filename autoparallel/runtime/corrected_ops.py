@@ -3,6 +3,8 @@
 - ``<<`` and ``>>`` return their input: DTensor takes every op whose name ends in ``_`` for an in-place op, and these
   are ``__lshift__`` and ``__rshift__``.
 - ``cumsum``, ``cumprod`` and ``logcumsumexp`` along a dim counted from the end begin anew in each shard.
+- Reductions over ``dim=[]``, which means all dims, reduce none of a DTensor: ``value.sum([], keepdim=True)`` is that of
+  the first shard, and gradients of ``amax()``, ``amin()`` and of the largest norm, which ask for such a sum, are NaN.
 - ``logsumexp`` forgets that it keeps dims, and takes another for the sharded one.
 - The determinant of a matrix that is gathered has the gradient of the transposed one, if the DTensor is not contiguous
   (``torch.linalg.det(weight[:, :n])``) and what is gathered is: of a contiguous matrix, torch factors the transposed,
@@ -34,6 +36,9 @@ _SHIFTS = {aten.__lshift__.Scalar: aten.bitwise_left_shift.Tensor_Scalar,
            aten.__rshift__.Scalar: aten.bitwise_right_shift.Tensor_Scalar,
            aten.__rshift__.Tensor: aten.bitwise_right_shift.Tensor}
 _SCANS = (aten.cumsum.default, aten.cumprod.default, aten.logcumsumexp.default)
+_REDUCTIONS = (aten.sum.dim_IntList, aten.mean.dim, aten.amax.default, aten.amin.default, aten.nansum.default,
+               aten.var.correction, aten.std.correction, aten.var_mean.correction, aten.std_mean.correction,
+               aten.linalg_vector_norm.default, aten.norm.ScalarOpt_dim, aten.count_nonzero.dim_IntList)
 _DETERMINANTS = (aten._linalg_det.default, aten._linalg_slogdet.default)
 _CONVOLUTION, _CONVOLUTION_BACKWARD = aten.convolution.default, aten.convolution_backward.default
 _WEIGHT_NORM, _WEIGHT_NORM_BACKWARD = (aten._weight_norm_interface.default,
@@ -46,8 +51,8 @@ _Placements = Sequence[Placement]
 def correct_ops() -> None:
     """Run these so, from now on, for DTensors on the meshes of parallel modules."""
     for op, run in {**dict.fromkeys(_SHIFTS, _shift), **dict.fromkeys(_SCANS, _scan),
-                    **dict.fromkeys(_DETERMINANTS, _determinant), aten.logsumexp.default: _logsumexp,
-                    **dict.fromkeys(_ANSWERS, _answer),
+                    **dict.fromkeys(_REDUCTIONS, _reduction), **dict.fromkeys(_DETERMINANTS, _determinant),
+                    aten.logsumexp.default: _logsumexp, **dict.fromkeys(_ANSWERS, _answer),
                     _CONVOLUTION: _convolution, _CONVOLUTION_BACKWARD: _convolution_backward,
                     aten.select_backward.default: _select_backward,
                     _WEIGHT_NORM: _weight_norm, _WEIGHT_NORM_BACKWARD: _weight_norm,
@@ -70,6 +75,13 @@ def _shift(_: Any, op: Any, *args: Any) -> Any:
 
 def _scan(as_torch: Any, _: Any, value: DTensor, dim: int, **kwargs: Any) -> Any:
     return as_torch((value, dim % max(value.dim(), 1)), kwargs)
+
+
+def _reduction(as_torch: Any, op: Any, *args: Any, **kwargs: Any) -> Any:
+    at = [argument.name for argument in op._schema.arguments].index("dim")
+    if at < len(args) and isinstance(args[at], (list, tuple)) and not args[at]:
+        args = (*args[:at], list(range(args[0].dim())), *args[at + 1 :])
+    return as_torch(args, kwargs)
 
 
 def _answer(_: Any, op: Any, value: DTensor) -> Any:
