@@ -300,6 +300,7 @@ class ParallelModule(nn.Module):
         ``batch``: a tensor, or a structure of tensors; tensors without dims, and other values, stay as they are.
 
         For one call with a DistributedSampler's batch; ``inputs="local"`` of `autoparallel.compile` is for all calls.
+        Targets of a loss outside of the model are cut as its outputs by `shard_batch` only, with ``inputs="local"``.
         Raises InputError on all ranks if their shapes differ.
         """
         state = self._state
