@@ -23,11 +23,14 @@ from autoparallel import Cluster
 from autoparallel.api import plan
 from autoparallel.capture import capture
 from autoparallel.errors import InputError, LoweringError
-from autoparallel.kernels.collectives import STEP_FUNCTIONS, all_gather
+from autoparallel.kernels.collectives import STEP_FUNCTIONS, all_gather, all_reduce_in_place
 from autoparallel.layout import COLLECTIVES, local_shape, parse_layout
 from autoparallel.layout.redistribution import ACTIONS
 from autoparallel.lower import Program, check, count_collectives, emit, order_digest
+from autoparallel.lower.in_place import sum_in_place
+from autoparallel.lower.overlapped import overlapped
 from autoparallel.planning.baselines import NAMES as BASELINES
+from autoparallel.plans import Hybrid
 from autoparallel.pricing import Prices
 from autoparallel.strategies.space import Strategy, StrategySpace
 from tests.support.captured import graph_of, plan_of
@@ -88,6 +91,16 @@ def test_the_program_reads_as_a_list() -> None:
     assert ("reduce_gradient", "dp", "I", "R") in found, "data parallelism's gradients"
     assert 'param_up_weight: "f32[32, 32]"' in text, "64 rows on two ranks"
     assert re.search(r'linear: "f32\[4, 32\]" = torch.ops.aten.linear.default\(', text), "half batch, half columns"
+
+
+def test_a_product_that_only_its_sum_reads_is_summed_in_place() -> None:
+    program, _ = emit_mlp()
+    assert [node.target for node in overlapped(program.module, Hybrid()).graph.nodes].count(all_reduce_in_place) == 1
+    program, _ = emit_mlp()
+    product = call_of(program, "all_reduce").all_input_nodes[0]
+    with program.module.graph.inserting_after(product):
+        program.module.graph.call_function(torch.ops.aten.exp.default, (product,)).meta = dict(product.meta)
+    assert not any(node.target is all_reduce_in_place for node in sum_in_place(program.module, Hybrid()).graph.nodes)
 
 
 def test_counts_are_the_steps_collectives() -> None:

@@ -17,6 +17,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from autoparallel.kernels import groups
 from autoparallel.kernels.collectives import (
     STEP_FUNCTIONS,
+    all_reduce_in_place,
     all_to_all_tensor,
     begin_all_gather,
     begin_all_reduce,
@@ -97,6 +98,44 @@ def test_steps_keep_value_and_gradient(ranks: Any, num_ranks: int) -> None:
         held = [r[f"{a} {b}"] for r in results]
         torch.testing.assert_close(global_value([y for y, _ in held], b), whole, msg=f"value of {a} -> {b}")
         torch.testing.assert_close(global_value([g for _, g in held], dual(a)), gradient, msg=f"gradient of {a} -> {b}")
+
+
+def summed_products(held: str) -> tuple[bool, torch.Tensor, list[torch.Tensor]]:
+    """On each rank: whether a sum of products is where the product was, the sum, and the gradients of x and weight.
+    ``held``: whether a view of the product is held, or the op saves it for its backward."""
+    axes = groups.bind(mesh_of(torch.distributed.get_world_size()))
+    (axis,) = axes.values()
+    generator = torch.Generator().manual_seed(1)
+    x, weight = (torch.randn(4, 4, generator=generator, dtype=torch.float64).requires_grad_() for _ in range(2))
+    product = (x * (1 + axis.rank)) @ weight
+    product = product.exp() if held == "saved" else product
+    view, before = product[0] if held == "view" else None, product.detach().clone()
+    place = product.data_ptr()
+    with groups.use(axes):
+        made = all_reduce_in_place(product, axis.name, "P", "I")
+        gradients = torch.autograd.grad((made ** 3).sum(), (x, weight))
+    assert view is None or torch.equal(view, before[0])
+    return made.data_ptr() == place, made.detach(), list(gradients)
+
+
+def summed_on_one(held: str) -> tuple[torch.Tensor, list[torch.Tensor]]:
+    """The sum over two ranks, and the gradients of rank 0's x and weight, on one process."""
+    generator = torch.Generator().manual_seed(1)
+    x, weight = (torch.randn(4, 4, generator=generator, dtype=torch.float64).requires_grad_() for _ in range(2))
+    inputs = [(x, weight), (x.detach(), weight.detach())]
+    parts = [(a * (1 + rank)) @ b for rank, (a, b) in enumerate(inputs)]
+    made = torch.stack([part.exp() if held == "saved" else part for part in parts]).sum(0)
+    return made.detach(), list(torch.autograd.grad((made ** 3).sum(), (x, weight)))
+
+
+@pytest.mark.parametrize("held", ["", "view", "saved"])
+def test_sums_are_in_place_where_nobody_else_has_the_memory(ranks: Any, held: str) -> None:
+    found = ranks(2).run(summed_products, held)
+    made, gradients = summed_on_one(held)
+    for in_place, summed, _ in found:
+        assert in_place == (held == "")
+        torch.testing.assert_close(summed, made)
+    torch.testing.assert_close(found[0][2], gradients)
 
 
 def conjugated() -> list[torch.Tensor]:

@@ -287,19 +287,21 @@ def test_a_reordered_pipeline_equals_one_process(ranks: Any) -> None:
     assert {name for trained, *_ in found for name in trained.parameters} == set(expected.parameters)
 
 
-def compile_descending() -> str:
+def compile_descending(places: list[Any]) -> str:
     """Run on each rank: what is said of a mesh whose groups torch sorts."""
     case = CASES["mlp"]
     try:
-        autoparallel.compile(case.build(), DeviceMesh("cpu", torch.tensor([1, 0])))
+        autoparallel.compile(case.build(), DeviceMesh("cpu", torch.tensor(places)))
     except MeshError as error:
         return str(error)
     return ""
 
 
 @pytest.mark.ranks
-def test_a_mesh_whose_groups_are_in_another_order_is_refused(ranks: Any) -> None:
-    for said in ranks(2).run(compile_descending):
+@pytest.mark.parametrize("places", [[1, 0], [[1, 0], [2, 3]]])
+def test_a_mesh_whose_groups_are_in_another_order_is_refused(ranks: Any, places: list[Any]) -> None:
+    """Also by ranks 2 and 3 of the second mesh, whose own groups are as they should be."""
+    for said in ranks(torch.tensor(places).numel()).run(compile_descending, places, timeout_s=30):
         assert "process group is of the ranks [0, 1] in this order: give a mesh whose ranks ascend" in said
 
 

@@ -21,7 +21,6 @@ from autoparallel.kernels.collectives import (
     Sizes,
     act,
     begin_action,
-    begin_all_reduce,
     begin_all_reduce_own,
     dealt,
     slice_tensor,
@@ -74,8 +73,6 @@ class Reductions:
         return finished
 
     def _begin(self, gradients: Sequence[torch.Tensor]) -> Finish:
-        if len(gradients) == 1:
-            return begin_all_reduce(self._summed(gradients[0]), self.axis)
         return begin_all_reduce_own(self.axis.buckets.joined([self._summed(g) for g in gradients]), self.axis)
 
     def backward_at_once(self, gradients: Gradients) -> Gradients:

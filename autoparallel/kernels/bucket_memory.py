@@ -28,15 +28,16 @@ class BucketMemory:
     def _taken(self, count: int, like: torch.Tensor) -> torch.Tensor:
         """An uninitialised tensor [count] of the dtype of ``like``; a kept one if no gradient of it is left."""
         for kept in self._kept:
-            if kept.dtype == like.dtype and kept.numel() == count and not _is_held(kept):
+            if kept.dtype == like.dtype and kept.numel() == count and not is_held(kept):
                 return kept
-        self._kept = [*filter(_is_held, self._kept), like.new_empty(count)]
+        self._kept = [*filter(is_held, self._kept), like.new_empty(count)]
         return self._kept[-1]
 
 
-def _is_held(kept: torch.Tensor) -> bool:
-    """Whether anyone else holds the memory: a gradient, or a collective."""
-    return _references(kept) > _own_references()
+def is_held(tensor: torch.Tensor) -> bool:
+    """Whether another tensor has this one's memory: a view, a gradient, a result that an op saved for its backward, or
+    a collective's."""
+    return _references(tensor) > _own_references()
 
 
 def _references(tensor: torch.Tensor) -> int:
@@ -50,4 +51,4 @@ def _own_references() -> int:
     return _references(torch.empty(1))
 
 
-__all__ = ["BucketMemory"]
+__all__ = ["BucketMemory", "is_held"]

@@ -13,11 +13,13 @@ from collections.abc import Callable, Sequence
 from contextvars import ContextVar
 from dataclasses import dataclass
 from functools import cache
+from types import SimpleNamespace
 from typing import Any
 
 import torch
 
 from autoparallel.kernels import groups
+from autoparallel.kernels.bucket_memory import is_held
 from autoparallel.kernels.groups import Axis
 from autoparallel.kernels.tracing import is_traced
 from autoparallel.layout import Placement, dual, shard
@@ -26,7 +28,11 @@ from autoparallel.layout.redistribution import ACTIONS
 Sizes = tuple[int, ...]
 #: Awaits an issued collective and returns its result.
 Finish = Callable[[], torch.Tensor]
-_c10d = torch.ops._c10d_functional
+#: torch's functional collectives, without the search for an overload at each call.
+_c10d = SimpleNamespace(**{name: getattr(torch.ops._c10d_functional, name).default for name in (
+    "all_reduce", "all_reduce_", "all_gather_into_tensor", "all_gather_into_tensor_out",
+    "all_gather_into_tensor_coalesced", "reduce_scatter_tensor", "reduce_scatter_tensor_coalesced",
+    "all_to_all_single", "wait_tensor")})
 
 
 def _no_word(error: RuntimeError) -> None:
@@ -417,15 +423,21 @@ def _local_action(action: str, x: torch.Tensor, axis: Axis, a: Placement, a_size
     raise ValueError(f"unknown action {action!r}")
 
 
+def _redistributed(x: torch.Tensor, axis: Axis, source: Placement, target: Placement, source_sizes: Sizes,
+                   target_sizes: Sizes) -> torch.Tensor:
+    action = ACTIONS[source.kind, target.kind][0]
+    if action == "none":
+        return x.view_as(x)
+    return begin_action(action, x, axis, source, source_sizes, target, target_sizes)()
+
+
 class _Redistribute(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, axis: Axis, source: Placement, target: Placement, source_sizes: Sizes,
                 target_sizes: Sizes, sum_dtype: torch.dtype | None) -> torch.Tensor:
         ctx.step, ctx.sum_dtype = (axis, source, target, source_sizes, target_sizes), sum_dtype
         ctx.set_materialize_grads(False)  # of a parameter in a bucket with others that alone have a gradient: none
-        action = ACTIONS[source.kind, target.kind][0]
-        return x.view_as(x) if action == "none" else begin_action(
-            action, x, axis, source, source_sizes, target, target_sizes)()
+        return _redistributed(x, axis, source, target, source_sizes, target_sizes)
 
     @staticmethod
     def backward(ctx: Any, gradient: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
@@ -435,6 +447,27 @@ class _Redistribute(torch.autograd.Function):
         summed = gradient.to(ctx.sum_dtype or gradient.dtype)
         back = act(summed, axis, dual(target), dual(source), target_sizes, source_sizes)
         return back.to(gradient.dtype), None, None, None, None, None, None
+
+
+class _SumInPlace(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, axis: Axis, source: Placement, target: Placement) -> torch.Tensor:
+        ctx.step = axis, dual(target), dual(source)
+        ctx.set_materialize_grads(False)
+        ctx.mark_dirty(x)
+        begin_all_reduce_own(x, axis)()
+        return x
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
+        return None if gradient is None else act(gradient, *ctx.step), None, None, None
+
+
+def all_reduce_in_place(x: torch.Tensor, axis: str, source: str, target: str) -> torch.Tensor:
+    """`all_reduce` that nobody else reads ``x`` after: in its own memory, unless another tensor has it too."""
+    if is_traced() or is_held(x) or not x.is_contiguous():
+        return redistribute(x, axis, source, target)
+    return _SumInPlace.apply(x, groups.current(axis), Placement.parse(source), Placement.parse(target))
 
 
 class _SumNumbers(torch.autograd.Function):
@@ -463,7 +496,9 @@ def all_reduce_numbers(axis: str, source: str, target: str, *values: torch.Tenso
 def act(x: torch.Tensor, axis: Axis, source: Placement, target: Placement, source_sizes: Sizes = (),
         target_sizes: Sizes = (), sum_dtype: torch.dtype | None = None) -> torch.Tensor:
     """`redistribute` on an `Axis` and parsed placements."""
-    return _Redistribute.apply(x, axis, source, target, source_sizes, target_sizes, sum_dtype)
+    if x.requires_grad and torch.is_grad_enabled():
+        return _Redistribute.apply(x, axis, source, target, source_sizes, target_sizes, sum_dtype)
+    return _redistributed(x, axis, source, target, source_sizes, target_sizes)
 
 
 def redistribute(

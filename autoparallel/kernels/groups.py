@@ -220,6 +220,11 @@ def ordered_mesh(kind: str, ranks: Sequence[int], shape: Sequence[int], names: S
     return DeviceMesh.from_group(own, kind, places, mesh_dim_names=tuple(names))
 
 
+def ascends(mesh: DeviceMesh) -> bool:
+    """Whether the mesh's ranks ascend along each axis, as those of a group that torch has sorted."""
+    return all(bool((mesh.mesh.diff(dim=axis) > 0).all()) for axis in range(mesh.ndim))
+
+
 def check_order(mesh: DeviceMesh) -> None:
     """Raises MeshError where this rank has another place in an axis's group than on the mesh, so that shards would be
     taken for others."""

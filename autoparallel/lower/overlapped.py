@@ -6,6 +6,7 @@ from torch.fx import GraphModule
 
 from autoparallel.lower.activation_pass import overlap_activations
 from autoparallel.lower.expert_pass import overlap_experts
+from autoparallel.lower.in_place import sum_in_place
 from autoparallel.lower.norm_kernels import norm_kernels
 from autoparallel.lower.number_sums import sum_numbers_together
 from autoparallel.lower.overlap_pass import BlockOf, overlap
@@ -21,8 +22,9 @@ def overlapped(module: GraphModule, hybrid: Hybrid, block_of: BlockOf | None = N
 
 
 def activations_overlapped(module: GraphModule, hybrid: Hybrid) -> GraphModule:
-    """The program with the communication of activations, that of experts' rows included, overlapped."""
-    return overlap_activations(overlap_experts(in_pieces(module, hybrid), hybrid), hybrid)
+    """The program with the communication of activations, that of experts' rows included, overlapped, and sums of
+    products in the memory of the summands where it is synchronous."""
+    return sum_in_place(overlap_activations(overlap_experts(in_pieces(module, hybrid), hybrid), hybrid), hybrid)
 
 
 __all__ = ["activations_overlapped", "overlapped"]

@@ -16,7 +16,7 @@ from autoparallel.errors import MeshError, shown
 from autoparallel.kernels import groups
 from autoparallel.kernels.host_copies import machine_bytes, process_bytes
 from autoparallel.plans import Plan
-from autoparallel.runtime.agree import decide_once
+from autoparallel.runtime.agree import decide_once, made_equally
 from autoparallel.runtime.failing import check_groups
 from cost_models import LOCAL_CPU, Cluster, known_clusters
 from cost_models.cluster import in_hosts_of
@@ -49,7 +49,10 @@ def check_mesh(mesh: DeviceMesh | int, plan: Plan | None = None) -> DeviceMesh:
     if mesh.size() != world:
         raise MeshError(f"the mesh has {mesh.size()} devices {tuple(mesh.shape)} and the world {world} ranks: "
                         "every rank must be on the mesh")
-    groups.check_order(mesh)
+    if groups.ascends(mesh):
+        groups.check_order(mesh)
+    else:    # torch sorts the ranks of a group: some are at their place, and go on to wait for the others
+        made_equally("the order of the mesh", lambda: groups.check_order(mesh), lambda _: "")
     if plan is not None and plan.devices and mesh.mesh.flatten().tolist() != list(plan.devices):
         _LOG.warning("the plan takes the devices of an unequal cluster in the order %s, and the mesh has the ranks %s: "
                      "autoparallel.init(plan=plan) makes the mesh so; here steps may take longer than planned",
