@@ -171,7 +171,8 @@ def test_windows_of_the_program_are_those_that_are_priced(case_name: str, mesh_s
             told = RankStep(SpacePricer(prices, counts=counts), strategies).activations.described
             assert sorted(ran, key=str) == sorted(told, key=str)
             found += Counter(ahead=sum(one[2] for one in ran), put_off=sum(len(one[3]) for one in ran))
-    assert found["put_off"] and (found["ahead"] or case_name == "mlp")
+    one_branch = case_name in ("mlp", "gpt2")    # each product reads the one before; a residual is a shared read's
+    assert found["put_off"] and bool(found["ahead"]) != one_branch
 
 
 def planned(cluster: Cluster, model: Any = None, **options: Any) -> autoparallel.Plan:
