@@ -207,12 +207,12 @@ def held(space: StrategySpace, made: autoparallel.Plan, cluster: Cluster) -> tup
     pricer = SpacePricer(Prices(space, cluster, direct=True), counts=ExecutionCounts(space, made.hybrid))
     problem, strategies = pricer.full(), made.strategies_on(space)
     choice = pricer.choice_of(strategies)
-    bytes_of = {False: list[float](), True: list[float]()}
+    bytes_of = {"result": list[float](), "gradient": list[float]()}
     edges = {(edge.source, edge.target, edge.interval): edge for edge in list(problem.edges)[len(space.uses):]}
-    for use, gradient, interval in pricer.windows.held:
+    for use, what, interval in pricer.windows.held:
         if (edge := edges.get((use.source, use.target, interval))) is not None and edge.usages is not None:
-            bytes_of[gradient].append(float(edge.usages[choice[use.source], choice[use.target]]))
-    some = [[num_bytes for num_bytes in bytes_of[gradient] if num_bytes] for gradient in (False, True)]
+            bytes_of[what].append(float(edge.usages[choice[use.source], choice[use.target]]))
+    some = [[num_bytes for num_bytes in bytes_of[what] if num_bytes] for what in ("result", "gradient")]
     return some[0], some[1], RankStep(pricer, strategies).activations.described
 
 

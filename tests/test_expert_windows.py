@@ -14,6 +14,8 @@ from autoparallel.kernels.expert_dispatch import dispatched_experts, run_experts
 from autoparallel.lower import emit
 from autoparallel.lower.expert_pass import overlap_experts
 from autoparallel.ops.routed_experts import routed_experts
+from autoparallel.planning.faster_pieces import with_faster_experts
+from autoparallel.planning.options import Options
 from autoparallel.plans import Hybrid
 from autoparallel.pricing import ExecutionCounts, Prices, SpacePricer
 from autoparallel.pricing.hidden import hidden_s
@@ -98,6 +100,51 @@ def test_the_price_counts_what_shared_experts_hide() -> None:
     sent = 2 * sum(timed.seconds for timed in (*mixture.rows, *mixture.results))
     found = with_windows - without.hidden(prices.device.overlap_slowdown).total
     assert 0 < found <= sent
+
+
+def on_two(**device: float) -> Cluster:
+    cluster = Cluster.load("h100-sxm", num_devices=2)
+    return dataclasses.replace(cluster, device=dataclasses.replace(cluster.device, **device), profile=None)
+
+
+@pytest.mark.parametrize("slowdown", [1.0, 2.0])
+def test_a_plan_leaves_windows_out_where_they_do_not_pay(slowdown: float) -> None:
+    """Where compute and communication at a time take twice as long each, rows are awaited at once."""
+    cluster = on_two(overlap_slowdown=slowdown)
+    plan = plan_of("deepseek_v3", cluster, by_hand="dp=2,ep=2")
+    space, strategies = space_of(plan, graph_of("deepseek_v3"))
+    prices = Prices(space, cluster)
+    pricer = SpacePricer(prices, counts=ExecutionCounts(space, Hybrid()))
+    chosen = with_faster_experts(pricer, strategies, plan.prediction.step_s, Options()).counts.hybrid
+    assert chosen == Hybrid(experts_overlap=slowdown == 1.0)
+    apart = SpacePricer(prices, counts=ExecutionCounts(space, Hybrid(experts_overlap=False)))
+    saved_s = hidden_s(pricer, strategies) - hidden_s(apart, strategies)
+    assert (saved_s > 1e-3 * plan.prediction.step_s) == chosen.experts_overlap
+    module = emit(space, strategies, prices.path, (0,)).module
+    targets = [node.target for node in overlap_experts(module, chosen).graph.nodes]
+    assert (send_rows in targets) == chosen.experts_overlap
+    kept = dataclasses.replace(plan, hybrid=chosen)
+    assert autoparallel.Plan.from_json(kept.to_json()).hybrid == chosen
+    assert ("experts' rows sent and awaited" in kept.summary() + kept.report()) != chosen.experts_overlap
+
+
+def test_memory_of_rows_on_their_way_counts() -> None:
+    """Of each of two ranks 4 of 8 samples of 16 tokens, for each 2 experts: sent and received, forward and backward."""
+    cluster = on_two()
+    plan = plan_of("deepseek_v3", cluster, by_hand="dp=2,ep=2")
+    space, strategies = space_of(plan, graph_of("deepseek_v3"))
+    pricer = SpacePricer(Prices(space, cluster), counts=ExecutionCounts(space, Hybrid()))
+    (mixture,) = RankStep(pricer, strategies).activations.mixtures.values()
+    held = [one for one in pricer.windows.held if one.what == "rows"]
+    assert [one.use.source for one in held] == [mixture.index] * 2
+    problem, choice = pricer.full(), pricer.choice_of(strategies)
+    edges = {(edge.source, edge.target, edge.interval): edge for edge in problem.edges}
+    sent = max(sum(timed.message.num_bytes for timed in part) for part in (mixture.rows, mixture.results))
+    for one in held:
+        usages = edges[one.use.source, one.use.target, one.interval].usages
+        assert usages[choice[one.use.source], choice[one.use.target]] == 2 * sent > 0
+    apart = SpacePricer(Prices(space, cluster), counts=ExecutionCounts(space, Hybrid(experts_overlap=False)))
+    assert not any(one.what == "rows" for one in apart.windows.held)
 
 
 def space_of(plan: autoparallel.Plan, graph: OpGraph) -> tuple[Any, Any]:

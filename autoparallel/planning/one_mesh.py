@@ -28,7 +28,7 @@ from autoparallel.planning.baselines import baseline
 from autoparallel.planning.block_summary import block_layouts
 from autoparallel.planning.candidates import First
 from autoparallel.planning.facts import block_paths, facts_of, told_of_gradients, whole_state
-from autoparallel.planning.faster_pieces import in_faster_pieces, tell_of_pieces
+from autoparallel.planning.faster_pieces import in_faster_pieces, tell_of_pieces, with_faster_experts
 from autoparallel.planning.offloading import fastest_tier, tier_limits
 from autoparallel.planning.options import Options
 from autoparallel.planning.recompute import less_recomputed
@@ -141,7 +141,9 @@ def plan_in(space: StrategySpace, micro: MicroBatches, cluster: Cluster, options
         return _plan_of(pricer, pricer.full(), solution, strategies, options, laps, stages, micro)
     if options.search != "local":  # which is of trial plans
         solution = _faster_hiding(searched, table, solution, options, laps)
-        pricer = in_faster_pieces(pricer, pricer.strategies_of(solution.choice), solution.objective, options)
+        chosen = pricer.strategies_of(solution.choice)
+        for faster in (in_faster_pieces, with_faster_experts):
+            pricer = faster(pricer, chosen, solution.objective, options)
     make = partial(_plan_of, pricer, problem, options=options, laps=laps, stages=stages, micro=micro)
     elsewhere = partial(_elsewhere, pricer, solution, micro, options, placed, stages)
     study = Study(pricer, problem, solution, lambda strategies, found: make(found, strategies), elsewhere)

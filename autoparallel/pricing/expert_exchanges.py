@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
+from autoparallel.pricing.expert_rows import DISPATCH, sends_rows
 from autoparallel.pricing.rank_reads import Message, RankReads, Timed
 from autoparallel.pricing.step_cost import prices_of
 from autoparallel.pricing.step_tasks import Label, StepTasks
@@ -14,8 +15,6 @@ from autoparallel.pricing.unit_costs import Inside
 from autoparallel.schedule.activation_windows import PRODUCTS
 from autoparallel.schedule.expert_windows import ExpertWindow, expert_windows
 
-#: The name of the variant of which rows travel (`kernels.variants.VARIANTS`).
-DISPATCH = "dispatch"
 #: `Message.action` of an all-to-all of rows, whose number depends on the data.
 ROWS = "rows"
 
@@ -104,7 +103,7 @@ def mixtures_of(reads: RankReads) -> list[Mixture]:
     found = list[tuple[int, int]]()
     for index in reads.members:
         s = space.strategy_sets[index]
-        if space.decisions[index].kind == "op" and any(a.variant == DISPATCH for a in s.axis_strategies) and any(
+        if space.decisions[index].kind == "op" and sends_rows(space, index) and any(
                 s.axis_strategies[r].variant == DISPATCH for r in s.array[reads.numbers[index]].tolist()):
             found.append((index, _reader(reads, index)))
     products = [index for index in reads.members if (rule := space.strategy_sets[index].rule) is not None

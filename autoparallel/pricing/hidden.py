@@ -35,7 +35,8 @@ def hidden(pricer: SpacePricer, strategies: Sequence[Strategy], stages: Sequence
     """The seconds saved by overlap on one rank of these stages."""
     if not _hides(pricer):
         return Hidden()
-    found: _Stages = pricer.costs.memo.once(("hidden", tuple(strategies), pricer.counts.hybrid.pieces),
+    hybrid = pricer.counts.hybrid
+    found: _Stages = pricer.costs.memo.once(("hidden", tuple(strategies), hybrid.pieces, hybrid.experts_overlap),
                                             lambda: _Stages(pricer, strategies))
     return Hidden(*map(sum, zip(*map(found.of, stages), strict=True)))
 

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from copy import copy
 from dataclasses import replace
 from functools import cached_property, partial
-from typing import Protocol
+from typing import Any, Protocol
 
 import numpy as np
 
@@ -137,11 +137,12 @@ class SpacePricer:
         other.costs.exposed = share
         return other
 
-    def in_pieces(self, pieces: int) -> SpacePricer:
-        """A copy with layers in so many ``Hybrid.pieces``, which changes no cost but what overlap saves."""
+    def overlapping(self, **how: Any) -> SpacePricer:
+        """A copy with these fields of ``Hybrid`` (``pieces``, ``experts_overlap``), which change no cost but what
+        overlap saves."""
         other = copy(self)
         other.counts = copy(self.counts)
-        other.counts.hybrid = replace(self.counts.hybrid, pieces=pieces)
+        other.counts.hybrid = replace(self.counts.hybrid, **how)
         return other
 
     def full_like(self, problem: Problem) -> Problem:

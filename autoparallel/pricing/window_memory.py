@@ -1,29 +1,32 @@
-"""Memory that async windows of activations take (`schedule.activation_windows`): results that are made ahead of their
-reader, and gradients of layers' outputs that are kept until the gradient of their common input is on its way."""
+"""Memory that async windows take. Of activations (`schedule.activation_windows`): results that are made ahead of their
+reader, and gradients of layers' outputs that are kept until the gradient of their common input is on its way. Of experts
+(`schedule.expert_windows`): rows, and their gradients, while other products run."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from functools import cached_property
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 import numpy as np
 import torch
 
 from autoparallel.pricing.counts import ExecutionCounts
+from autoparallel.pricing.expert_rows import rows_bytes, sends_rows
 from autoparallel.pricing.live_intervals import Liveness
 from autoparallel.pricing.step_cost import StepCosts
 from autoparallel.schedule.activation_windows import PRODUCTS, overlaps_activations
+from autoparallel.schedule.expert_windows import overlaps_experts, products_between
 from autoparallel.search.model.problem import Edge
 from autoparallel.strategies.space import TensorUse
 
 
 class Held(NamedTuple):
-    """What a window may hold: the result of a use's redistribution, or (``gradient``) the gradient of the output of the
-    layer that reads it; and its live interval."""
+    """``what`` a window may hold: the "result" of a use's redistribution, the "gradient" of the output of the layer
+    that reads it, or the "rows" of the mixture of experts that is its source; and the live interval."""
 
     use: TensorUse
-    gradient: bool
+    what: Literal["result", "gradient", "rows"]
     interval: tuple[int, int]
 
 
@@ -35,15 +38,15 @@ class WindowMemory:
 
     @cached_property
     def held(self) -> Sequence[Held]:
-        return [*self._ahead(), *self._gradients()] if overlaps_activations(self.counts.hybrid) else ()
+        rows = self._rows() if overlaps_experts(self.counts.hybrid) else ()
+        return [*self._ahead(), *self._gradients(), *rows] if overlaps_activations(self.counts.hybrid) else ()
 
     def edges(self, costs: StepCosts, chosen: Sequence[np.ndarray]) -> Iterator[Edge]:
         """Zero-cost edges with these bytes, for the strategy numbers ``chosen`` by decision."""
-        for use, gradient, interval in self.held:
+        for use, what, interval in self.held:
             rows, columns = chosen[use.source], chosen[use.target]
-            key = "window", gradient, costs.use_key(use)
-            usages = costs.memo.once(key, lambda use=use, gradient=gradient: (  # type: ignore[misc]
-                _gradient_bytes if gradient else _ahead_bytes)(costs, use))
+            key = "window", what, costs.use_key(use)
+            usages = costs.memo.once(key, lambda use=use, what=what: _BYTES[what](costs, use))  # type: ignore[misc]
             if usages.any():
                 there = usages[rows[:, None], columns]
                 yield Edge(use.source, use.target, np.zeros(there.shape), there, interval)
@@ -57,7 +60,7 @@ class WindowMemory:
                     and not self.counts.hybrid.recomputed(block) and not self._of_parameter(use.source)
                     and any(use.source < product < use.target for product in at)):
                 start = int(self.live.starts[use.target])
-                yield Held(use, False, (start + use.source + 1, start + use.target))
+                yield Held(use, "result", (start + use.source + 1, start + use.target))
 
     def _gradients(self) -> Iterator[Held]:
         """Gradients of layers behind the first reader of a shared read."""
@@ -68,7 +71,24 @@ class WindowMemory:
                 if (reader > first and x.source == index and x.meta.requires_grad and self._is_layer(reader)
                         and self.space.blocks[reader] == self.space.blocks[index]):
                     turned = int(self.live.starts[reader]) + 2 * len(self.space)
-                    yield Held(x, True, (turned - reader + 1, turned - first + 1))
+                    yield Held(x, "gradient", (turned - reader + 1, turned - first + 1))
+
+    def _rows(self) -> Iterator[Held]:
+        """Rows that travel, and their gradients in backward, with products of their block before the reader."""
+        blocks, products = self.space.blocks, self._products()
+        for index, decision in enumerate(self.space.decisions):
+            read = [use for use in self.space.uses if use.source == index] if (
+                decision.kind == "op" and sends_rows(self.space, index)) else []
+            if not read:
+                continue
+            use = min(read, key=lambda use: use.target)
+            first = min(self.space.readers_of.get(use.target, ()), default=use.target) if (
+                self.space.decisions[use.target].kind == "shared_read") else use.target
+            if products_between(index, first, products.get(blocks[index], ()), blocks.__getitem__):
+                start = int(self.live.starts[use.target])
+                turned = start + 2 * len(self.space)
+                yield Held(use, "rows", (start + index + 1, start + first))
+                yield Held(use, "rows", (turned - first + 1, turned - index))
 
     def _of_parameter(self, index: int) -> bool:
         return self.counts.of_parameter[index] or self.counts.views[index]
@@ -99,5 +119,14 @@ def _gradient_bytes(costs: StepCosts, use: TensorUse) -> np.ndarray:
     held = costs.prices.local_bytes(target.output_metas[0], target.outputs[0])
     return np.where(replicated[:, None], held[None, :], 0.0)
 
+
+def _rows_bytes(costs: StepCosts, use: TensorUse) -> np.ndarray:
+    """Bytes of the rows of the mixture that is the source."""
+    source, target = costs.space.strategy_sets[use.source], costs.space.strategy_sets[use.target]
+    held = rows_bytes(costs.prices.op_of(use.source).inside, len(source.strategies))
+    return np.broadcast_to(held[:, None], (len(source.strategies), len(target.strategies)))
+
+
+_BYTES = {"result": _ahead_bytes, "gradient": _gradient_bytes, "rows": _rows_bytes}
 
 __all__ = ["WindowMemory"]

@@ -4,7 +4,8 @@
     backward    gradients of results leave at ``reader``; experts compute; gradients of rows are awaited at the mixture
 
 Products between a mixture and the first reader of its result, such as shared experts, run meanwhile: the first half
-of them while rows travel, the others while results do. Without any the three parts follow each other.
+of them while rows travel, the others while results do. Without any, and where ``Hybrid.experts_overlap`` is not set,
+the three parts follow each other.
 
 `lower.expert_pass` applies the windows to a program and `pricing.expert_exchanges` to a plan.
 """
@@ -33,6 +34,18 @@ class ExpertWindow(NamedTuple):
         return self.behind != self.mixture
 
 
+def overlaps_experts(hybrid: Hybrid) -> bool:
+    """Whether anything may run between the parts of a mixture."""
+    return hybrid.experts_overlap and overlaps_activations(hybrid) and not runs_in_pieces(hybrid)
+
+
+def products_between(mixture: int, reader: int, products: Iterable[int], block_of: Callable[[int], str | None]
+                     ) -> list[int]:
+    """The products between a mixture and the first reader of its result, if all are in one block."""
+    return [product for product in products if mixture < product < reader
+            and block_of(product) == block_of(mixture) == block_of(reader)]
+
+
 def expert_windows(mixtures: Iterable[tuple[int, int]], products: Sequence[int], block_of: Callable[[int], str | None],
                    hybrid: Hybrid) -> list[ExpertWindow]:
     """The windows of a program. ``mixtures``: those whose rows travel, with the first decision that reads their result;
@@ -45,13 +58,12 @@ def expert_windows(mixtures: Iterable[tuple[int, int]], products: Sequence[int],
     """
     found = list[ExpertWindow]()
     for mixture, reader in mixtures if overlaps_activations(hybrid) else ():
-        between = [product for product in products if mixture < product < reader
-                   and block_of(product) == block_of(mixture) == block_of(reader)]
-        if between and not runs_in_pieces(hybrid):
+        between = products_between(mixture, reader, products, block_of)
+        if between and overlaps_experts(hybrid):
             found.append(ExpertWindow(mixture, between[(len(between) - 1) // 2], reader))
         else:
             found.append(ExpertWindow(mixture, mixture, mixture))
     return found
 
 
-__all__ = ["ExpertWindow", "expert_windows"]
+__all__ = ["ExpertWindow", "expert_windows", "overlaps_experts", "products_between"]

@@ -57,7 +57,8 @@ class Hybrid:
     with their gradients and optimizer states in its memory (states on disk, where ``offload`` puts states there).
     ``cached``: those of them whose hot rows the devices hold, with their states, and look up and step there.
     ``pieces``: linear layers whose operand or result is redistributed run in so many pieces, of which one travels while
-    another is computed (`schedule.pieces`).
+    another is computed (`schedule.pieces`). ``experts_overlap``: rows of tokens travel to their experts and back while
+    other products of the block run (`schedule.expert_windows`).
     """
 
     micro_batches: int = 1
@@ -77,6 +78,7 @@ class Hybrid:
     pieces: int = 1
     saved_on: str = "device"
     cached: tuple[TableCache, ...] = ()
+    experts_overlap: bool = True
 
     def __post_init__(self) -> None:
         if self.recompute == "offload" and self.saved_on == "device":

@@ -219,6 +219,8 @@ def _settings(plan: Plan) -> Iterator[str]:
             f", of which {h.copies} at a time {_how_at_a_time(h)} (multi-copy)" if h.copies > 1 else "")
     if h.pieces > 1:
         yield f"linear layers in {h.pieces} pieces that overlap with communication"
+    if not h.experts_overlap:
+        yield "experts' rows sent and awaited without other work between, which would not pay"
     if h.recompute != "none":
         where = {"device": [], "host": ["saved tensors in the host's memory"], "disk": ["saved tensors on disk"]}
         how = " and ".join([*[f"{h.recompute} recompute"] * (h.recompute != "offload"), *where[h.saved_on]])

@@ -1,0 +1,35 @@
+"""Mixtures of experts whose rows travel to the ranks of their experts: which may, and the bytes on their way."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from autoparallel.pricing.unit_costs import Inside
+from autoparallel.rules.rule import Exchange
+from autoparallel.strategies.space import StrategySpace
+
+#: The name of the variant of which rows travel (`kernels.variants.VARIANTS`).
+DISPATCH = "dispatch"
+
+
+def sends_rows(space: StrategySpace, index: int | None = None) -> bool:
+    """Whether rows of a mixture may travel to the ranks of their experts: of decision ``index`` (None: of any)."""
+    some = space.strategy_sets if index is None else [space.strategy_sets[index]]
+    return any(a.variant == DISPATCH for s in some for a in s.axis_strategies)
+
+
+def rows_bytes(inside: Sequence[Inside], count: int) -> np.ndarray:
+    """Bytes of a mixture's rows on their way, or of their results, whichever are more: sent and received, by ``count``
+    strategies."""
+    moved = dict[Exchange, np.ndarray]()
+    for one in inside:
+        if one.variant == DISPATCH and not one.exchange.fixed:
+            there = np.where(one.seconds > 0, one.num_bytes, 0.0)
+            moved[one.exchange] = moved.get(one.exchange, 0.0) + there
+    *rows, results = moved.values() or [np.zeros(count)]
+    return 2.0 * np.maximum(sum(rows, np.zeros(count)), results)
+
+
+__all__ = ["DISPATCH", "rows_bytes", "sends_rows"]
