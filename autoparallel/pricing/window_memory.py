@@ -1,6 +1,6 @@
 """Memory that async windows take. Of activations (`schedule.activation_windows`): results that are made ahead of their
-reader, and gradients of layers' outputs that are kept until the gradient of their common input is on its way. Of experts
-(`schedule.expert_windows`): rows, and their gradients, while other products run."""
+reader, and gradients of layers' outputs that are kept until the gradient of their common input is on its way. Of
+experts (`schedule.expert_windows`): rows, and their gradients, while other products run."""
 
 from __future__ import annotations
 
