@@ -10,13 +10,12 @@ import torch
 from autoparallel.planning.candidates import Candidate, Mesh
 from autoparallel.plans import Hybrid
 from autoparallel.pricing import Prices
-from autoparallel.pricing.step_cost import Exposed
-from autoparallel.schedule.activation_windows import PRODUCTS
+from autoparallel.pricing.layer_overlap import BesideLayers
+from autoparallel.pricing.step_cost import Exposed, Ways
+from autoparallel.schedule.activation_windows import NOWHERE, PRODUCTS
 from autoparallel.schedule.pieces import TRIED
 from autoparallel.strategies.space import StrategySpace, TensorUse
 
-#: Fractions of a redistribution's seconds that count, in forward and in backward.
-Ways = tuple[float, float]
 #: None of it overlaps.
 WHOLE: Ways = 1.0, 1.0
 
@@ -60,11 +59,13 @@ class Kind(NamedTuple):
         of all ZeRO stages, which takes less time, none)."""
         return (self.pipeline_ranks - 1) / self.micro_batches if self.zero_stage else 0.0
 
-    def least_exposed(self, prices: Prices, sent: float = 0.0) -> Exposed:
+    def least_exposed(self, prices: Prices, sent: float = 0.0, limited: bool = True) -> Exposed:
         """The fractions of communication that count even where all of it overlaps that may: what it slows compute by,
         while at most one collective runs on each stream. What runs before all micro-batches (gathers of ZeRO-0 and 1)
         or after them (zero bubble) overlaps with its own copies and with other streams at most. ``sent``: so many times
-        the seconds that communication of parameters takes at least, with all streams busy, count as well."""
+        the seconds that communication of parameters takes at least, with all streams busy, count as well. ``limited``:
+        beside layers no more overlaps than these take; else it is for more micro-batches, too, whose layers' launches
+        may take longer."""
         profile = prices.cluster.profile
         streams = max(1, len({group.crossed[-1][1].name for group in prices.groups.values() if group.crossed}))
         share = (prices.device.overlap_slowdown - 1) / streams
@@ -79,29 +80,44 @@ class Kind(NamedTuple):
             return exposed._replace(activations=left * of_activations if self.copies > 1 else of_activations)
         if self.puts_off:
             return exposed
-        by_use = _of_activations(prices.space, share, self.pieces) if self.copies == 1 else None
+        by_use = _of_activations(prices, share, self.pieces, limited) if self.copies == 1 else None
         return exposed._replace(activations=share, by_use=by_use)
 
 
-def _of_activations(space: StrategySpace, share: float, pieces: int) -> Mapping[tuple[int, int], Ways]:
+def _of_activations(prices: Prices, share: float, pieces: int, limited: bool
+                    ) -> Mapping[tuple[int, int], Ways | BesideLayers]:
     """By use (target, position) of an activation, the least fractions of its redistribution that are exposed, as far as
     windows of activations and layers in ``pieces`` allow overlap (`schedule.activation_windows`, `schedule.pieces`):
-    the slowdown ``share`` alone where products lie between value and reader, or in backward of a layer that reads it,
-    beside the gradients of the weights; one piece where a linear layer makes or reads it; else all."""
+    the slowdown ``share`` alone where products lie between value and reader, or other ops between a shared read and its
+    first reader; beside linear layers that make or read it as much as their seconds allow (``limited``); else all."""
+    space, first = prices.space, dict[object, int]()
     products = [decision.index for decision, s in zip(space.decisions, space.strategy_sets, strict=True)
                 if s.rule is not None and s.rule.op_class in PRODUCTS]
     layers = {decision.index for decision in space.decisions if decision.kind == "op"
               and space.graph.nodes[decision.node].target is torch.ops.aten.linear.default}
+    ops = [decision.index for decision in space.decisions if decision.kind == "op"]
 
-    def ways(use: TensorUse) -> Ways:
+    def alike(index: int) -> int:
+        """The first layer with the strategies and seconds of this one."""
+        return first.setdefault((id(space.strategy_sets[index]), prices.chains[index]), index)
+
+    def ways(use: TensorUse) -> Ways | BesideLayers:
         readers = _reading(space, use.target)
         source, reader = _made_by(space, use.source), min(readers, default=use.target)
         if any(source < product < reader for product in products if space.blocks[product] == space.blocks[reader]):
             return share, share
-        of_piece = max(share, 1 / pieces)
-        if layers.intersection(readers):
-            return of_piece, share
-        return (of_piece, of_piece) if source in layers else WHOLE
+        if any(use.target < op < reader for op in ops):
+            return share, share
+        own = space.readers_of.get(use.target, ()) if space.decisions[use.target].kind == "shared_read" else (
+            (use.target,) if use == space.uses_by[use.target][0] else ())
+        read_by = tuple(alike(one) for one in own if one in layers)
+        maker = alike(use.source) if use.source in layers and len(space.readers_of[use.source]) == 1 else NOWHERE
+        if not read_by and maker == NOWHERE:
+            return WHOLE
+        if not limited:
+            of_piece = 1 - (1 - share) * (pieces - 1) / pieces
+            return of_piece, share if read_by else of_piece
+        return BesideLayers(share, pieces, read_by, 0 < len(read_by) == len(own), maker)
 
     return {(use.target, use.position): ways(use) for use in space.uses}
 

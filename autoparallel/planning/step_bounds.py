@@ -191,11 +191,12 @@ class StepBounds:
         prices = self.prices_of(kind.micro_batches, kind.pipeline_ranks, kind.mesh_shape, cache)
         inside, stands_for = self.reduced_model.inside(prices.space), self.reduced_model.counts(prices.space)
         counts = ExecutionCounts(prices.space, kind.hybrid, multiplicities=stands_for)
-        pricer = SpacePricer(prices, counts=counts, exposed=kind.least_exposed(prices))
+        limited = self.cluster.profile is None or cache == 1.0
+        pricer = SpacePricer(prices, counts=counts, exposed=kind.least_exposed(prices, limited=limited))
         found = _least_work(with_free_ends(pricer.without_memory(), stands_for, inside), counts.of_parameter, kind)
         if kind.zero_stage < 3 or found.alone_s == math.inf:
             return found
-        sent = pricer.exposing(kind.least_exposed(prices, SENT / (1 - SENT)))
+        sent = pricer.exposing(kind.least_exposed(prices, SENT / (1 - SENT), limited))
         problem = with_free_ends(sent.without_memory(), stands_for, inside)
         return found._replace(sent_s=(1 - SENT) * _least_s(problem, Eliminator.of(problem)))
 

@@ -20,9 +20,9 @@ from typing import NamedTuple
 from autoparallel.pricing.activation_steps import Action, ActivationSteps, Running, runs
 from autoparallel.pricing.backward_reads import BackwardReads
 from autoparallel.pricing.expert_exchanges import MixtureAction
+from autoparallel.pricing.layer_overlap import OF_WEIGHT
 from autoparallel.pricing.leaves import Leaves
 from autoparallel.pricing.multi_copy import At, MultiCopyRound, block_ranges
-from autoparallel.pricing.pieced_products import OF_WEIGHT
 from autoparallel.pricing.problem import SpacePricer
 from autoparallel.pricing.rank_reads import (
     RankReads,

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 
 from autoparallel.layout import Step
 from autoparallel.layout.shapes import largest_local_shape
+from autoparallel.pricing.layer_overlap import OF_WEIGHT
 from autoparallel.pricing.rank_reads import RankReads, Timed, TimedStep
 from autoparallel.pricing.redistribution_costs import PricedStep
 from autoparallel.pricing.step_cost import prices_of
@@ -15,9 +16,6 @@ from autoparallel.pricing.step_tasks import StepTasks
 from autoparallel.schedule.pieces import Pieced
 from autoparallel.strategies.space import TensorUse
 from cost_models import collectives
-
-#: The share of a linear layer's backward that makes its weight's gradient: one of two products of equal work.
-OF_WEIGHT = 0.5
 
 
 @dataclass(frozen=True)
@@ -128,4 +126,4 @@ def _copied(reads: RankReads, use: TensorUse, step: Step, pieced: Pieced, read: 
     return received * after + apart * made, received * before + apart * made
 
 
-__all__ = ["OF_WEIGHT", "PiecedStep", "pieced_step"]
+__all__ = ["PiecedStep", "pieced_step"]

@@ -267,8 +267,9 @@ class _Builder:
         found = paired(paired(self.kinds.uses, self.picks[sources]), self.picks[targets])
         if not self.costs.exposed.by_use:
             return found
+        known = dict[object, int]()
         ways = [self.costs.exposed.of(use, self.counts.of_parameter[use.source]) for use in self.space.uses]
-        return paired(found, np.unique(np.array(ways), axis=0, return_inverse=True)[1].reshape(-1))
+        return paired(found, np.array([known.setdefault(one, len(known)) for one in ways], np.int64))
 
     def seconds_only(self) -> Repeats[Edge]:
         """The same without memory."""

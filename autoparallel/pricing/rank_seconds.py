@@ -8,7 +8,7 @@ from functools import cached_property
 import numpy as np
 
 from autoparallel.pricing.activation_steps import ActivationSteps
-from autoparallel.pricing.pieced_products import OF_WEIGHT
+from autoparallel.pricing.layer_overlap import OF_WEIGHT
 from autoparallel.pricing.rank_reads import RankReads
 from autoparallel.strategies.space import Strategy
 

@@ -15,7 +15,7 @@ from autoparallel import clock
 from autoparallel.capture import TensorMeta
 from autoparallel.capture.blocks import block_path
 from autoparallel.layout import COLLECTIVES, SUMS, Layout, Placement, RedistributionTable, Step
-from autoparallel.layout.redistribution import ACTIONS, Axes
+from autoparallel.layout.redistribution import ACTIONS, Axes, StepCost
 from autoparallel.pricing.counts import ALONE, Summing
 from autoparallel.pricing.message_seconds import MessageSeconds
 from autoparallel.schedule.step_config import BUCKET_BYTES, LARGE_BYTES
@@ -289,6 +289,14 @@ class RedistributionPrices:
         rows = self.space.strategy_sets[use.source].outputs[use.output]
         columns = self.space.strategy_sets[use.target].inputs[use.position]
         return np.asarray(self._weighted[key][rows[:, None], columns])
+
+    def summed_along(self, use: TensorUse, what: str, value: StepCost) -> np.ndarray:
+        """Sums of a value of single steps along the paths of a use, kept under the name ``what``; by (layout, layout),
+        infinite where there is no path."""
+        key = (self.form_of(use), what)
+        if key not in self._weighted:
+            self._weighted[key] = self.table(use).sum_along(value)
+        return self._weighted[key]
 
     def use_gathered(self, use: TensorUse) -> np.ndarray:
         """Bytes of intermediate results of gathers on the path to the copy; as `use_copies`."""

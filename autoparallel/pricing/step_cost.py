@@ -9,9 +9,10 @@ from typing import NamedTuple
 import numpy as np
 
 from autoparallel.capture import TensorMeta
-from autoparallel.pricing.counts import ExecutionCounts
+from autoparallel.pricing.counts import ExecutionCounts, Summing
 from autoparallel.pricing.equivalence import Equivalence
 from autoparallel.pricing.host_activations import HostActivations
+from autoparallel.pricing.layer_overlap import BesideLayers, exposed_s
 from autoparallel.pricing.memo import Memo
 from autoparallel.pricing.op_costs import dtype_name, share_of_work
 from autoparallel.pricing.redistribution_costs import PricedStep
@@ -42,22 +43,26 @@ class StepCost(NamedTuple):
         return self.forward + self.again + self.backward + self.summed + self.moved + self.update
 
 
+#: Fractions of a redistribution's seconds that count, in forward and in backward.
+Ways = tuple[float, float]
+
+
 class Exposed(NamedTuple):
     """Fractions of the seconds of communication that count: of parameter gathers, gradient reductions and activations
-    (1: none of it overlaps with compute). ``by_use``: those of activations (forward, backward) by use (target,
-    position), where they differ."""
+    (1: none of it overlaps with compute). ``by_use``: those of activations by use (target, position), where they
+    differ; or the layers beside which a redistribution runs, whose seconds limit what overlaps."""
 
     gathers: float = 1.0
     reductions: float = 1.0
     activations: float = 1.0
-    by_use: Mapping[tuple[int, int], tuple[float, float]] | None = None
+    by_use: Mapping[tuple[int, int], Ways | BesideLayers] | None = None
 
     def with_more(self, part: float) -> Exposed:
         """The same with such a part of what of parameters' communication does not count."""
         return self._replace(gathers=self.gathers + part * (1 - self.gathers),
                              reductions=self.reductions + part * (1 - self.reductions))
 
-    def of(self, use: TensorUse, of_parameter: bool) -> tuple[float, float]:
+    def of(self, use: TensorUse, of_parameter: bool) -> Ways | BesideLayers:
         """Those of a use in forward and in backward."""
         if of_parameter:
             return self.gathers, self.reductions
@@ -232,15 +237,14 @@ class StepCosts:
     def use_s(self, use: TensorUse, rows: Picked, columns: Picked) -> np.ndarray:
         """Seconds of a use per step, by (row choice, column choice)."""
         forward, again, backward = self.counts.use_times(use)
-        there, back = self.exposed.of(use, self.counts.of_parameter[use.source])
-        counted, once = (there * (forward + again), back * backward), (there * forward, back * backward)
+        ways = self.exposed.of(use, self.counts.of_parameter[use.source])
         sums, summing, moves = self.counts.sums(use), self.counts.summing(use), self.counts.offloads_copy(use)
         skips = self.counts.skips(use)
 
         def seconds() -> np.ndarray:
-            found = self.prices.redistribution.use_s(use, counted, summing)
+            found = self._sent_s(use, ways, (forward + again, backward), summing)
             if skips is not None:
-                found = np.where(skips, self.prices.redistribution.use_s(use, once, summing), found)
+                found = np.where(skips, self._sent_s(use, ways, (forward, backward), summing), found)
             found = found + (self.sums_s(use) if sums else 0.0)
             if moves.there:
                 found = found + sum(self.activations.of_copy(use))
@@ -252,10 +256,19 @@ class StepCosts:
             every = [self._are_all(some, size) for some, size in zip((rows, columns), found.shape, strict=True)]
             return found if all(every) else found[rows.numbers[:, None], columns.numbers]
 
-        key = "use", self.use_key(use), rows.pick, columns.pick, counted, sums, summing, moves, skips is not None, \
-            id(self.counts.away[use.source]), self.lookups.place(use.source), \
+        key = "use", self.use_key(use), rows.pick, columns.pick, ways, forward, again, backward, sums, summing, moves, \
+            skips is not None, id(self.counts.away[use.source]), self.lookups.place(use.source), \
             self.counts.sparse.density.get(use.source)
         return self.memo.once(key, seconds)
+
+    def _sent_s(self, use: TensorUse, ways: Ways | BesideLayers, times: tuple[int, int], summing: Summing
+                ) -> np.ndarray:
+        """Exposed seconds of a use's redistribution, run ``times`` (forward, backward)."""
+        if not isinstance(ways, BesideLayers):
+            return self.prices.redistribution.use_s(use, (ways[0] * times[0], ways[1] * times[1]), summing)
+        there, back = self.memo.once(("beside layers", self.use_key(use), ways),
+                                     lambda: exposed_s(self.prices, use, ways))
+        return times[0] * there + times[1] * back if times[1] else times[0] * there
 
     def _are_all(self, picked: Picked, size: int) -> bool:
         """Whether these are the numbers of all strategies, in order."""

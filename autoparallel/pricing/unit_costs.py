@@ -85,6 +85,8 @@ class Prices:
         self._pieces: dict[tuple[int, int], OpPrice] = {}
         #: By the kinds of devices of a stage, of which there are a few.
         self._of_kinds: dict[tuple[int, ...], Prices] = {}
+        #: Of a copy for lower bounds: the prices of which it is one.
+        self._whole: Prices | None = None
 
     def of_ranks(self, ranks: Sequence[int]) -> Prices:
         """The prices on the devices of some ranks of the pipeline axis; of communication, and of the copies that it
@@ -141,8 +143,13 @@ class Prices:
             return self
         made = copy(self)
         made.costs = costs_of(self.space.spaces, self.kinds, self.training, self.spread, part, cache, least=True)
-        made.least, made.differ, made._ops, made._pieces = True, False, {}, {}
+        made.least, made.differ, made._ops, made._pieces, made._whole = True, False, {}, {}, self
         return made
+
+    @property
+    def whole(self) -> Prices:
+        """Of a copy for lower bounds the prices of which it is one: of host and device, by the slowest kind."""
+        return self._whole or self
 
     @property
     def recomputing(self) -> Recomputing:
