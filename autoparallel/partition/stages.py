@@ -371,6 +371,14 @@ class _Loads:
         return float(most.min()), number, int(places[most.argmin()])
 
 
+def bytes_at_cuts(space: StrategySpace, loss: int | None) -> dict[int, float]:
+    """Bytes of all that a cut sends, of whole tensors, by the op before which it is. Raises InputError without a scalar
+    loss."""
+    flow = flow_of(space, _loss(loss))
+    ops = [i for i in flow.main if space.decisions[i].kind == "op"]
+    return dict(zip(ops[1:], _sent_bytes(flow, ops, lambda use: use.meta.num_bytes)[1:].tolist(), strict=True))
+
+
 def _sent_bytes(flow: Flow, ops: Sequence[int], num_bytes: Callable[[TensorUse], float]) -> np.ndarray:
     """Bytes that a cut before each op sends."""
     space, main = flow.space, frozenset(flow.main)

@@ -10,6 +10,8 @@ from typing import NamedTuple
 
 import numpy as np
 
+from autoparallel.capture.outputs import loss_output
+from autoparallel.partition import bytes_at_cuts
 from autoparallel.planning.candidates import Candidate, Combination
 from autoparallel.planning.reduced_model import ReducedModel
 from autoparallel.plans import Hybrid
@@ -18,7 +20,7 @@ from autoparallel.pricing.unit_costs import OpPrice
 from autoparallel.schedule.in_flight import in_flight
 from autoparallel.schedule.step_config import without_recompute
 from autoparallel.strategies.space import StrategySpace
-from cost_models import Cluster
+from cost_models import Cluster, collectives
 
 #: Halvings of the seconds of a pipeline's slowest rank.
 BISECTIONS = 40
@@ -57,6 +59,8 @@ class CandidateBounds:
         #: By what `forced_again_s` depends on, which candidates share that differ in their ZeRO stage.
         self._forced: dict[tuple[object, ...], float] = {}
         self._bytes: dict[tuple[Combination, float], float] = {}
+        #: By stages, micro-batches and mesh.
+        self._sends: dict[tuple[object, ...], float] = {}
 
     def least_bytes(self, candidate: Candidate, times: float = 1.0) -> float:
         """A lower bound of peak bytes, were activations ``times`` as large: state and tensors live between forward and
@@ -114,6 +118,30 @@ class CandidateBounds:
         each = [(counts[decision.index], prices.op_of(decision.index)) for decision in self._whole.decisions
                 if decision.kind == "op" and self._whole.blocks[decision.index]]
         return sum(count * float((price.forward_s + slower * price.backward_s).min()) for count, price in each)
+
+    def sends_s(self, candidate: Candidate) -> float:
+        """A lower bound of the seconds in which the ranks of a pipeline, together, wait for messages at its cuts: both
+        ranks at a cut for one a micro-batch, of a value divided evenly over the devices of a stage. Each cut is another
+        one, of those that send least."""
+        h, devices = candidate.hybrid, math.prod(candidate.mesh_shape)
+        if h.stages == 1 or h.replicas:
+            return 0.0
+        key = h.stages, h.micro_batches, candidate.mesh
+        if key not in self._sends:
+            network = self.cluster.group((h.pipeline_ranks, *candidate.mesh_shape), 0)
+            ends, inside = self._sent_bytes
+            least = np.sort([*ends, *[inside] * (h.stages - 1)])[: h.stages - 1] / h.micro_batches / devices
+            sent_s = np.where(least > 0, collectives.send_recv_s(least, network), 0.0)
+            self._sends[key] = 2 * h.micro_batches * float(sent_s.sum())
+        return self._sends[key]
+
+    @cached_property
+    def _sent_bytes(self) -> tuple[list[float], float]:
+        """Bytes that cuts send of the whole batch: of each cut outside of blocks, and the least of all inside."""
+        space, inside = self._whole, self.reduced_model.inside(self._whole)
+        found = bytes_at_cuts(space, loss_output(space.graph))
+        return ([sent for index, sent in found.items() if not inside[index]],
+                min((sent for index, sent in found.items() if inside[index]), default=math.inf))
 
     def again_s(self, candidate: Candidate) -> float:
         """As `work_s`, of the recompute of all blocks."""

@@ -189,7 +189,8 @@ class JointSearch:
         # Many blocks with different strategies can come near the bound; the few of the reduced-depth model cannot.
         share = found.lower_bound / found.objective if self.reduced_model.twins else 1.0
         uneven = UNEVEN if self.space.num_blocks % candidate.hybrid.stages else 1.0
-        return replace(candidate, estimate_s=uneven * share * estimate(pricer, strategies), first=first)
+        sends_s = equal_stages_s(candidate.hybrid, self.bounds.sends_s(candidate))
+        return replace(candidate, estimate_s=uneven * share * estimate(pricer, strategies) + sends_s, first=first)
 
     def run(self, deadline: float = math.inf) -> Survey:
         """Estimate the promising candidates, but for known ones, and raise the bounds of the others, until ``deadline``

@@ -171,9 +171,9 @@ class StepBounds:
         return max([longer * even_s, *(work.at(longer, even_s) for work in known if work is not None)])
 
     def _step_s(self, candidate: Candidate, again_s: float) -> float:
-        """Seconds of a step: the longer of computing (the work of a rank, or its launches if they take longer, the
-        bubble of an even pipeline, and what the optimizer takes longer on the host than on the devices) and of fetching
-        parameters before the host's step; and what no op takes."""
+        """Seconds of a step: the longer of computing (the work of a rank and its waits for messages, or its launches if
+        they take longer, the bubble of an even pipeline, and what the optimizer takes longer on the host than on the
+        devices) and of fetching parameters before the host's step; and what no op takes."""
         h = candidate.hybrid
         longer = h.pipeline_ranks * equal_stages_s(h, 1.0)
         update = self.even.host_update(h)
@@ -181,6 +181,7 @@ class StepBounds:
         known = self.found.fitting
         fitting_s = max(known.get(key, 0.0) for key in self._of_memory(candidate)) if known else 0.0
         worked_s = max(self._known_work_s(candidate, longer) + longer * again_s, fitting_s)
+        worked_s += longer * self.even.sends_s(candidate)
         computing_s = max(worked_s / h.pipeline_ranks, launched_s) + update.more_s
         return fixed_s(self.cluster, h) + max(computing_s, self.even.fetch_s(h) + update.whole_s)
 
