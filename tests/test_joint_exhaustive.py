@@ -23,6 +23,8 @@ from autoparallel.planning.one_mesh import plan_on
 from autoparallel.planning.options import Options
 from autoparallel.planning.step_bounds import Work
 from autoparallel.plans import Hybrid, Plan
+from autoparallel.pricing.layer_overlap import BesideLayers
+from autoparallel.schedule.activation_windows import NOWHERE
 from autoparallel.schedule.pieces import TRIED
 from autoparallel.search import MemoryLimitError
 from autoparallel.search.model.problem import Edge, Node, Problem
@@ -122,7 +124,8 @@ def test_bounds_rise_where_memory_binds() -> None:
 
 def test_communication_that_nothing_can_hide_counts_whole() -> None:
     """In a block of a norm, two linear layers and a sum: what the norm reads waits; the first layer's operand, and the
-    second one's result, wait for a piece of theirs; the sum's other term travels beside both. Of a pipeline that puts
+    second one's result, wait for a piece of theirs, and for more where it takes longer than the layer; the sum's other
+    term travels beside both. Of a pipeline that puts
     gradients of weights off all waits."""
     case = SmallCase(30)    # on 8 devices, with norms
     kind = Kind.of(Candidate(Hybrid(4, 2, 2), (2, 2)))
@@ -130,19 +133,37 @@ def test_communication_that_nothing_can_hide_counts_whole() -> None:
     space, exposed = prices.space, kind.least_exposed(prices)
     assert exposed.by_use is not None
     inside = {path for path in space.blocks if path}
-    found = dict[str, set[tuple[float, float]]]()
+    found = dict[str, set[object]]()
     for use in space.uses:
         if space.decisions[use.source].kind != "parameter" and space.blocks[use.target] in inside:
             node = space.graph.nodes[space.decisions[use.target].node]
             found.setdefault(node.op_name, set()).add(exposed.of(use, False))
-    share, piece = exposed.activations, 1 / max(TRIED)
+    share, pieces = exposed.activations, max(TRIED)
     assert {ways for name, some in found.items() if "norm" in name for ways in some} == {(1.0, 1.0)}
-    assert {ways for name, some in found.items() if "linear" in name for ways in some} == {(piece, share)}
-    assert (piece, piece) in {ways for name, some in found.items() if "add" in name for ways in some}
+    of_linear, of_add = ([one for name, some in found.items() if what in name for one in some
+                          if isinstance(one, BesideLayers)] for what in ("linear", "add"))
+    assert of_linear and all((one.share, one.pieces, one.alone) == (share, pieces, True) for one in of_linear)
+    assert any(one.maker != NOWHERE and not one.readers for one in of_add)
+    of_piece = 1 - (1 - share) * (pieces - 1) / pieces
+    least = kind.least_exposed(prices, limited=False).by_use
+    assert least is not None and {(of_piece, share), (of_piece, of_piece)} <= set(least.values())
     late = kind._replace(puts_off=True).least_exposed(prices)
     assert late.by_use is None and late.activations == 1.0 > exposed.activations
     once, each = (kind._replace(zero_stage=stage).least_exposed(prices) for stage in (1, 3))
     assert once.gathers > each.gathers and once.reductions == each.reductions
+
+
+@pytest.mark.parametrize("seed", [18, *(pytest.param(seed, marks=pytest.mark.slow) for seed in (2, 7, 30))])
+def test_messages_at_cuts_take_no_less_than_their_bound(seed: int) -> None:
+    """And in some plan hardly more: its cuts send what is divided evenly."""
+    case, shares = SmallCase(seed), list[float]()
+    pipelines = [c for c in case.combinations if c.hybrid.stages > 1]
+    for candidate, made in case.planned(random.Random(seed).sample(pipelines, min(SOME, len(pipelines)))):
+        record = made.known
+        assert record is not None
+        sent_s = 2 * candidate.hybrid.micro_batches * sum(stage.send_s for stage in record.stages)
+        shares.append(case.search.bounds.sends_s(candidate) / sent_s)
+    assert min(shares) > 0 and 0.5 < max(shares) <= 1 + 1e-9
 
 
 def test_bubbles_make_all_of_a_micro_batch_longer() -> None:

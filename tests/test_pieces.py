@@ -3,10 +3,12 @@ pay."""
 
 from __future__ import annotations
 
+import random
 from collections import OrderedDict
 from dataclasses import replace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch.distributed.device_mesh import init_device_mesh
@@ -20,8 +22,12 @@ from autoparallel.kernels.collectives import redistribute
 from autoparallel.kernels.in_pieces import gathered_products, reduced_product
 from autoparallel.plans import Hybrid
 from autoparallel.pricing import ExecutionCounts, SpacePricer
+from autoparallel.pricing.layer_overlap import at_once_s
 from autoparallel.pricing.overlap_simulation import RankStep
-from autoparallel.pricing.rank_reads import COMPUTE
+from autoparallel.pricing.pieced_products import PiecedStep
+from autoparallel.pricing.rank_reads import COMPUTE, Message, Timed, TimedStep
+from autoparallel.pricing.step_tasks import StepTasks
+from autoparallel.schedule.pieces import TRIED
 from cost_models import Cluster, Device, Link
 from tests.support.launch_order import drawn_of
 from tests.support.models import CASES
@@ -182,3 +188,29 @@ def test_what_pieces_do_not_go_with_is_refused() -> None:
         Hybrid(4, 2, 2, "zero_bubble", zero_stage=1, pieces=2)
     with pytest.raises(PlanError, match="pieces"):
         planned(TOY, pieces=0)
+
+
+@pytest.mark.parametrize("seed", range(12))
+@pytest.mark.parametrize("behind", [False, True])
+def test_no_more_overlaps_than_layers_take(seed: int, behind: bool) -> None:
+    """Of drawn seconds: the simulated step of a layer in pieces saves no more than the bound of what overlaps, less the
+    slowdown; in forward exactly that where pieces of both take equally long."""
+    draw, pieces, slowdown = random.Random(seed), random.Random(seed).choice(TRIED), 1.2
+    product_s, weights_s = draw.uniform(0.1, 2), draw.uniform(0, 1)
+    sent_s = product_s if seed % 3 == 0 else draw.uniform(0.1, 3)
+    timed = Timed(sent_s / pieces, "links", Message("all_gather", "model", 8.0))
+    nothing = (0.0, 0.0)
+    step = PiecedStep(0, (0,), behind, pieces, TimedStep(0, "S -> R", timed, timed, timed), product_s / pieces,
+                      product_s / pieces, weights_s, nothing, (product_s + sent_s, product_s + weights_s + sent_s))
+    saved = list[float]()
+    for run in (step.forward, step.backward):
+        tasks = StepTasks()
+        run(tasks, 1.0)
+        tasks.flush()
+        saved.append(tasks.hidden_s(slowdown))
+    after = None if behind else np.array(weights_s)
+    most = [(2 - slowdown) * float(at_once_s(np.array(sent_s), np.array(product_s), pieces, behind_last))
+            for behind_last in (None, after)]
+    assert all(0 < one <= limit * (1 + 1e-9) for one, limit in zip(saved, most, strict=True))
+    if seed % 3 == 0:
+        assert saved[0] == pytest.approx(most[0])

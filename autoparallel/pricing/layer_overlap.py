@@ -45,22 +45,31 @@ class BesideLayers(NamedTuple):
 def exposed_s(prices: Prices, use: TensorUse, beside: BesideLayers) -> tuple[np.ndarray, np.ndarray]:
     """The least exposed seconds (forward, backward) of one execution of a use's redistribution, by (source strategy,
     target strategy)."""
-    sent = [prices.redistribution.use_s(use, times) for times in ((1, 0), (0, 1))]
-    apart, most = (beside.pieces - 1) / beside.pieces, [np.zeros(()), np.zeros(())]
-    counts = _counts(prices, use)
+    sent, counts = [prices.redistribution.use_s(use, times) for times in ((1, 0), (0, 1))], _counts(prices, use)
+    most = [np.zeros(()), np.zeros(())]
     if beside.readers:
         forward_s, operand_s, weights_s = _of_readers(prices, use, beside)
         pieced = (counts == 1 + GATHERS) & beside.alone
-        most = [np.where(pieced, apart * np.minimum(sent[0], forward_s), 0.0),
-                np.minimum(sent[1], weights_s + np.where(pieced, apart * operand_s, 0.0))]
+        most = [np.where(pieced, at_once_s(sent[0], forward_s, beside.pieces), 0.0),
+                at_once_s(sent[1], np.where(pieced, operand_s, 0.0), beside.pieces, weights_s)]
     if beside.maker != NOWHERE:
         price, pieced = prices.whole.op_of(beside.maker), counts == 1 + SUMS
         made_s = price.forward_s, (1 - OF_WEIGHT) * price.backward_s
-        most = [np.maximum(other, np.where(pieced, apart * np.minimum(one, seconds[:, None]), 0.0))
+        most = [np.maximum(other, np.where(pieced, at_once_s(one, seconds[:, None], beside.pieces), 0.0))
                 for other, one, seconds in zip(most, sent, made_s, strict=True)]
     forward, backward = (one - (1 - beside.share) * np.where(np.isfinite(one), other, 0.0)
                          for one, other in zip(sent, most, strict=True))
     return forward, backward
+
+
+def at_once_s(sent_s: np.ndarray, products_s: np.ndarray, pieces: int, after_s: np.ndarray | None = None
+              ) -> np.ndarray:
+    """The most seconds in which a redistribution of ``sent_s`` overlaps with products of ``products_s`` in ``pieces``.
+    ``after_s``: of compute behind the last product, beside the last piece of what is sent (None: all of it waits)."""
+    apart = (pieces - 1) / pieces
+    if after_s is None:
+        return np.minimum(apart * sent_s, apart * products_s)
+    return np.minimum(sent_s, apart * products_s + after_s)
 
 
 def _of_readers(prices: Prices, use: TensorUse, beside: BesideLayers) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
@@ -106,4 +115,4 @@ def _sends_back(prices: Prices, use: TensorUse) -> np.ndarray:
     return prices.redistribution.summed_along(use, "sends back", count) > 0
 
 
-__all__ = ["OF_WEIGHT", "BesideLayers", "exposed_s"]
+__all__ = ["OF_WEIGHT", "BesideLayers", "at_once_s", "exposed_s"]
