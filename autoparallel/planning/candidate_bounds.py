@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from functools import cached_property
 from typing import NamedTuple
 
@@ -61,6 +61,7 @@ class CandidateBounds:
         self._bytes: dict[tuple[Combination, float], float] = {}
         #: By stages, micro-batches and mesh.
         self._sends: dict[tuple[object, ...], float] = {}
+        self._at_cuts: tuple[list[float], float] | None = None
 
     def least_bytes(self, candidate: Candidate, times: float = 1.0) -> float:
         """A lower bound of peak bytes, were activations ``times`` as large: state and tensors live between forward and
@@ -129,19 +130,13 @@ class CandidateBounds:
         key = h.stages, h.micro_batches, candidate.mesh
         if key not in self._sends:
             network = self.cluster.group((h.pipeline_ranks, *candidate.mesh_shape), 0)
-            ends, inside = self._sent_bytes
+            if self._at_cuts is None:
+                self._at_cuts = _bytes_at_cuts(self._whole, self.reduced_model.inside(self._whole))
+            ends, inside = self._at_cuts
             least = np.sort([*ends, *[inside] * (h.stages - 1)])[: h.stages - 1] / h.micro_batches / devices
             sent_s = np.where(least > 0, collectives.send_recv_s(least, network), 0.0)
             self._sends[key] = 2 * h.micro_batches * float(sent_s.sum())
         return self._sends[key]
-
-    @cached_property
-    def _sent_bytes(self) -> tuple[list[float], float]:
-        """Bytes that cuts send of the whole batch: of each cut outside of blocks, and the least of all inside."""
-        space, inside = self._whole, self.reduced_model.inside(self._whole)
-        found = bytes_at_cuts(space, loss_output(space.graph))
-        return ([sent for index, sent in found.items() if not inside[index]],
-                min((sent for index, sent in found.items() if inside[index]), default=math.inf))
 
     def again_s(self, candidate: Candidate) -> float:
         """As `work_s`, of the recompute of all blocks."""
@@ -276,6 +271,13 @@ class CandidateBounds:
 
     def _whole_prices(self, spread: int) -> Prices:
         return Prices(self._whole, self.cluster, self.optimizer, stages=self.cluster.num_devices, spread=spread)
+
+
+def _bytes_at_cuts(space: StrategySpace, inside: Sequence[bool]) -> tuple[list[float], float]:
+    """Bytes that cuts send of the whole batch: of each cut outside of blocks, and the least of all inside."""
+    found = bytes_at_cuts(space, loss_output(space.graph))
+    return ([sent for index, sent in found.items() if not inside[index]],
+            min((sent for index, sent in found.items() if inside[index]), default=math.inf))
 
 
 def _even_bytes(candidate: Candidate, kept: Mapping[tuple[str, bool], float], in_flight: np.ndarray, times: float

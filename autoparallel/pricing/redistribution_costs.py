@@ -183,13 +183,12 @@ class RedistributionPrices:
         """The priced steps of a use from layout to layout, memoised."""
         meta, key = use.meta, (self.form_of(use), source, target, summing)
         if key not in self._steps:
-            self._steps[key] = [PricedStep(step, self._step_s(meta, step, summing), self._elements(meta, step))
-                                for step in self.table(use).path(source, target)]
+            space = self.space.spaces(meta)
+            self._steps[key] = [
+                PricedStep(step, self._step_s(meta, step, summing), max(
+                    int(space.local_elements[space.index(layout)]) for layout in (step.before, step.after)))
+                for step in self.table(use).path(source, target)]
         return self._steps[key]
-
-    def _elements(self, meta: TensorMeta, step: Step) -> int:
-        space = self.space.spaces(meta)
-        return max(int(space.local_elements[space.index(layout)]) for layout in (step.before, step.after))
 
     def piece_s(self, meta: TensorMeta, step: Step, pieces: int) -> tuple[float, float]:
         """Seconds (forward, backward) of one step of one of so many equal pieces of a tensor."""

@@ -242,9 +242,9 @@ class StepCosts:
         skips = self.counts.skips(use)
 
         def seconds() -> np.ndarray:
-            found = self._sent_s(use, ways, (forward + again, backward), summing)
+            found = _sent_s(self, use, ways, (forward + again, backward), summing)
             if skips is not None:
-                found = np.where(skips, self._sent_s(use, ways, (forward, backward), summing), found)
+                found = np.where(skips, _sent_s(self, use, ways, (forward, backward), summing), found)
             found = found + (self.sums_s(use) if sums else 0.0)
             if moves.there:
                 found = found + sum(self.activations.of_copy(use))
@@ -260,15 +260,6 @@ class StepCosts:
             skips is not None, id(self.counts.away[use.source]), self.lookups.place(use.source), \
             self.counts.sparse.density.get(use.source)
         return self.memo.once(key, seconds)
-
-    def _sent_s(self, use: TensorUse, ways: Ways | BesideLayers, times: tuple[int, int], summing: Summing
-                ) -> np.ndarray:
-        """Exposed seconds of a use's redistribution, run ``times`` (forward, backward)."""
-        if not isinstance(ways, BesideLayers):
-            return self.prices.redistribution.use_s(use, (ways[0] * times[0], ways[1] * times[1]), summing)
-        there, back = self.memo.once(("beside layers", self.use_key(use), ways),
-                                     lambda: exposed_s(self.prices, use, ways))
-        return times[0] * there + times[1] * back if times[1] else times[0] * there
 
     def _are_all(self, picked: Picked, size: int) -> bool:
         """Whether these are the numbers of all strategies, in order."""
@@ -344,3 +335,13 @@ class StepCosts:
         if source == target:
             return ()
         return self.prices.redistribution.steps(use, source, target, self.counts.summing(use))
+
+
+def _sent_s(costs: StepCosts, use: TensorUse, ways: Ways | BesideLayers, times: tuple[int, int], summing: Summing
+            ) -> np.ndarray:
+    """Exposed seconds of a use's redistribution, run ``times`` (forward, backward)."""
+    if not isinstance(ways, BesideLayers):
+        return costs.prices.redistribution.use_s(use, (ways[0] * times[0], ways[1] * times[1]), summing)
+    there, back = costs.memo.once(("beside layers", costs.use_key(use), ways),
+                                  lambda: exposed_s(costs.prices, use, ways))
+    return times[0] * there + times[1] * back if times[1] else times[0] * there
