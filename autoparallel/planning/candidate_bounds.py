@@ -139,9 +139,18 @@ class CandidateBounds:
         return self._sends[key]
 
     def again_s(self, candidate: Candidate) -> float:
-        """As `work_s`, of the recompute of all blocks."""
+        """As `work_s`, of the recompute of all blocks: the ops that run again, each divided evenly."""
         h = candidate.hybrid
-        return h.micro_batches * self._least_again(h, h.micro_batches * math.prod(candidate.mesh_shape))
+        if h.recompute in ("none", "offload"):
+            return 0.0
+        key = h.recompute, h.micro_batches * math.prod(candidate.mesh_shape)
+        if key not in self._again:
+            prices = self._least_prices(key[1])
+            counts = ExecutionCounts(self._whole, Hybrid(recompute=h.recompute),
+                                     recomputing=self._whole_prices(1).recomputing)
+            again = [prices[index] for index in counts.blocks.runs_again if index in prices]
+            self._again[key] = sum(count * float(price.forward_s.min()) for count, price in again)
+        return h.micro_batches * self._again[key]
 
     def forced_again_s(self, candidate: Candidate, work_s: float) -> float:
         """A lower bound of the seconds of recompute, on one rank for all, that memory forces on any plan of the
@@ -235,19 +244,6 @@ class CandidateBounds:
                 found[1] += count * float(price.backward_s.min())
             self._least[shards] = (found[0], found[1])
         return self._least[shards]
-
-    def _least_again(self, hybrid: Hybrid, shards: int) -> float:
-        """Seconds of running again the ops that recompute of all blocks does, each divided evenly into ``shards``."""
-        if hybrid.recompute in ("none", "offload"):
-            return 0.0
-        key = hybrid.recompute, shards
-        if key not in self._again:
-            prices = self._least_prices(shards)
-            counts = ExecutionCounts(self._whole, Hybrid(recompute=hybrid.recompute),
-                                     recomputing=self._whole_prices(1).recomputing)
-            again = [prices[index] for index in counts.blocks.runs_again if index in prices]
-            self._again[key] = sum(count * float(price.forward_s.min()) for count, price in again)
-        return self._again[key]
 
     def _least_prices(self, shards: int) -> Mapping[int, tuple[int, OpPrice]]:
         """By decision of an op: how many it stands for, and what the device takes of it alone."""
