@@ -194,8 +194,12 @@ class Baseline:
         return use.source in self._of_parameters
 
     def role_of(self, use: TensorUse, axis: int) -> str:
-        """The role of an axis for what a use reads: experts stay where they are."""
-        return "tensor" if use.source in self._experts and self.roles[axis] in _EXPERT else self.roles[axis]
+        """The role of an axis for what a use reads: weights of experts stay where they are, and tensor-parallel ranks,
+        which take other tokens for them, sum their gradients as data-parallel ones do."""
+        role = self.roles[axis]
+        if use.source not in self._experts:
+            return role
+        return "tensor" if role in _EXPERT else "data" if role == "tensor" and self._has_experts_axis else role
 
 
 def step_penalty(role: str, of_parameter: bool, meta: TensorMeta, source: Placement, target: Placement) -> float:
