@@ -298,13 +298,13 @@ def worst_error(expected: Truth, found: tuple[Shards, Shards, Shards]) -> tuple[
 # -------------------------------------------------------------------------------------------------------------- plans
 
 
-def toy_cluster() -> Cluster:
-    """Four devices for toy models: a call costs nothing, and computing 64 times as much as on an H100.
+def toy_cluster(num_devices: int = NUM_RANKS) -> Cluster:
+    """Devices for toy models: a call costs nothing, and computing 64 times as much as on an H100.
 
     A model of width 64 has 1/64 of the FLOP per byte of one of width 4096; on a real device its best plan would be to
     repeat everything. Here it is cut as the large model is there.
     """
-    cluster = Cluster.load("h100-sxm", num_devices=NUM_RANKS, software="none")
+    cluster = Cluster.load("h100-sxm", num_devices=num_devices, software="none")
     device = replace(cluster.device, launch_s=0.0, efficiency={}, memory_efficiency={}, tiles=None,
                      peak_flops_per_s={k: v / 64 for k, v in cluster.device.peak_flops_per_s.items()})
     links = tuple(replace(link, alpha_s=0.0, protocols={}) for link in cluster.links)

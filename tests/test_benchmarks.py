@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import json
+import math
 import re
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+import torch
 
-from benchmarks import planning_time, search_quality, step_time
+from benchmarks import compiled_zoo, planning_time, search_quality, step_time
 from benchmarks.measure import Spread, as_json, conditions, peak_memory_bytes
 
 
@@ -109,3 +111,12 @@ def test_steps_with_states_on_disk_beside_their_bound(tmp_path: Path) -> None:
                           capture_output=True, text=True, timeout=150, check=True)
     ratio = re.search(r"disk over bound: median ([0-9.]+)", done.stdout)
     assert ratio is not None and float(ratio[1]) > 0.3 and not any(tmp_path.iterdir())
+
+
+@pytest.mark.ranks
+def test_compiled_architectures_are_held_to_one_process() -> None:
+    row = compiled_zoo.examine("gpt2", (2,), "aot_eager")
+    assert row.verdict == "equal" and row.error > 0 and row.plan
+    whole = torch.tensor([4.0, 2.0])
+    assert compiled_zoo._error(torch.tensor([4.0, 2.5]), whole) == 0.125
+    assert {compiled_zoo._error(wrong, whole) for wrong in (None, whole[:1], whole * math.nan)} == {math.inf}
