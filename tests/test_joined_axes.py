@@ -11,7 +11,7 @@ import torch
 
 import autoparallel
 from autoparallel.errors import MeshError
-from autoparallel.layout import INVARIANT, REPLICATE
+from autoparallel.layout import INVARIANT, REPLICATE, shard
 from autoparallel.pricing import Prices
 from autoparallel.strategies.space import StrategySpace
 from cost_models import Cluster, collectives
@@ -46,6 +46,18 @@ def test_the_cheaper_of_one_collective_and_several_is_taken() -> None:
     paths = {space.decisions[use.source].kind: [step.axes for step in prices.table(use).path(
         (INVARIANT,) * 2, (REPLICATE,) * 2)] for use in space.uses if use.meta.requires_grad}
     assert sorted(paths["op"]) == [(0,), (1,)] and paths["parameter"] == [(0, 1)]
+
+
+def test_a_stored_shard_is_reduced_before_it_is_gathered() -> None:
+    """A reduction of whole gradients over all ranks, behind a gather, costs as much and does not overlap with
+    backward: only reductions with which a path begins do."""
+    cluster = Cluster.load("h100-sxm", num_devices=16_384)
+    model = torch.nn.Sequential(*(torch.nn.Linear(4096, 4096, bias=False) for _ in range(4)))
+    space = StrategySpace(autoparallel.capture.capture(model, (torch.zeros(16_384, 4096),)), (2048, 8))
+    prices = Prices(space, cluster).redistribution
+    use = next(use for use in space.uses if space.decisions[use.source].kind == "parameter")
+    path = prices.table(use).path((INVARIANT, shard(0)), (REPLICATE, REPLICATE))
+    assert [(step.axes, step.backward) for step in path] == [((0,), "all_reduce"), ((1,), "reduce_scatter")]
 
 
 def test_an_axis_name_that_would_read_as_several_is_refused() -> None:

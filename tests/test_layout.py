@@ -187,18 +187,23 @@ def seconds_of(space: LayoutSpace, step: Step) -> float:
     return float(some_cost(step.axes, step.source, step.target, before, after))
 
 
+@pytest.mark.parametrize("joint_first", [False, True])
 @pytest.mark.parametrize("space", SPACES, ids=lambda s: f"{s.shape}-{s.mesh_shape}-{len(s.interleaved)}")
-def test_paths_are_legal_chains_and_the_shortest(space: LayoutSpace) -> None:
-    """Between all pairs of legal layouts, against networkx on the graph of legal steps."""
-    table = RedistributionTable(space, 4, some_cost)
+def test_paths_are_legal_chains_and_the_shortest(space: LayoutSpace, joint_first: bool) -> None:
+    """Between all pairs of legal layouts, against networkx on the graph of legal steps. ``joint_first``: nodes are
+    layouts at the begin of a path, from which steps on several axes go, and further on it."""
+    table = RedistributionTable(space, 4, some_cost, joint_first=joint_first)
     steps = legal_steps(space)
     graph = networkx.DiGraph()
-    graph.add_nodes_from(x for x, legal in zip(space.layouts, space.legal, strict=True) if legal)
-    graph.add_weighted_edges_from((s.before, s.after, seconds_of(space, s)) for s in steps)
+    graph.add_nodes_from((x, True) for x, legal in zip(space.layouts, space.legal, strict=True) if legal)
+    graph.add_weighted_edges_from(((s.before, begins), (s.after, False), seconds_of(space, s))
+                                  for s in steps for begins in (True, False)
+                                  if begins or len(s.axes) == 1 or not joint_first)
     shortest = dict(networkx.all_pairs_dijkstra_path_length(graph))
     allowed = set(steps)
     for source, target in itertools.product(space.layouts, repeat=2):
-        expected = shortest.get(source, {}).get(target, math.inf)
+        expected = shortest.get((source, True), {}).get((target, False), math.inf)
+        expected = 0.0 if source == target and space.legal[space.index(source)] else expected
         assert table.seconds[space.index(source), space.index(target)] == pytest.approx(
             expected if source != target else 0.0
         )
@@ -207,7 +212,7 @@ def test_paths_are_legal_chains_and_the_shortest(space: LayoutSpace) -> None:
         path = table.path(source, target)
         ends = [source, *(s.after for s in path)]
         assert [s.before for s in path] == ends[:-1] and ends[-1] == target
-        assert set(path) <= allowed
+        assert set(path) <= allowed and not (joint_first and any(len(s.axes) > 1 for s in path[1:]))
         assert sum(seconds_of(space, s) for s in path) == pytest.approx(expected)
 
 
@@ -218,10 +223,11 @@ def test_no_detour_is_shorter_and_every_legal_layout_is_reached(space: LayoutSpa
     assert (seconds[:, None, :] <= seconds[:, :, None] + seconds[None, :, :] + 1e-9).all()
 
 
+@pytest.mark.parametrize("joint_first", [False, True])
 @pytest.mark.parametrize("space", SPACES[:3], ids=lambda s: f"{s.shape}-{s.mesh_shape}-{len(s.interleaved)}")
-def test_sums_along_paths(space: LayoutSpace) -> None:
+def test_sums_along_paths(space: LayoutSpace, joint_first: bool) -> None:
     """`sum_along` of another value, here of ones, is the number of steps of each path."""
-    table = RedistributionTable(space, 4, some_cost)
+    table = RedistributionTable(space, 4, some_cost, joint_first=joint_first)
     counts = table.sum_along(lambda axes, p, q, before, after: np.ones_like(before))
     for source, target in itertools.product(np.flatnonzero(space.legal), repeat=2):
         assert counts[source, target] == len(table.path(space.layouts[source], space.layouts[target]))

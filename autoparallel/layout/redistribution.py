@@ -29,7 +29,7 @@ from __future__ import annotations
 
 import itertools
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -283,21 +283,44 @@ class RedistributionTable:
     """Seconds of the cheapest path between any two layouts of one tensor, and the path itself.
 
     ``direct``: of the paths with the fewest changes of a placement on an axis. ``chosen_by``: seconds by which the
-    cheapest path is chosen, where they are others. Built once per distinct (shape, item size, needs gradient): min-plus
-    closure, O(layouts^3) in numpy.
+    cheapest path is chosen, where they are others. ``joint_first``: steps on several axes begin paths only, as the
+    reductions of a parameter's gradient must that overlap with backward (`schedule.async_windows`). Built once per
+    distinct (shape, item size, needs gradient): min-plus closure, O(layouts^3) in numpy.
     """
 
     def __init__(self, space: LayoutSpace, item_bytes: int, step_cost: StepCost, direct: bool = False,
-                 chosen_by: StepCost | None = None) -> None:
+                 chosen_by: StepCost | None = None, joint_first: bool = False) -> None:
         self.space, self.item_bytes = space, item_bytes
         self.seconds = self._single_steps(chosen_by or step_cost)
         count = len(space.layouts)
         if direct:
             self.seconds += DIRECT_S * (space.codes[:, None] != space.codes[None]).sum(axis=2)
         self._via = np.tile(np.arange(count, dtype=np.int32), (count, 1))
+        #: By (source, target), the layout after a step on several axes with which the path begins; -1: with none.
+        self._begins = np.full((count, count), -1, np.int32)
+        joint = self._take_joint() if joint_first else {}
         self._close(np.flatnonzero(space.legal))
+        self._begin_with(joint)
         if direct or chosen_by is not None:
             self.seconds = self.sum_along(step_cost)
+
+    def _take_joint(self) -> dict[tuple[int, int], float]:
+        """The seconds of steps on several axes, by (source, target), which no path takes any more."""
+        found = dict[tuple[int, int], float]()
+        for axes, _, _, before, after in self.space.single_steps:
+            if len(axes) > 1:
+                found |= zip(zip(before.tolist(), after.tolist(), strict=True),
+                             self.seconds[before, after].tolist(), strict=True)
+                self.seconds[before, after] = np.inf
+        return found
+
+    def _begin_with(self, joint: Mapping[tuple[int, int], float]) -> None:
+        """Begin paths with these steps where they are cheaper so."""
+        closed = self.seconds.copy() if joint else self.seconds
+        for (before, after), seconds in joint.items():
+            through = seconds + closed[after]
+            better = np.flatnonzero(through < self.seconds[before] * (1 - 1e-12))
+            self.seconds[before, better], self._begins[before, better] = through[better], after
 
     def _close(self, legal: np.ndarray) -> None:
         """Cheapest paths by way of these layouts, which lead nowhere else."""
@@ -327,6 +350,9 @@ class RedistributionTable:
         total = np.zeros_like(single)
         for _ in range(3 * len(self.space.mesh_shape)):  # no cheapest path is longer
             total = np.where(self._via == rows, 0.0, single[rows, self._via] + total[self._via, rows.T])
+        begins, goals = np.nonzero(self._begins >= 0)
+        after = self._begins[begins, goals]
+        total[begins, goals] = single[begins, after] + total[after, goals]
         return np.where(np.isfinite(self.seconds), total, np.inf)
 
     @cached_property
@@ -345,7 +371,8 @@ class RedistributionTable:
             raise ValueError(f"no redistribution from {source} to {target} for a tensor of shape {self.space.shape}")
         steps: list[Step] = []
         while here != goal:
-            there = int(self._via[here, goal])
+            begins = -1 if steps else int(self._begins[here, goal])
+            there = int(self._via[here, goal]) if begins < 0 else begins
             before, after = layouts[here], layouts[there]
             steps.append(Step(tuple(a for a in range(len(before)) if before[a] != after[a]), before, after))
             here = there

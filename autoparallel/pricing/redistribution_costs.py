@@ -96,7 +96,7 @@ class RedistributionPrices:
                 return cost(axes, source, target, times * before, times * after) / times
 
             self._tables[key] = RedistributionTable(self.space.spaces(meta), meta.dtype.itemsize, cost, self.direct,
-                                                    of_share if key.bucketed else None)
+                                                    of_share if key.bucketed else None, joint_first=key.bucketed)
             while len(_TABLES) * self._tables[key].seconds.size >= MOST_CELLS:
                 _TABLES.pop(next(iter(_TABLES)))
             _TABLES[shared] = self._tables[key]
