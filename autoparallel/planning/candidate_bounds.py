@@ -270,8 +270,11 @@ class CandidateBounds:
 
 
 def _bytes_at_cuts(space: StrategySpace, inside: Sequence[bool]) -> tuple[list[float], float]:
-    """Bytes that cuts send of the whole batch: of each cut outside of blocks, and the least of all inside."""
-    found = bytes_at_cuts(space, loss_output(space.graph))
+    """Bytes that cuts send of the whole batch: of each cut outside of blocks, and the least of all inside. None of a
+    model without a scalar loss, which no pipeline runs."""
+    if (loss := loss_output(space.graph)) is None:
+        return [], 0.0
+    found = bytes_at_cuts(space, loss)
     return ([sent for index, sent in found.items() if not inside[index]],
             min((sent for index, sent in found.items() if inside[index]), default=math.inf))
 
