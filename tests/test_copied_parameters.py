@@ -295,6 +295,47 @@ def test_parameters_of_two_parallel_modules_are_told(pair: tuple[Any, Any], mesh
     assert any(line.startswith("0.weight of Sequential is also a parameter of a Net") for line in warned)
 
 
+def trained(parallel: Any, *others: Any) -> torch.optim.Optimizer:
+    """One step, of several parallel modules together; returns its optimizer."""
+    optimizer = torch.optim.SGD([p for one in (parallel, *others) for p in one.parameters()], lr=0.1)
+    for one in (parallel, *others):
+        one(X).sum().backward()
+    optimizer.step()
+    return optimizer
+
+
+#: What is done with two parallel modules of one model, and whether one of them is used with values that the other's
+#: training did not change.
+TWICE: dict[str, tuple[Callable[[Any, Any], object], bool]] = {
+    "evaluated": (lambda a, b: (a(X), trained(a), b(X), trained(a), b(X), trained(b)), True),
+    "called before": (lambda a, b: (a(X), b(X), trained(a), b(X)), True),
+    "trained in turn": (lambda a, b: (a(X), b(X), trained(a), trained(b)), True),
+    "trained together": (lambda a, b: (a(X), b(X), trained(a, b)), True),
+    "not trained": (lambda a, b: (a(X), b(X)), False),
+    "not used": (lambda a, b: (a(X), b(X), trained(a), trained(a)), False),
+    "loaded": (lambda a, b: (a(X), b(X), trained(a), b.load_state_dict(a.state_dict()), b(X), trained(a)), False),
+}
+
+
+@pytest.mark.parametrize("name", TWICE)
+def test_a_model_that_is_compiled_twice_is_told_where_one_misses_the_others_training(
+        mesh_of_one: Any, warned: list[str], name: str) -> None:
+    (use, told), model = TWICE[name], nn.Linear(6, 6)
+    use(*(autoparallel.compile(model, mesh_of_one) for _ in range(2)))
+    assert sum("two parallel modules are used, and one was trained" in line for line in warned) == told, warned
+
+
+def test_a_model_that_is_compiled_again_with_the_trained_values_is_not_told(mesh_of_one: Any, warned: list[str]
+                                                                            ) -> None:
+    model = nn.Linear(6, 6)
+    first = autoparallel.compile(model, mesh_of_one, example_inputs=(X,))
+    trained(first)
+    model.load_state_dict({name: value.full_tensor() for name, value in first.state_dict().items()})
+    second = autoparallel.compile(model, mesh_of_one)
+    torch.testing.assert_close(second(X), first(X))
+    assert not any("two parallel modules are used" in line for line in warned), warned
+
+
 def test_hooks_of_all_modules_are_refused(pair: tuple[Any, Any]) -> None:
     hook = nn.modules.module.register_module_forward_hook(lambda module, given, made: None)
     try:

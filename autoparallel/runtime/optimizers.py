@@ -26,7 +26,7 @@ from autoparallel.runtime.cached_tables import check_steps_rows, has_cached
 from autoparallel.runtime.dtensors import is_watched
 from autoparallel.runtime.loading import check_place
 from autoparallel.runtime.offload.optimizer import OffloadedOptimizer
-from autoparallel.runtime.originals import refuse_idle, refuse_originals
+from autoparallel.runtime.originals import refuse_idle, refuse_originals, take_training
 from autoparallel.runtime.shard_steps import step_shards, steps_shards, take_momentum
 from autoparallel.runtime.sparse_gradients import keep_hooks_outside, on_shards, step_sparse_shards, swaps
 from autoparallel.schedule.tiers import Offload
@@ -92,6 +92,7 @@ def _check(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
             raise InputError(f"{names[0]} cannot step parameters that lie on a mesh: {why}\n  Write {write}.")
     if not isinstance(optimizer, OffloadedOptimizer):
         _check_tier(optimizer, parameters)
+    take_training(parameters)
     compute_on_shards(optimizer)
 
 

@@ -2,7 +2,8 @@
 
 What is done to the originals instead is told: a parameter or submodule put in place of another one, another dtype and
 an optimizer of the original's parameters are refused; hooks, written values (of a buffer once, since the original may
-write to its own) and parameters that two parallel modules have are warned of. (Modes and ``requires_grad`` are shared:
+write to its own), parameters that two parallel modules have, and a parallel module of a model that is used after
+another one of it was trained are warned of. (Modes and ``requires_grad`` are shared:
 `State`.)
 """
 
@@ -59,7 +60,12 @@ class Originals:
         self.placed, self.told = self._placed(), set[str]()
         self.kinds, self.hooks = list(map(_kind, self.tensors.values())), self._hooks()
         self.versions, self.trained = self._versions(), self._trainable()
-        self.tells_of_memory = True
+        self.tells_of_memory, self.as_copied = True, self.versions
+        #: Whether an optimizer has stepped the copies; the copies' versions at the first step of another parallel
+        #: module of the model, until this one's next call.
+        self.is_trained, self.behind = False, list[int]()
+        if any(other.is_trained and other.as_copied == self.versions for other in self.others()):
+            self.fall_behind()
         for gone in _MODELS.keys() - _COPIED.keys():
             del _MODELS[gone]
         for name, parameter in self.parameters.items():
@@ -73,6 +79,27 @@ class Originals:
     def __deepcopy__(self, memo: dict[int, Any]) -> Originals:
         pairs = deepcopy(self.copies, memo)
         return Originals(deepcopy(self.model, memo), {id(parameter): copied for copied, parameter in pairs})
+
+    def others(self) -> list[Originals]:
+        """Those of the other parallel modules of the same model."""
+        return [other for other in _ALL if other is not self and vars(other.model) is vars(self.model)]
+
+    def fall_behind(self) -> None:
+        """Another parallel module of the model is trained: from now on the copies have other values."""
+        self.behind = self._versions_of_copies()
+
+    def tell_if_behind(self) -> None:
+        """Warn of copies that another parallel module's training did not change, and nothing since. (Once.)"""
+        behind, self.behind = self.behind, []
+        if behind and behind == self._versions_of_copies():
+            self._tell("two parallel modules are used, and one was trained: each has a copy of the parameters, and to "
+                       "train one does not train the other\n  Use one of them for both, or give the other the trained "
+                       "values: other.load_state_dict(trained.state_dict()).")
+
+    def _versions_of_copies(self) -> list[int]:
+        """Changed by what writes to the DTensors, and by optimizers, which step their shards."""
+        return [_version(tensor) for copied, _ in self.copies
+                for tensor in (copied, getattr(copied, "_local_tensor", copied))]
 
     def holders(self) -> list[Any]:
         """The containers in here of the original's parameters."""
@@ -107,6 +134,7 @@ class Originals:
     def check(self) -> None:
         """Raises InputError if the original has another parameter or submodule, or tensors of other dtypes; warns if
         one was written to, or has other hooks."""
+        self.tell_if_behind()
         if self.tells_of_memory:
             self.tells_of_memory = False
             self._tell_of_memory()
@@ -180,6 +208,22 @@ def refuse_originals(optimizer: torch.optim.Optimizer, parameters: Iterable[Any]
                          f"{type(optimizer).__name__}(parallel.parameters(), ...).")
 
 
+def take_training(parameters: Iterable[torch.Tensor]) -> None:
+    """An optimizer is about to step ``parameters`` for the first time: other parallel modules of the same models do not
+    see it. Warns where these are trained, too."""
+    ids = {id(parameter) for parameter in parameters if parameter.grad is not None}
+    trained = [each for each in _ALL if any(id(copied) in ids for copied, _ in each.copies)]
+    for each in trained:
+        each.tell_if_behind()
+    for each in trained:
+        if not each.is_trained:
+            each.is_trained = True
+            for other in each.others():
+                other.fall_behind()
+    for each in trained[1:]:
+        each.tell_if_behind()
+
+
 def refuse_idle(optimizer: torch.optim.Optimizer, parameters: Iterable[Any]) -> None:
     """Raises InputError for an optimizer of parallel modules' parameters without gradients, where those that they were
     made of have some: the model was called in place of the parallel module."""
@@ -190,4 +234,4 @@ def refuse_idle(optimizer: torch.optim.Optimizer, parameters: Iterable[Any]) -> 
                          "loss = parallel(...), loss.backward().")
 
 
-__all__ = ["Originals", "refuse_idle", "refuse_originals"]
+__all__ = ["Originals", "refuse_idle", "refuse_originals", "take_training"]

@@ -73,6 +73,8 @@ def trace(module: nn.Module, state: State, args: Sequence[Any], kwargs: Mapping[
             compiled = _compiled(module, state, key, leaves, spec, plain)
             if runs:
                 left_values.check_reads(state, _dependencies_of(compiled), left)
+                if state.originals is not None:
+                    state.originals.tell_if_behind()
     left_values.mark(state, _dependencies_of(compiled), runs)
     return compiled
 
