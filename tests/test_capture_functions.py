@@ -65,6 +65,15 @@ def vmapped(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
     return torch.vmap(torch.vmap(distance, (None, 0)), (0, None))(h, h) + torch.vmap(torch.dot, (0, None))(x, w)
 
 
+def vmapped_products(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
+    """Of a matrix that all samples share and a vector of each."""
+    shared = torch.outer(w, w)
+    h = torch.vmap(lambda row: shared @ row + torch.mv(shared, row) * shared.mv(row))(x)
+    h = h + torch.vmap(torch.matmul, (None, 0))(shared, x) + torch.vmap(lambda row: torch.outer(row, w) @ row)(x)
+    steep = torch.vmap(torch.func.grad(lambda row: (shared @ row).square().sum()))(x)
+    return h + steep + torch.vmap(torch.vmap(lambda one: (shared[:, :1] @ one[None]).sum()))(x)
+
+
 def twice_differentiated(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
     """A gradient of a gradient, each in the loss; norms keep what has no derivative of its own. (Torch's own third
     derivative of layer and batch norm is wrong; that of group norm is right.)"""
@@ -160,9 +169,10 @@ def reading_data(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
     return x * w * (x * w).data / x.std().data
 
 
-@pytest.mark.parametrize("function", [vmapped, twice_differentiated, differentiated_norms, a_step_of_descent,
-                                      gradients_of_convolutions, derivatives_of_functions, counts, gaussian_likelihood,
-                                      distributions, temporal_classification, weight_norms, reading_data],
+@pytest.mark.parametrize("function", [vmapped, vmapped_products, twice_differentiated, differentiated_norms,
+                                      a_step_of_descent, gradients_of_convolutions, derivatives_of_functions, counts,
+                                      gaussian_likelihood, distributions, temporal_classification, weight_norms,
+                                      reading_data],
                          ids=lambda f: f.__name__)
 def test_functions_that_a_trace_does_not_see_are_traced(function: Any) -> None:
     """Value and gradient are the model's own, in float64."""

@@ -16,6 +16,7 @@ from typing import Any
 import torch
 import torch.utils.checkpoint
 from torch import nn
+from torch._C._functorch import is_batchedtensor
 from torch._dynamo import _trace_wrapped_higher_order_op as wrapped
 from torch._functorch import eager_transforms
 from torch.distributions import Distribution, Gamma
@@ -271,6 +272,14 @@ _COVARIANCES: Mapping[Any, Callable[..., torch.Tensor]] = {
     torch.Tensor.corrcoef: _correlation}
 
 
+#: Products of which torch.vmap has no trace where a matrix that all samples share meets a vector of each.
+_PRODUCTS = frozenset({torch.matmul, torch.Tensor.matmul, torch.Tensor.__matmul__, torch.mv, torch.Tensor.mv})
+
+
+def _is_shared_matrix_by_vector(matrix: torch.Tensor, vector: torch.Tensor) -> bool:
+    return (matrix.dim(), vector.dim()) == (2, 1) and is_batchedtensor(vector) and not is_batchedtensor(matrix)
+
+
 def _data_written(tensor: torch.Tensor) -> CaptureError:
     """What to write instead: for averages of another network's parameters, for masks of weights, for buffers."""
     if not isinstance(tensor, nn.Parameter):
@@ -341,6 +350,8 @@ class TracedCalls(TorchFunctionMode):
             return _gaussian_likelihood(*args, **(kwargs or {}))
         if function in _COVARIANCES:
             return _COVARIANCES[function](*args, **(kwargs or {}))
+        if function in _PRODUCTS and not kwargs and _is_shared_matrix_by_vector(*args):
+            return args[1] @ args[0].t()
         if function in (torch.bincount, torch.Tensor.bincount):
             return _counts(*args, **(kwargs or {}))
         if function is torch.autograd.grad:
