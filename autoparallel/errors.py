@@ -14,6 +14,7 @@
       MeshError             no process group, one that is closed, or a mesh that does not fit the world
       InputError            a call whose inputs do not fit the traced program
         StateDictError      a state dict with other names or shapes than the model's; a RuntimeError too, as torch's
+        StageError          a parameter that only other pipeline stages read; an AttributeError too, as torch's
       PeerError             a call in which another rank failed (`rank`), or anything after such a call
       ServerError           parameter servers that are told what cannot be, do not answer, or have lost their state
 
@@ -39,6 +40,7 @@ __all__ = [
     "RuleError",
     "SearchError",
     "ServerError",
+    "StageError",
     "StateDictError",
     "TimelineError",
     "printable",
@@ -96,6 +98,10 @@ class MeshError(AutoparallelError, RuntimeError):
 
 class InputError(AutoparallelError, ValueError):
     """A call whose inputs do not fit the traced program."""
+
+
+class StageError(InputError, AttributeError):
+    """A parameter is asked for that only other pipeline stages than this rank's read."""
 
 
 class StateDictError(InputError, RuntimeError):

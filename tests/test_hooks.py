@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import copy
 import math
 from functools import partial
 from typing import Any
 
 import pytest
 import torch
+from torch.distributed.tensor import DTensor
 from torch.utils.flop_counter import FlopCounterMode
 
 import autoparallel
+from autoparallel.errors import StageError
 from tests.support.overlapped import Tied
 from tests.support.ranks import mesh_of
 from tests.support.reference import gathered
@@ -73,6 +76,63 @@ def test_hooks_of_parameters_are_called_once_a_step(ranks: Any, mesh_shape: tupl
             torch.testing.assert_close(x, expected[name], rtol=1e-5, atol=1e-6, msg=lambda m, n=name: f"{n}: {m}")
         names |= set(dict(found))
     assert names == set(expected)
+
+
+class Ends(torch.nn.Module):
+    """Its first and last parameter are of two pipeline stages, the last one of the root itself."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.first, self.last = torch.nn.Linear(8, 8), torch.nn.Parameter(torch.randn(8, 8))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return (self.first(x).tanh() @ self.last).square().mean()
+
+
+def asked_of_other_stages() -> tuple[list[str], list[str]]:
+    """What asking for each parameter of a pipeline by attribute, and by name, raises; and what a copy has."""
+    x, said = torch.ones(4, 8), list[str]()
+    parallel: Any = autoparallel.compile(Ends(), mesh_of(2), pipeline_stages=2, micro_batches=2, example_inputs=(x,))
+    for one in (parallel, copy.deepcopy(parallel)):
+        for ask in (lambda one: one.first.weight, lambda one: one.get_parameter("first.weight"), lambda one: one.last,
+                    lambda one: one.get_parameter("last")):
+            try:
+                assert isinstance(ask(one), DTensor)
+            except StageError as error:
+                said.append(str(error).split(" is a parameter of another pipeline stage")[0])
+    assert hasattr(parallel, "last") != hasattr(parallel.first, "weight") == hasattr(parallel.first, "bias")
+    assert not hasattr(parallel.first, "odd") and "first" in repr(parallel)
+    with pytest.raises(AttributeError, match="odd"):
+        parallel.get_parameter("first.odd")
+    parallel.step(x)
+    return said, sorted(parallel.state_dict())
+
+
+def test_parameters_of_other_stages_are_refused_by_name(ranks: Any) -> None:
+    """And not the untrained ones of the original, which a hook or an optimizer would take without effect."""
+    (first, has_first), (second, has_second) = ranks(2).run(asked_of_other_stages, timeout_s=100)
+    assert {*map(frozenset, (first, second))} == {frozenset({"last"}), frozenset({"first.weight"})}
+    assert len(first) == len(second) == 4
+    assert sorted(has_first + has_second) == ["first.bias", "first.weight", "last"]
+
+
+def hooked_before() -> list[float]:
+    """A hook of each parameter, set before the model is compiled; what `step` makes of the gradients."""
+    model, x = Ends(), torch.ones(4, 8)
+    for parameter in model.parameters():
+        parameter.register_hook(lambda gradient: 3 * gradient)
+    parallel = autoparallel.compile(model, mesh_of(2), pipeline_stages=2, micro_batches=2, example_inputs=(x,))
+    parallel.step(x)
+    plain = Ends()
+    plain(x).backward()
+    return [float((p.grad.full_tensor() / plain.get_parameter(name).grad).mean())
+            for name, p in parallel.named_parameters()]
+
+
+def test_hooks_that_are_set_before_compile_are_on_every_stage(ranks: Any) -> None:
+    for found in ranks(2).run(hooked_before, timeout_s=100):
+        assert found == pytest.approx([3.0] * len(found)) and found
 
 
 def test_flops_are_counted_of_the_call_and_not_of_its_trace(mesh_of_one: Any) -> None:

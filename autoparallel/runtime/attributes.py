@@ -10,7 +10,7 @@ from typing import Any
 from torch import nn
 
 from autoparallel.capture.contents import Missing
-from autoparallel.errors import InputError
+from autoparallel.errors import InputError, StageError
 from autoparallel.runtime import tracing
 from autoparallel.runtime.state import State
 from autoparallel.runtime.wrappers import refuse_reading, refuse_setting
@@ -22,9 +22,11 @@ _OWN = frozenset({"__class__", "_state", "_calls", *vars(nn.Module())})
 def read(module: nn.Module, name: str) -> Any:
     """An attribute that ``module`` itself lacks. Methods and properties of the original and of its modules are bound
     to ``module`` and its parts, so that they call these and read their parameters: the original's are not trained.
-    Raises AttributeError."""
+    Raises AttributeError; StageError for a parameter of another pipeline stage."""
     try:
         return nn.Module.__getattr__(module, name)
+    except StageError:
+        raise
     except AttributeError:
         refuse_reading(name)
         state: State | None = module.__dict__.get("_state")

@@ -200,7 +200,9 @@ def is_same(number: int, device: torch.device) -> bool:
 def _compared(number: int, device: torch.device) -> Callable[[], bool]:
     """Begin to compare a number over all ranks. Returns the wait for whether it `is_same`."""
     assert dist.group.WORLD is not None
-    group = _world().apart
+    group, peers = _world().apart, _world().peers
+    if peers is not None:
+        peers.calls += 1
     on_host = group is not None or torch.device("cpu") in dist.group.WORLD._device_types
     both = torch.tensor([number, -number], device="cpu" if on_host else device)
     work = dist.all_reduce(both, dist.ReduceOp.MAX, group=group, async_op=True)
@@ -263,7 +265,6 @@ def _ask(call: object, described: Callable[[], tuple[str, str]] | None, model: i
         world.peers.met = world.apart is not None
     if world.apart is None:
         return None
-    world.peers.calls += 1
     text = f"{model} {call!r}"
     number = int.from_bytes(hashlib.blake2b(text.encode(), digest_size=7).digest(), "little")
     return _Asked(_compared(number, torch.device("cpu")),

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from functools import cache
 from typing import Any, cast
 
@@ -12,7 +12,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, distribute_tensor
 
-from autoparallel.errors import InputError
+from autoparallel.errors import InputError, StageError
 from autoparallel.kernels.host_copies import table_memory
 from autoparallel.layout import Box, Layout, from_torch, local_boxes, to_torch
 from autoparallel.runtime.agree import decide_once
@@ -31,6 +31,31 @@ def container(root: nn.Module, name: str) -> tuple[nn.Module, str]:
     for part in path:
         root = cast(nn.Module, root._modules[part])
     return root, leaf
+
+
+class StageParameters(dict[str, Any]):
+    """The parameters of a module of which other pipeline stages have some. ``elsewhere``: those, by attribute, with
+    their names from the root; to ask for one raises StageError."""
+
+    def __init__(self, here: Mapping[str, Any]) -> None:
+        super().__init__(here)
+        self.elsewhere: dict[str, str] = {}
+
+    def __contains__(self, leaf: object) -> bool:
+        found = super().__contains__(leaf)
+        if not found and leaf in self.elsewhere:
+            raise StageError(f"{self.elsewhere[str(leaf)]} is a parameter of another pipeline stage, and not on this "
+                             "rank\n  Loop over parallel.named_parameters(), which has those of this rank's stages; "
+                             "hooks, and requires_grad, can be set on the model before it is compiled.")
+        return found
+
+
+def leave_out(root: nn.Module, name: str) -> None:
+    """A parameter of other pipeline stages, by its dotted name under ``root``: to ask for it raises StageError."""
+    owner, leaf = container(root, name)
+    if not isinstance(owner._parameters, StageParameters):
+        vars(owner)["_parameters"] = StageParameters(owner._parameters)
+    cast(StageParameters, owner._parameters).elsewhere[leaf] = name
 
 
 def registered(root: nn.Module, name: str) -> Any:

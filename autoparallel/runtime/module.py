@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from functools import cached_property
 from html import escape
 from os import PathLike
@@ -82,6 +83,11 @@ class ParallelModule(nn.Module):
     def plan(self) -> Plan:
         """The plan of the first call form. Raises InputError before the first trace."""
         return tracing.first_form(self._state).plan
+
+    def __repr__(self) -> str:
+        """The original's parts: those of another pipeline stage cannot tell of parameters that they lack here."""
+        model = self._state.model
+        return self._get_name() + nn.Module.__repr__(model).removeprefix(model._get_name())
 
     def _repr_html_(self) -> str:
         """The model's class, its mesh and the plan's summary, for notebooks."""
@@ -471,6 +477,12 @@ class ParallelModule(nn.Module):
         least one."""
         found = list(nn.Module.parameters(self, recurse))
         yield from found or (self._state.stand_in() if recurse else [])
+
+    def get_parameter(self, target: str) -> nn.Parameter:
+        """The parameter of a name. Raises AttributeError for none; StageError for another pipeline stage's."""
+        with suppress(KeyError):
+            initialise.registered(self, target)
+        return super().get_parameter(target)
 
     def __getitem__(self, key: Any) -> Any:
         """As the original's, if it is a container: ``parallel[0]`` of an `nn.Sequential`."""

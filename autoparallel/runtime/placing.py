@@ -22,7 +22,16 @@ from autoparallel.runtime.dtensors import watch
 from autoparallel.runtime.form import Compiled
 from autoparallel.runtime.guards import Places, SharedAttributes
 from autoparallel.runtime.hints import add_hints
-from autoparallel.runtime.initialise import Keep, as_dtensor, container, elsewhere, live_elsewhere, outside, registered
+from autoparallel.runtime.initialise import (
+    Keep,
+    as_dtensor,
+    container,
+    elsewhere,
+    leave_out,
+    live_elsewhere,
+    outside,
+    registered,
+)
 from autoparallel.runtime.interleaved_views import view_rightly
 from autoparallel.runtime.mixing import mix_lists, mix_scalars
 from autoparallel.runtime.offload.gradients import HostGradients, leaves_by_itself
@@ -42,7 +51,8 @@ ROWS_BYTES = 64 * 2**20
 
 def place(root: nn.Module, state: State, compiled: Compiled) -> None:
     """Build the original's module tree under ``root``: parameters as DTensors in the layouts of ``compiled``, buffers
-    whole on every rank, with rank 0's values. Parameters that only other stages read are left out. All ranks call this.
+    whole on every rank, with rank 0's values. Parameters that only other stages read are left out; who asks for one is
+    told so. All ranks call this.
     """
     model, mesh = state.model, state.mesh
     layouts, absent = compiled.parameter_layouts, compiled.elsewhere
@@ -65,6 +75,7 @@ def place(root: nn.Module, state: State, compiled: Compiled) -> None:
     for name, parameter in model.named_parameters(remove_duplicate=False):
         value = _same_on_pipeline(state, parameter.detach())
         if compiled.micro.whole.aliases.get(name, name) in absent:
+            leave_out(root, name)
             continue
         owner, leaf = container(root, name)
         if id(parameter) not in placed:
