@@ -8,6 +8,7 @@ import signal
 import threading
 import time
 from collections.abc import Iterator
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -182,6 +183,31 @@ def test_a_rank_that_is_killed_or_stopped_is_named(four_ranks: RankPool, mesh: t
             name, text, named, seconds = told
             assert (name, named) == ("PeerError", guilty) and seconds < 20, told
             assert "its process has ended or is stopped" in text, text
+
+
+def one_does_not_come() -> tuple[str, str, int, float]:
+    """Rank 1 lives on and makes no call, as after an error of the script that is caught."""
+    from torch.distributed.distributed_c10d import _set_pg_timeout
+
+    from autoparallel.runtime import failing
+
+    x = torch.randn(8, 32)
+    parallel = autoparallel.compile(Loss(), mesh_of(2), example_inputs=(x,))
+    for group in (torch.distributed.group.WORLD, failing._world().apart):
+        _set_pg_timeout(timedelta(seconds=LIMIT_S), group)
+    parallel(x)
+    return said(lambda: parallel.step(x) if torch.distributed.get_rank() == 0 else time.sleep(4 * LIMIT_S))
+
+
+@pytest.mark.ranks
+def test_a_rank_that_lives_and_does_not_come_is_named() -> None:
+    """Also where the others compare their inputs first (it named a rank that waited)."""
+    pool = pool_of(2)
+    try:
+        name, text, named, _ = pool.run(one_does_not_come, timeout_s=60)[0]
+    finally:
+        pool.stop()
+    assert (name, named) == ("PeerError", 1) and "it has not come to call" in text, (name, text)
 
 
 class Tail(nn.Module):
