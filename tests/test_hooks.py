@@ -122,9 +122,9 @@ def hooked_before() -> list[float]:
     model, x = Ends(), torch.ones(4, 8)
     for parameter in model.parameters():
         parameter.register_hook(lambda gradient: 3 * gradient)
-    parallel = autoparallel.compile(model, mesh_of(2), pipeline_stages=2, micro_batches=2, example_inputs=(x,))
+    parallel: Any = autoparallel.compile(model, mesh_of(2), pipeline_stages=2, micro_batches=2, example_inputs=(x,))
     parallel.step(x)
-    plain = Ends()
+    plain: Any = Ends()
     plain(x).backward()
     return [float((p.grad.full_tensor() / plain.get_parameter(name).grad).mean())
             for name, p in parallel.named_parameters()]
