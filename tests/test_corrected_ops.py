@@ -35,6 +35,7 @@ OPS: dict[str, tuple[Op, tuple[Tensor, ...]]] = {
     "largest norms": (lambda x: torch.linalg.vector_norm(x, float("inf")), (X,)),
     "largest of all, that keeps dims": (lambda x: x.amax([], keepdim=True) - (x > 0).sum([], keepdim=True), (X,)),
     "logs of sums that keep dims": (lambda x: x - x.logsumexp(0, keepdim=True) + x.logsumexp((0, -1), True), (X,)),
+    "log of sums over no dim, which are all": (lambda x: x.logsumexp((), keepdim=True), (X,)),
     "determinant of columns": (lambda x: torch.linalg.det(x[:, :5]), (X,)),
     "log of determinant": (lambda x: torch.linalg.slogdet(x[:, 1:6])[1], (X,)),
     "determinant of the transposed": (lambda x: torch.linalg.det(x[:, :5].T), (X,)),

@@ -89,7 +89,8 @@ def _answer(_: Any, op: Any, value: DTensor) -> Any:
 
 
 def _logsumexp(as_torch: Any, _: Any, value: DTensor, dims: Sequence[int], keepdim: bool = False) -> Any:
-    made = as_torch((value, dims), {})
+    dims = dims or range(value.dim()) if keepdim else dims    # of no dim torch takes all, but only where they are kept
+    made = as_torch((value, list(dims)), {})
     for dim in sorted(dim % max(value.dim(), 1) for dim in dims) if keepdim and value.dim() else ():
         made = made.unsqueeze(dim)
     return made
