@@ -67,6 +67,7 @@ def experts_of(name: str, by_hand: str, backend: str) -> tuple[dict[str, torch.T
     ("mixtral", "dp=4,ep=2", "aot_eager"), slow("deepseek", "dp=4,ep=2", "aot_eager"),
     slow("mixtral", "dp=4,ep=2", "inductor"), slow("deepseek", "dp=4,ep=2,zero=3", "aot_eager"),
     slow("mixtral", "dp=2,tp=2,ep=2", "aot_eager"), slow("mixtral", "dp=2,tp=2", "aot_eager"),
+    ("deepseek", "tp=4", "aot_eager"),
 ])
 def test_gradients_of_experts_are_summed_over_their_copies(ranks: Any, name: str, by_hand: str, backend: str) -> None:
     """Kernels of experts read transposed weights, and experts run between compiled graphs."""
@@ -90,6 +91,19 @@ def test_what_is_left_out() -> None:
     outside = graph.call_function(torch.cat, ([view, direct, plain, stepped],))
     graph.output(outside)
     assert views_left_out(graph, lambda node: None if node is outside else "") == {view, stepped}
+
+
+def test_each_contiguous_run_of_a_part_is_a_graph() -> None:
+    """What the second graph reads of the first leaves that, though both are of one part, and so do views of it."""
+    graph = torch.fx.Graph()
+    x = graph.placeholder("x")
+    made = graph.call_function(torch.ops.aten.sin.default, (x,))
+    stepped = graph.call_function(reduce_gradient, (made, "model", "I", "R"))
+    view = graph.call_function(torch.ops.aten.permute.default, (stepped, [1, 0]))
+    outside = graph.call_function(torch.cat, ([view],))
+    later = graph.call_function(torch.ops.aten.add.Tensor, (stepped, outside))
+    graph.output(later)
+    assert views_left_out(graph, lambda node: None if node is outside else "") == {stepped}
 
 
 def of_masked(view: str) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]:

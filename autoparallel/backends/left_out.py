@@ -8,7 +8,8 @@ the part makes, but not that of such a step itself (torch 2.13, tests/test_compi
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import itertools
+from collections.abc import Callable, Mapping
 
 import torch
 from torch.fx import Graph
@@ -21,17 +22,27 @@ _STEPS = frozenset({reduce_gradient, share_gradient, take_shard})
 
 
 def views_left_out(graph: Graph, part_of: Callable[[FxNode], object]) -> frozenset[FxNode]:
-    """The views of a step of a part's input, and the steps of what a part makes, that are read outside of the part."""
+    """The views of a step of a graph's input, and the steps of what a graph makes, that are read outside of it. Each
+    contiguous run of nodes of one part is a graph (`lower.recompute_pass.in_parts`)."""
     found = set[FxNode]()
-    for node in reversed(graph.nodes):
-        part = part_of(node)
-        read_outside = any(user in found or user.op == "output" or part_of(user) != part for user in node.users)
-        if part is None or not read_outside:
-            continue
-        passed_on, stepped = _passed_on(node, part, part_of)
-        if (_is_view(node) and passed_on and stepped) or (node.target in _STEPS and not passed_on):
-            found.add(node)
-    return frozenset(found)
+    while True:    # a node that is left out ends a run
+        runs = _runs(graph, lambda node: None if node in found else part_of(node))
+        if not (more := {node for node in runs if _is_left_out(node, runs)}):
+            return frozenset(found)
+        found |= more
+
+
+def _runs(graph: Graph, part_of: Callable[[FxNode], object]) -> dict[FxNode, int]:
+    """By node of a part, the number of its contiguous run."""
+    runs = itertools.groupby(graph.nodes, lambda node: part_of(node) if node.op == "call_function" else None)
+    return {node: number for number, (part, run) in enumerate(runs) if part is not None for node in run}
+
+
+def _is_left_out(node: FxNode, runs: Mapping[FxNode, int]) -> bool:
+    if all(runs.get(user) == runs[node] for user in node.users):
+        return False
+    passed_on, stepped = _passed_on(node, runs)
+    return (_is_view(node) and passed_on and stepped) or (node.target in _STEPS and not passed_on)
 
 
 def _is_view(node: FxNode) -> bool:
@@ -42,10 +53,10 @@ def _is_view(node: FxNode) -> bool:
     return schema is not None and any(made.alias_info is not None for made in schema.returns)
 
 
-def _passed_on(node: FxNode, part: object, part_of: Callable[[FxNode], object]) -> tuple[bool, bool]:
-    """Whether only views and steps lie between what the part gets and the node, and whether a step is among them."""
-    stepped = False
-    while node.op == "call_function" and part_of(node) == part:
+def _passed_on(node: FxNode, runs: Mapping[FxNode, int]) -> tuple[bool, bool]:
+    """Whether only views and steps lie between what a graph gets and the node, and whether a step is among them."""
+    stepped, run = False, runs[node]
+    while runs.get(node) == run:
         if not (_is_view(node) or node.target in _STEPS):
             return False, stepped
         stepped |= node.target in _STEPS
