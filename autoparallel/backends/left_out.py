@@ -25,8 +25,12 @@ def views_left_out(graph: Graph, part_of: Callable[[FxNode], object]) -> frozens
     """The views of a step of a graph's input, and the steps of what a graph makes, that are read outside of it. Each
     contiguous run of nodes of one part is a graph (`lower.recompute_pass.in_parts`)."""
     found = set[FxNode]()
+
+    def part(node: FxNode) -> object:
+        return None if node in found else part_of(node)
+
     while True:    # a node that is left out ends a run
-        runs = _runs(graph, lambda node: None if node in found else part_of(node))
+        runs = _runs(graph, part)
         if not (more := {node for node in runs if _is_left_out(node, runs)}):
             return frozenset(found)
         found |= more
