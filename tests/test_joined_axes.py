@@ -46,6 +46,9 @@ def test_the_cheaper_of_one_collective_and_several_is_taken() -> None:
     paths = {space.decisions[use.source].kind: [step.axes for step in prices.table(use).path(
         (INVARIANT,) * 2, (REPLICATE,) * 2)] for use in space.uses if use.meta.requires_grad}
     assert sorted(paths["op"]) == [(0,), (1,)] and paths["parameter"] == [(0, 1)]
+    direct = Prices(space, Cluster.load("local-cpu", num_devices=4), direct=True).redistribution    # of a baseline
+    weight = next(use for use in space.uses if space.decisions[use.source].kind == "parameter")
+    assert [step.axes for step in direct.table(weight).path((INVARIANT,) * 2, (REPLICATE,) * 2)] == [(0, 1)]
 
 
 def test_a_stored_shard_is_reduced_before_it_is_gathered() -> None:

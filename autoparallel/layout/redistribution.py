@@ -315,12 +315,12 @@ class RedistributionTable:
         return found
 
     def _begin_with(self, joint: Mapping[tuple[int, int], float]) -> None:
-        """Begin paths with these steps where they are cheaper so."""
+        """Begin paths with these steps where no other path is cheaper (by more than rounding, as in `_close`)."""
         closed = self.seconds.copy() if joint else self.seconds
         for (before, after), seconds in joint.items():
             through = seconds + closed[after]
-            better = np.flatnonzero(through < self.seconds[before] * (1 - 1e-12))
-            self.seconds[before, better], self._begins[before, better] = through[better], after
+            best = np.flatnonzero(np.isfinite(through) & (self.seconds[before] >= through * (1 - 1e-12)))
+            self.seconds[before, best], self._begins[before, best] = through[best], after
 
     def _close(self, legal: np.ndarray) -> None:
         """Cheapest paths by way of these layouts, which lead nowhere else."""
