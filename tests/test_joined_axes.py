@@ -46,9 +46,15 @@ def test_the_cheaper_of_one_collective_and_several_is_taken() -> None:
     paths = {space.decisions[use.source].kind: [step.axes for step in prices.table(use).path(
         (INVARIANT,) * 2, (REPLICATE,) * 2)] for use in space.uses if use.meta.requires_grad}
     assert sorted(paths["op"]) == [(0,), (1,)] and paths["parameter"] == [(0, 1)]
-    direct = Prices(space, Cluster.load("local-cpu", num_devices=4), direct=True).redistribution    # of a baseline
+
+
+def test_few_bytes_of_a_baseline_are_one_sum_too() -> None:
+    """Its paths are those of the fewest changes, beside whose weight what few bytes take is hardly more than rounding."""
+    model = torch.nn.Linear(8, 8, bias=False)
+    space = StrategySpace(autoparallel.capture.capture(model, (torch.zeros(16, 8),)), (2, 2))
+    prices = Prices(space, Cluster.load("local-cpu", num_devices=4), direct=True).redistribution
     weight = next(use for use in space.uses if space.decisions[use.source].kind == "parameter")
-    assert [step.axes for step in direct.table(weight).path((INVARIANT,) * 2, (REPLICATE,) * 2)] == [(0, 1)]
+    assert [step.axes for step in prices.table(weight).path((INVARIANT,) * 2, (REPLICATE,) * 2)] == [(0, 1)]
 
 
 def test_a_stored_shard_is_reduced_before_it_is_gathered() -> None:
