@@ -49,7 +49,7 @@ def test_the_cheaper_of_one_collective_and_several_is_taken() -> None:
 
 
 def test_few_bytes_of_a_baseline_are_one_sum_too() -> None:
-    """Its paths are those of the fewest changes, beside whose weight what few bytes take is hardly more than rounding."""
+    """Its paths are those of the fewest changes, which weigh so much that few bytes are hardly more than rounding."""
     model = torch.nn.Linear(8, 8, bias=False)
     space = StrategySpace(autoparallel.capture.capture(model, (torch.zeros(16, 8),)), (2, 2))
     prices = Prices(space, Cluster.load("local-cpu", num_devices=4), direct=True).redistribution
