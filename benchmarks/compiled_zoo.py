@@ -70,7 +70,7 @@ def compare(name: str, mesh_shape: tuple[int, ...], backend: str) -> Row:
     whole = {name: parameter.grad for name, parameter in parallel.named_parameters() if parameter.grad is not None}
     for kind, made, wanted in (("gradient of ", whole, expected.gradients),
                                ("buffer ", dict(parallel.named_buffers()), expected.buffers)):
-        scale = largest_entry(wanted)
+        scale = largest_entry({tensor: value.double() for tensor, value in wanted.items()})
         for tensor, value in wanted.items():
             small = scale if tensor in expected.zero else None
             errors[kind + tensor] = _error(_whole(made.get(tensor)), value, small)
