@@ -23,7 +23,7 @@ from autoparallel.planning.one_mesh import plan_on
 from autoparallel.planning.options import Options
 from autoparallel.planning.step_bounds import Work
 from autoparallel.plans import Hybrid, Plan
-from autoparallel.pricing.layer_overlap import BesideLayers
+from autoparallel.pricing.layer_overlap import LayerOverlap
 from autoparallel.schedule.activation_windows import NOWHERE
 from autoparallel.schedule.pieces import TRIED
 from autoparallel.search import MemoryLimitError
@@ -141,8 +141,8 @@ def test_communication_that_nothing_can_hide_counts_whole() -> None:
     share, pieces = exposed.activations, max(TRIED)
     assert {ways for name, some in found.items() if "norm" in name for ways in some} == {(1.0, 1.0)}
     of_linear, of_add = ([one for name, some in found.items() if what in name for one in some
-                          if isinstance(one, BesideLayers)] for what in ("linear", "add"))
-    assert of_linear and all((one.share, one.pieces, one.alone) == (share, pieces, True) for one in of_linear)
+                          if isinstance(one, LayerOverlap)] for what in ("linear", "add"))
+    assert of_linear and all((one.share, one.pieces, one.only_layers) == (share, pieces, True) for one in of_linear)
     assert any(one.maker != NOWHERE and not one.readers for one in of_add)
     of_piece = 1 - (1 - share) * (pieces - 1) / pieces
     least = kind.least_exposed(prices, limited=False).by_use

@@ -10,7 +10,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 
 import autoparallel
 from autoparallel.kernels.collectives import STEP_FUNCTIONS
-from autoparallel.layout import PARTIAL, REPLICATE, invariant_alone, shard
+from autoparallel.layout import PARTIAL, REPLICATE, invariant_on_unit_axes, shard
 from autoparallel.lower import check, emit
 from autoparallel.plans import Hybrid
 from autoparallel.pricing import Prices
@@ -33,7 +33,7 @@ def test_no_path_changes_such_an_axis() -> None:
     one, other = (shard(0), PARTIAL), (REPLICATE, shard(1))
     assert [step.axes for step in prices.table(use).path(one, other)] == [(0,)]
     assert prices.table(use).path((shard(0), shard(1)), (shard(0), REPLICATE)) == []
-    assert invariant_alone(one, (2, 1)) == invariant_alone((shard(0), REPLICATE), (2, 1))
+    assert invariant_on_unit_axes(one, (2, 1)) == invariant_on_unit_axes((shard(0), REPLICATE), (2, 1))
 
 
 @pytest.mark.parametrize("baseline", BASELINES)
@@ -48,6 +48,12 @@ def test_programs_of_one_rank_are_the_models_ops(baseline: str) -> None:
     targets = {node.target for node in program.module.graph.nodes if node.op == "call_function"}
     assert len(cut) > 3 and not targets & {*STEP_FUNCTIONS.values()}
     assert not any("axes" in node.kwargs for node in program.module.graph.nodes)
+
+
+def test_nothing_is_unusual_on_such_an_axis() -> None:
+    """Reports said of ops that they are computed by every rank of it."""
+    plan = plan_of("llama", Cluster.load("h100-sxm", num_devices=4), mesh_shape=(4, 1), baseline="tensor_parallel")
+    assert plan.summary().startswith("Data parallel 4 over NVLink 4.\n")
 
 
 @pytest.mark.parametrize(("case_name", "mesh_shape", "hybrid"), [
@@ -86,12 +92,11 @@ def test_pins_on_such_an_axis_hold(ranks: Any) -> None:
 
 @pytest.mark.parametrize("baseline", BASELINES)
 def test_ranks_send_to_several_ranks_only(ranks: Any, baseline: str) -> None:
-    """As many collectives as on a mesh without the axis of one rank."""
-    alone, *others = (ranks(2).run(sent_in_a_step, shape, {"baseline": baseline}, timeout_s=100)[0]
-                      for shape in ((2,), (2, 1)))
-    for sent in others:
-        assert {group for _, group, _ in sent} == {(0, 1)}
-        assert sorted(sent) == sorted(alone) or baseline != "ddp"
+    """The collectives of a mesh without the axis of one rank, where the other axis has the same role there."""
+    without, outer, inner = (ranks(2).run(sent_in_a_step, shape, {"baseline": baseline}, timeout_s=100)[0]
+                             for shape in ((2,), (1, 2), (2, 1)))
+    assert sorted(outer) == sorted(without)
+    assert {group for _, group, _ in (*outer, *inner)} == {(0, 1)}
 
 
 @pytest.mark.parametrize(("mesh_shape", "options"), [

@@ -85,10 +85,10 @@ def dual(placement: Placement) -> Placement:
     return {"R": PARTIAL, "P": REPLICATE}.get(placement.kind, placement)
 
 
-def invariant_alone(layout: Layout, mesh_shape: Sequence[int]) -> Layout:
+def invariant_on_unit_axes(layout: Layout, mesh_shape: Sequence[int]) -> Layout:
     """The layout with I on axes of one rank, which has the whole tensor in each placement.
 
-    >>> layout_str(invariant_alone((shard(0), PARTIAL), (2, 1)))
+    >>> layout_str(invariant_on_unit_axes((shard(0), PARTIAL), (2, 1)))
     'S(0)·I'
     """
     return tuple(INVARIANT if ranks == 1 else p for p, ranks in zip(layout, mesh_shape, strict=True))

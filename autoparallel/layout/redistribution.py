@@ -42,7 +42,7 @@ from autoparallel.layout.placement import (
     REPLICATE,
     Layout,
     Placement,
-    invariant_alone,
+    invariant_on_unit_axes,
     shard,
 )
 from autoparallel.layout.shapes import Shape, can_cut, layout_fits
@@ -108,6 +108,17 @@ def axes_together(mesh_shape: Sequence[int]) -> tuple[Axes, ...]:
     several = [axis for axis, ranks in enumerate(mesh_shape) if ranks > 1]
     sets = (some for count in range(2, len(several) + 1) for some in itertools.combinations(several, count))
     return *((axis,) for axis in range(len(mesh_shape))), *sets
+
+
+def actions_of(axes: Axes, source: Placement, target: Placement, mesh_shape: Sequence[int]) -> tuple[str, str]:
+    """The actions of a step on mesh axes, forward and backward. On axes of one rank, which has the whole tensor in each
+    placement, there are none.
+
+    >>> actions_of((0,), PARTIAL, INVARIANT, (4, 1)), actions_of((1,), PARTIAL, INVARIANT, (4, 1))
+    (('all_reduce', 'none'), ('none', 'none'))
+    """
+    several = any(mesh_shape[axis] > 1 for axis in axes)
+    return ACTIONS[source.kind, target.kind] if several else ("none", "none")
 
 
 @dataclass(frozen=True)
@@ -364,9 +375,9 @@ class RedistributionTable:
 
     def path(self, source: Layout, target: Layout) -> list[Step]:
         """The steps of the cheapest path from source to target; () if they are equal. An axis of one rank takes none
-        (`invariant_alone`). Raises ValueError if there is no path (a layout that does not fit the tensor)."""
+        (`invariant_on_unit_axes`). Raises ValueError if there is no path (a layout that does not fit the tensor)."""
         layouts = self.space.layouts
-        here, goal = (self.space.index(invariant_alone(x, self.space.mesh_shape)) for x in (source, target))
+        here, goal = (self.space.index(invariant_on_unit_axes(x, self.space.mesh_shape)) for x in (source, target))
         if not np.isfinite(self.seconds[here, goal]):
             raise ValueError(f"no redistribution from {source} to {target} for a tensor of shape {self.space.shape}")
         steps: list[Step] = []

@@ -28,7 +28,7 @@ from autoparallel.kernels.flash import grouped_attention
 from autoparallel.kernels.numbers import with_numbers
 from autoparallel.kernels.rng import random_op
 from autoparallel.kernels.variants import VARIANTS, Variant
-from autoparallel.layout import Layout, Step, invariant_alone, local_box, local_shape, shards
+from autoparallel.layout import Layout, Step, invariant_on_unit_axes, local_box, local_shape, shards
 from autoparallel.layout.redistribution import name_of
 from autoparallel.layout.shapes import largest_local_shape, shard_of
 from autoparallel.ops.arguments import aten, fitted
@@ -143,7 +143,7 @@ class _Emitter:
         return node
 
     def _describe(self, node: FxNode, decision: Decision, meta: TensorMeta, layout: Layout) -> FxNode:
-        layout = invariant_alone(layout, self.space.mesh_shape)
+        layout = invariant_on_unit_axes(layout, self.space.mesh_shape)
         local = local_shape(meta.shape, layout, self.space.mesh_shape, self.coordinate)
         node.meta.update(layout=layout, global_meta=meta, decision=decision.index,
                          block=self.space.blocks[decision.index],

@@ -10,7 +10,7 @@ import torch
 from autoparallel.planning.candidates import Candidate, Mesh
 from autoparallel.plans import Hybrid
 from autoparallel.pricing import Prices
-from autoparallel.pricing.layer_overlap import BesideLayers
+from autoparallel.pricing.layer_overlap import LayerOverlap
 from autoparallel.pricing.step_cost import Exposed, Ways
 from autoparallel.schedule.activation_windows import NOWHERE, PRODUCTS
 from autoparallel.schedule.pieces import TRIED
@@ -64,8 +64,8 @@ class Kind(NamedTuple):
         while at most one collective runs on each stream. What runs before all micro-batches (gathers of ZeRO-0 and 1)
         or after them (zero bubble) overlaps with its own copies and with other streams at most. ``sent``: so many times
         the seconds that communication of parameters takes at least, with all streams busy, count as well. ``limited``:
-        beside layers no more overlaps than these take; else it is for more micro-batches, too, whose layers' launches
-        may take longer."""
+        layers hide no more than their own seconds (not where the bound is for more micro-batches, too, whose layers'
+        launches may take longer)."""
         profile = prices.cluster.profile
         streams = max(1, len({group.crossed[-1][1].name for group in prices.groups.values() if group.crossed}))
         share = (prices.device.overlap_slowdown - 1) / streams
@@ -85,23 +85,24 @@ class Kind(NamedTuple):
 
 
 def _of_activations(prices: Prices, share: float, pieces: int, limited: bool
-                    ) -> Mapping[tuple[int, int], Ways | BesideLayers]:
+                    ) -> Mapping[tuple[int, int], Ways | LayerOverlap]:
     """By use (target, position) of an activation, the least fractions of its redistribution that are exposed, as far as
     windows of activations and layers in ``pieces`` allow overlap (`schedule.activation_windows`, `schedule.pieces`):
-    the slowdown ``share`` alone where products lie between value and reader, or other ops between a shared read and its
-    first reader; beside linear layers that make or read it as much as their seconds allow (``limited``); else all."""
-    space, first = prices.space, dict[object, int]()
+    only the slowdown ``share`` where products lie between value and reader, or other ops between a shared read and its
+    first reader; the rest of what the linear layers that make or read it can hide (``limited``: in their seconds);
+    else all."""
+    space, representatives = prices.space, dict[object, int]()
     products = [decision.index for decision, s in zip(space.decisions, space.strategy_sets, strict=True)
                 if s.rule is not None and s.rule.op_class in PRODUCTS]
     layers = {decision.index for decision in space.decisions if decision.kind == "op"
               and space.graph.nodes[decision.node].target is torch.ops.aten.linear.default}
     ops = [decision.index for decision in space.decisions if decision.kind == "op"]
 
-    def alike(index: int) -> int:
+    def representative(index: int) -> int:
         """The first layer with the strategies and seconds of this one."""
-        return first.setdefault((id(space.strategy_sets[index]), prices.chains[index]), index)
+        return representatives.setdefault((id(space.strategy_sets[index]), prices.chains[index]), index)
 
-    def ways(use: TensorUse) -> Ways | BesideLayers:
+    def ways(use: TensorUse) -> Ways | LayerOverlap:
         readers = _reading(space, use.target)
         source, reader = _made_by(space, use.source), min(readers, default=use.target)
         if any(source < product < reader for product in products if space.blocks[product] == space.blocks[reader]):
@@ -110,14 +111,15 @@ def _of_activations(prices: Prices, share: float, pieces: int, limited: bool
             return share, share
         own = space.readers_of.get(use.target, ()) if space.decisions[use.target].kind == "shared_read" else (
             (use.target,) if use == space.uses_by[use.target][0] else ())
-        read_by = tuple(alike(one) for one in own if one in layers)
-        maker = alike(use.source) if use.source in layers and len(space.readers_of[use.source]) == 1 else NOWHERE
+        read_by = tuple(representative(one) for one in own if one in layers)
+        is_made_for_it = use.source in layers and len(space.readers_of[use.source]) == 1
+        maker = representative(use.source) if is_made_for_it else NOWHERE
         if not read_by and maker == NOWHERE:
             return WHOLE
         if not limited:
             of_piece = 1 - (1 - share) * (pieces - 1) / pieces
             return of_piece, share if read_by else of_piece
-        return BesideLayers(share, pieces, read_by, 0 < len(read_by) == len(own), maker)
+        return LayerOverlap(share, pieces, read_by, 0 < len(read_by) == len(own), maker)
 
     return {(use.target, use.position): ways(use) for use in space.uses}
 

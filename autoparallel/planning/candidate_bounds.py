@@ -121,9 +121,9 @@ class CandidateBounds:
         return sum(count * float((price.forward_s + slower * price.backward_s).min()) for count, price in each)
 
     def sends_s(self, candidate: Candidate) -> float:
-        """A lower bound of the seconds in which the ranks of a pipeline, together, wait for messages at its cuts: both
-        ranks at a cut for one a micro-batch, of a value divided evenly over the devices of a stage. Each cut is another
-        one, of those that send least."""
+        """A lower bound of the seconds in which the ranks of a pipeline, together, wait for messages at its cuts. Both
+        ranks at a cut wait for one message a micro-batch, of a value divided evenly over the devices of a stage. The
+        cuts are those of the model that send the fewest bytes, each once."""
         h, devices = candidate.hybrid, math.prod(candidate.mesh_shape)
         if h.stages == 1 or h.replicas:
             return 0.0

@@ -49,7 +49,7 @@ def with_faster_experts(pricer: SpacePricer, strategies: Sequence[Strategy], obj
     else they are awaited at once, which holds less memory. A baseline stays as it is. ``objective``: as of
     `in_faster_pieces`."""
     hybrid = pricer.counts.hybrid
-    if options.baseline or not overlaps_experts(hybrid) or not sends_rows(pricer.space):
+    if options.baseline or not overlaps_experts(hybrid) or not any(map(sends_rows, pricer.space.strategy_sets)):
         return pricer
     other = pricer.overlapping(experts_overlap=False)
     if hidden_s(pricer, strategies) - hidden_s(other, strategies) > _ROUNDING * objective:

@@ -103,7 +103,7 @@ def mixtures_of(reads: RankReads) -> list[Mixture]:
     found = list[tuple[int, int]]()
     for index in reads.members:
         s = space.strategy_sets[index]
-        if space.decisions[index].kind == "op" and sends_rows(space, index) and any(
+        if space.decisions[index].kind == "op" and sends_rows(s) and any(
                 s.axis_strategies[r].variant == DISPATCH for r in s.array[reads.numbers[index]].tolist()):
             found.append((index, _reader(reads, index)))
     products = [index for index in reads.members if (rule := space.strategy_sets[index].rule) is not None

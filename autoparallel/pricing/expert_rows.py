@@ -8,16 +8,15 @@ import numpy as np
 
 from autoparallel.pricing.unit_costs import Inside
 from autoparallel.rules.rule import Exchange
-from autoparallel.strategies.space import StrategySpace
+from autoparallel.strategies.space import StrategySet
 
 #: The name of the variant of which rows travel (`kernels.variants.VARIANTS`).
 DISPATCH = "dispatch"
 
 
-def sends_rows(space: StrategySpace, index: int | None = None) -> bool:
-    """Whether rows of a mixture may travel to the ranks of their experts: of decision ``index`` (None: of any)."""
-    some = space.strategy_sets if index is None else [space.strategy_sets[index]]
-    return any(a.variant == DISPATCH for s in some for a in s.axis_strategies)
+def sends_rows(strategy_set: StrategySet) -> bool:
+    """Whether some strategy sends rows of a mixture to the ranks of their experts."""
+    return any(one.variant == DISPATCH for one in strategy_set.axis_strategies)
 
 
 def rows_bytes(inside: Sequence[Inside], count: int) -> np.ndarray:

@@ -15,7 +15,7 @@ from autoparallel import clock
 from autoparallel.capture import TensorMeta
 from autoparallel.capture.blocks import block_path
 from autoparallel.layout import COLLECTIVES, SUMS, Layout, Placement, RedistributionTable, Step
-from autoparallel.layout.redistribution import ACTIONS, Axes, StepCost
+from autoparallel.layout.redistribution import Axes, StepCost, actions_of
 from autoparallel.pricing.counts import ALONE, Summing
 from autoparallel.pricing.message_seconds import MessageSeconds
 from autoparallel.schedule.step_config import BUCKET_BYTES, LARGE_BYTES
@@ -86,7 +86,7 @@ class RedistributionPrices:
         if key not in self._tables:
 
             def cost(axes: Axes, source: Placement, target: Placement, before: np.ndarray, after: np.ndarray) -> Any:
-                forward, backward = ACTIONS[source.kind, target.kind]
+                forward, backward = actions_of(axes, source, target, self.space.mesh_shape)
                 seconds = self.action_s(forward, axes, source, target, before, after)
                 return seconds + self.action_s(backward, axes, target, source, after, before) if grad else seconds
 
@@ -160,7 +160,7 @@ class RedistributionPrices:
     def _forward_s(self, summing: Summing, axes: Axes, source: Placement, target: Placement, before: np.ndarray,
                    after: np.ndarray) -> np.ndarray:
         """Forward seconds of a step from ``source`` to ``target`` under ``summing``."""
-        action = ACTIONS[source.kind, target.kind][0]
+        action, _ = actions_of(axes, source, target, self.space.mesh_shape)
         return (self.action_s(action, axes, source, target, before, after)
                 + self._in_block_s(summing, axes, action, source, after))
 
@@ -168,7 +168,7 @@ class RedistributionPrices:
                  after: np.ndarray) -> np.ndarray:
         """Backward seconds of a step from ``source`` to ``target`` under ``summing``: gradients of unsharded parameters
         in buckets, and casts to and from another dtype."""
-        backward = ACTIONS[source.kind, target.kind][1]
+        _, backward = actions_of(axes, source, target, self.space.mesh_shape)
         scale = summing.scale if backward in SUMS else 1.0
         if summing.bucket_bytes and (source.kind, target.kind) == ("I", "R"):
             seconds = self.bucket_s(self.groups[axes], scale * after, summing.bucket_bytes)
@@ -241,7 +241,8 @@ class RedistributionPrices:
         if key not in self._weighted:
 
             def cost(axes: Axes, source: Placement, target: Placement, before: np.ndarray, after: np.ndarray) -> Any:
-                return self._in_block_s(summing, axes, ACTIONS[source.kind, target.kind][0], source, after)
+                forward, _ = actions_of(axes, source, target, self.space.mesh_shape)
+                return self._in_block_s(summing, axes, forward, source, after)
 
             more = self.table(use).sum_along(cost)
             self._weighted[key] = np.where(np.isfinite(more), more, 0.0)
@@ -256,7 +257,8 @@ class RedistributionPrices:
         if key not in self._weighted:
 
             def cost(axes: Axes, source: Placement, target: Placement, before: np.ndarray, after: np.ndarray) -> Any:
-                return self.action_s(ACTIONS[source.kind, target.kind][0], axes, source, target, before, after)
+                forward, _ = actions_of(axes, source, target, self.space.mesh_shape)
+                return self.action_s(forward, axes, source, target, before, after)
 
             self._weighted[key] = table.sum_along(cost)
         more = times[0] - times[1]  # the rest runs in one direction only
@@ -279,9 +281,9 @@ class RedistributionPrices:
         if key not in self._weighted:
 
             def cost(axes: Axes, source: Placement, target: Placement, before: np.ndarray, after: np.ndarray) -> Any:
-                forward, backward = ACTIONS[source.kind, target.kind]
-                sends = forward in COLLECTIVES or (meta.requires_grad and backward in COLLECTIVES)
-                return np.full(len(before), float(sends and any(self.space.mesh_shape[axis] > 1 for axis in axes)))
+                forward, backward = actions_of(axes, source, target, self.space.mesh_shape)
+                return np.full(len(before), float(forward in COLLECTIVES or (
+                    meta.requires_grad and backward in COLLECTIVES)))
 
             travels = table.sum_along(cost)
             self._weighted[key] = np.isfinite(travels) & (travels > 0)
@@ -303,7 +305,8 @@ class RedistributionPrices:
         if key not in self._weighted:
 
             def cost(axes: Axes, source: Placement, target: Placement, before: np.ndarray, after: np.ndarray) -> Any:
-                return np.where(ACTIONS[source.kind, target.kind][0] == "all_gather", after, 0.0)
+                forward, _ = actions_of(axes, source, target, self.space.mesh_shape)
+                return np.where(forward == "all_gather", after, 0.0)
 
             gathered = table.sum_along(cost)
             self._weighted[key] = np.where(np.isfinite(gathered), gathered, 0.0)

@@ -12,7 +12,7 @@ from autoparallel.capture import TensorMeta
 from autoparallel.pricing.counts import ExecutionCounts, Summing
 from autoparallel.pricing.equivalence import Equivalence
 from autoparallel.pricing.host_activations import HostActivations
-from autoparallel.pricing.layer_overlap import BesideLayers, exposed_s
+from autoparallel.pricing.layer_overlap import LayerOverlap, exposed_s
 from autoparallel.pricing.memo import Memo
 from autoparallel.pricing.op_costs import dtype_name, share_of_work
 from autoparallel.pricing.redistribution_costs import PricedStep
@@ -50,19 +50,19 @@ Ways = tuple[float, float]
 class Exposed(NamedTuple):
     """Fractions of the seconds of communication that count: of parameter gathers, gradient reductions and activations
     (1: none of it overlaps with compute). ``by_use``: those of activations by use (target, position), where they
-    differ; or the layers beside which a redistribution runs, whose seconds limit what overlaps."""
+    differ; or the layers that a redistribution overlaps with, whose seconds limit it."""
 
     gathers: float = 1.0
     reductions: float = 1.0
     activations: float = 1.0
-    by_use: Mapping[tuple[int, int], Ways | BesideLayers] | None = None
+    by_use: Mapping[tuple[int, int], Ways | LayerOverlap] | None = None
 
     def with_more(self, part: float) -> Exposed:
         """The same with such a part of what of parameters' communication does not count."""
         return self._replace(gathers=self.gathers + part * (1 - self.gathers),
                              reductions=self.reductions + part * (1 - self.reductions))
 
-    def of(self, use: TensorUse, of_parameter: bool) -> Ways | BesideLayers:
+    def of(self, use: TensorUse, of_parameter: bool) -> Ways | LayerOverlap:
         """Those of a use in forward and in backward."""
         if of_parameter:
             return self.gathers, self.reductions
@@ -337,11 +337,11 @@ class StepCosts:
         return self.prices.redistribution.steps(use, source, target, self.counts.summing(use))
 
 
-def _sent_s(costs: StepCosts, use: TensorUse, ways: Ways | BesideLayers, times: tuple[int, int], summing: Summing
+def _sent_s(costs: StepCosts, use: TensorUse, ways: Ways | LayerOverlap, times: tuple[int, int], summing: Summing
             ) -> np.ndarray:
     """Exposed seconds of a use's redistribution, run ``times`` (forward, backward)."""
-    if not isinstance(ways, BesideLayers):
+    if not isinstance(ways, LayerOverlap):
         return costs.prices.redistribution.use_s(use, (ways[0] * times[0], ways[1] * times[1]), summing)
-    there, back = costs.memo.once(("beside layers", costs.use_key(use), ways),
+    there, back = costs.memo.once(("layer overlap", costs.use_key(use), ways),
                                   lambda: exposed_s(costs.prices, use, ways))
     return times[0] * there + times[1] * back if times[1] else times[0] * there

@@ -78,7 +78,7 @@ class WindowMemory:
         blocks, products = self.space.blocks, self._products()
         for index, decision in enumerate(self.space.decisions):
             read = [use for use in self.space.uses if use.source == index] if (
-                decision.kind == "op" and sends_rows(self.space, index)) else []
+                decision.kind == "op" and sends_rows(self.space.strategy_sets[index])) else []
             if not read:
                 continue
             use = min(read, key=lambda use: use.target)

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 from autoparallel.layout import COLLECTIVES, Layout, Placement
 from autoparallel.layout.redistribution import Step
@@ -90,12 +90,25 @@ def _deals(placement: Placement, dim: int) -> bool:
     return placement.is_interleaved and placement.dim == dim
 
 
-def gathers(step: Step) -> bool:
+class Acting(Protocol):
+    """A step's actions and source placement, as a `Step` has them."""
+
+    @property
+    def forward(self) -> str: ...
+
+    @property
+    def backward(self) -> str: ...
+
+    @property
+    def source(self) -> Placement: ...
+
+
+def gathers(step: Acting) -> bool:
     """Whether a step gathers an operand: S -> R."""
     return step.forward == "all_gather" and step.backward in COLLECTIVES
 
 
-def reduces(step: Step) -> bool:
+def reduces(step: Acting) -> bool:
     """Whether a step sums the results of a layer: P -> S, R or I."""
     return step.source.kind == "P" and step.forward in COLLECTIVES
 
@@ -122,4 +135,5 @@ def pieced_products(candidates: Sequence[Candidate], block_of: Callable[[int], s
     return [found[number] for number in sorted(found)]
 
 
-__all__ = ["TRIED", "Candidate", "Cut", "Pieced", "cut_of", "gathers", "pieced_products", "reduces", "runs_in_pieces"]
+__all__ = ["TRIED", "Acting", "Candidate", "Cut", "Pieced", "cut_of", "gathers", "pieced_products", "reduces",
+           "runs_in_pieces"]

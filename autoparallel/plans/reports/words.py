@@ -63,7 +63,7 @@ def axis_words(plan: Plan, work: Workload | None) -> tuple[AxisWords, ...]:
     for number, (axis, label) in enumerate(zip(roles.axes, labels, strict=True)):
         vocabulary = _cut_by_vocabulary(plan, number)
         departures = (*_folded(axis, every, bool(vocabulary) and axis.role != "tensor", roles.zero_stage),
-                      *_stored_whole(plan, axis))
+                      *_stored_whole(plan, axis)) if axis.size > 1 else ()    # one rank has the whole anyway
         said = "".join([_words(axis, roles.zero_stage), f"; {' and '.join(vocabulary)} by vocabulary" if vocabulary
                         else ""])
         found.append(AxisWords(axis.name, label, axis.size, axis.role, said, links.get(axis.name, ""),
