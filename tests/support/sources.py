@@ -13,6 +13,7 @@ ROOT = Path(__file__).parents[2]
 LEVELS = (
     ("__main__",),
     ("cli",),
+    ("job_cli",),
     ("capacity_cli", "selftest"),
     ("plan_cli",),
     ("region_reports",),
