@@ -150,11 +150,13 @@ def prepare(subject: Subject, more_plans: bool, compiled: bool) -> Prepared:
         found.steps["DDP, torch.compile"] = Stepper(with_ddp, mine, mean=True, called=torch.compile(with_ddp))
         with_fsdp = fully_sharded(subject, line)
         found.steps["FSDP2, torch.compile"] = Stepper(with_fsdp, mine, mean=True, called=torch.compile(with_fsdp))
-        by_hand = tensor_parallel(subject, line)
-        found.steps["tensor parallel by hand, torch.compile"] = Stepper(by_hand, kwargs, called=torch.compile(by_hand))
+        if subject.by_hand:
+            by_hand, name = tensor_parallel(subject, line), "tensor parallel by hand, torch.compile"
+            found.steps[name] = Stepper(by_hand, kwargs, called=torch.compile(by_hand))
     found.steps["DDP"] = Stepper(nn.parallel.DistributedDataParallel(subject.build()), mine, mean=True)
     found.steps["FSDP2"] = Stepper(fully_sharded(subject, line), mine, mean=True)
-    found.steps["tensor parallel by hand"] = Stepper(tensor_parallel(subject, line), kwargs)
+    if subject.by_hand:
+        found.steps["tensor parallel by hand"] = Stepper(tensor_parallel(subject, line), kwargs)
     found.steps[f"{ALONE}, 1 thread"] = Alone(subject, 1)
     found.steps[ALONE] = Alone(subject, os.cpu_count() or 1)
     return found
@@ -285,9 +287,10 @@ def main(
     """Measure and print the table and JSON."""
     from rich.console import Console
 
-    rows = run(models.split(","), repeats, more_plans, compiled, fused)
-    console = Console(width=140, soft_wrap=True)
-    console.print(table(rows))
+    rows, console = list[dict[str, Any]](), Console(width=140, soft_wrap=True)
+    for name in models.split(","):
+        rows += (made := run([name], repeats, more_plans, compiled, fused))
+        console.print(table(made))
     for model, (best, regret) in regrets(rows).items() if more_plans else ():
         console.print(f"{model}: the chosen plan takes {regret:.2f} times as long as our fastest, {best}")
     console.print(SHARED)
