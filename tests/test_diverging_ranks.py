@@ -7,7 +7,7 @@ import re
 import signal
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -64,6 +64,35 @@ def test_different_calls_are_refused_on_all_ranks_and_nothing_is_closed(four_ran
             assert name == "InputError" and "nothing was sent or changed" in text, (name, text)
             assert re.search(part, text), (part, text)
         assert after[0] == "", after
+
+
+def refused_before(call: Callable[[Any], Any]) -> list[tuple[str, str, int, float]]:
+    """A call that rank 1 makes where the others make one of which it alone was refused its own; and the call after."""
+    rank, x = torch.distributed.get_rank(), torch.randn(8, 32)
+    parallel = autoparallel.compile(net(), mesh_of(4), example_inputs=(x,), baseline="fsdp")
+    if rank == 1:
+        bias = parallel.get_submodule("0").bias
+        parallel.get_submodule("0").bias = nn.Parameter(torch.zeros(32))
+        assert "0.bias was replaced" in said(lambda: parallel(x))[1]
+        parallel.get_submodule("0").bias = bias
+    return [said(lambda: call(parallel) if rank == 1 else parallel(x)),
+            said(lambda: parallel(x).square().mean().backward())]
+
+
+def one_is_refused() -> list[list[tuple[str, str, int, float]]]:
+    return [refused_before(call) for call in (
+        lambda parallel: parallel.load_state_dict(net().state_dict()), lambda parallel: parallel(torch.randn(8, 32)),
+        lambda _: autoparallel.compile(net(), mesh_of(4), baseline="ddp"))]
+
+
+@pytest.mark.ranks
+def test_a_rank_that_is_refused_alone_and_goes_on_is_told_with_the_others(four_ranks: RankPool) -> None:
+    """The others compare their call, it the next one's inputs or the next call (they raised errors of Python, which
+    closed the groups)."""
+    for found in four_ranks.run(one_is_refused, timeout_s=60):
+        for here, after in found:
+            assert here[0] == "InputError" and "ranks make different calls: " in here[1], here
+            assert after[0] == "", after
 
 
 class Counted(nn.Module):

@@ -73,6 +73,13 @@ def registers(model: Any, x: Tensor) -> Tensor:
     return y.sum()
 
 
+def registers_and_assigns(model: Any, x: Tensor) -> Tensor:
+    """torch.export writes the buffer's new value to another input of the program."""
+    y: Tensor = registers(model, x)
+    model.table = model.table + 1
+    return y
+
+
 def makes_a_layer(model: Any, x: Tensor) -> Tensor:
     model.late = nn.Linear(4, 4)
     y: Tensor = model.late(model.layer(x))
@@ -114,6 +121,7 @@ def reads_a_sparse_global(model: Any, x: Tensor) -> Tensor:
 #: forward -> words of the refusal
 REFUSED: dict[Callable[..., Any], str] = {
     registers: "makes table, and a program has the parameters, buffers and submodules that the model had",
+    registers_and_assigns: "makes table, and a program has",
     makes_a_layer: "makes late",
     puts_into_the_table: "puts another tensor in seen",
     drops: "removes seen",

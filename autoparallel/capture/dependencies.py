@@ -251,7 +251,8 @@ class Recorder:
         self._plain = {(path, name): value for (path, name), value in self._assigned.items()
                        if is_plain(value) and own[path].get(name, Missing) is value}
         for path, table, before in self._tables:
-            now = {name: value for name, value in table.items() if (path, name) not in self._buffers_set}
+            now = {name: value for name, value in table.items()
+                   if name not in before or (path, name) not in self._buffers_set}
             same = {name for name, value in now.items() if before.get(name, Missing) is value}
             for name in [name for name in {**before, **now} if name not in same and (name in now or name not in table)]:
                 done = "makes" if name not in before else "puts another tensor in" if name in table else "removes"

@@ -22,6 +22,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from autoparallel.errors import LaunchError, MeshError, shown
 from autoparallel.kernels.groups import destroy_groups, ordered_mesh, say_here, say_leaving
 from autoparallel.launch.environment import Identity, identity_of, is_scheduler, tasks_beside_srun
+from autoparallel.launch.meeting import of_attempt, store_of
 from autoparallel.plans import Plan
 
 _LOG = logging.getLogger("autoparallel")
@@ -188,26 +189,16 @@ def _join(identity: Identity | None, kind: str, backend: str | None, timeout: ti
     os.environ.update(identity.variables)
     store = None
     if not dist.is_initialized():
-        store, _, _ = next(iter(dist.rendezvous("env://", identity.rank, identity.size, timeout=timeout)))
-        store.set_timeout(timeout)
+        store = store_of(identity, timeout)
     local = _on_host(identity, store)
     os.environ.update(LOCAL_RANK=str(local[0]), LOCAL_WORLD_SIZE=str(local[1]))
     _pick_device(kind, local[0])
     if store is not None:
-        dist.init_process_group(backend, store=_of_attempt(store), rank=identity.rank, world_size=identity.size,
+        dist.init_process_group(backend, store=of_attempt(store), rank=identity.rank, world_size=identity.size,
                                 timeout=timeout)
         assert dist.group.WORLD is not None
         say_here(dist.group.WORLD.get_group_store(), identity.rank)
     return local
-
-
-def _of_attempt(store: dist.Store) -> dist.Store:
-    """The part of a store that ranks have not used before. torchrun's agent may keep its own store over restarts, with
-    the addresses of ranks that it started before; one that rank 0 makes is new, and agents that joined later count
-    fewer restarts."""
-    if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
-        return store
-    return dist.PrefixStore(f"attempt {os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}", store)
 
 
 def _on_host(identity: Identity, store: dist.Store | None) -> tuple[int, int]:

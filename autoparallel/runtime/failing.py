@@ -30,6 +30,7 @@ from autoparallel.runtime.peers import Peers
 _KEY = "autoparallel/failed"
 _LONGEST = 4_000  # characters of a message
 _PART_S = 3.0  # in which a rank that has done its part and ended lets the others finish
+_CALLS = "calls"
 _TAG = 2**30 + 1  # of a receive that nobody sends for
 _ANEW = ("call torch.distributed.destroy_process_group() and init_process_group(...) on all ranks and compile again, "
          "or restart them.")
@@ -216,11 +217,17 @@ def _compared(number: int, device: torch.device) -> Callable[[], bool]:
     return wait
 
 
-def all_of(mine: Any) -> list[Any]:
-    """The values of all ranks, by rank. All ranks call this, after `is_same` has said that they differ."""
+def all_of(what: str, mine: Any) -> list[Any]:
+    """The values of all ranks, by rank. All ranks call this, after `is_same` has said that they differ.
+
+    ``what`` is compared, as errors name it. Raises InputError on all ranks where some compare something else: one that
+    was refused its call by itself is at its next one.
+    """
     found: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(found, mine, group=_world().apart)
-    return found
+    dist.all_gather_object(found, (what, mine), group=_world().apart)
+    if len({theirs for theirs, _ in found}) > 1:
+        _refuse([value if theirs == _CALLS else (theirs, "", 0) for theirs, value in found])
+    return [value for _, value in found]
 
 
 @dataclass
@@ -238,7 +245,7 @@ class _Asked:
     def refuse(self) -> None:
         """Raises InputError where calls differ."""
         if not self.is_same:
-            _refuse(all_of(self.mine()))
+            _refuse(all_of(_CALLS, self.mine()))
 
 
 class _DifferentCallsError(InputError):

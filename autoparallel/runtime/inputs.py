@@ -153,7 +153,7 @@ def _compare(named: Sequence[tuple[str, Any]], local: Sequence[bool], compared: 
                       strict=True))
     mine = {name: (form_text(leaf), hashes.get(name, 0)) for name, (leaf, _) in leaves.items()}
     if not is_same(hash_of(sorted(mine.items())), device):
-        found = all_of(mine)
+        found = all_of("the inputs of a call", mine)
         of_rows = {name for name, (leaf, rows) in leaves.items() if rows and _has_rows(leaf)}
         raise InputError(_difference(found, of_rows))
 
@@ -166,7 +166,7 @@ def all_have(text: str, device: torch.device, right: str | None = None) -> str |
     with naming_peers():
         if dist.get_world_size() == 1 or is_same(hash_of(text), device):
             return None if right is None or text == right else text
-        every = all_of(text)
+        every = all_of("what is loaded or read", text)
     ranks: dict[str, list[int]] = {}
     for rank, theirs in enumerate(every):
         if theirs != right:
