@@ -10,6 +10,7 @@ Other plans and steps: ``--given '{"zero_stage": 3, "recompute": "full"}'``, key
 from __future__ import annotations
 
 import copy
+import itertools
 import json
 import math
 import os
@@ -24,6 +25,7 @@ import torch.multiprocessing as mp
 import typer
 from torch.distributed.tensor import DTensor
 
+from autoparallel.runtime.module import ParallelModule
 from benchmarks.architectures import ARCHITECTURES
 from benchmarks.measure import conditions
 from benchmarks.model_zoo import TOLERANCE, toy_cluster, truth
@@ -78,7 +80,7 @@ def compare(name: str, mesh_shape: tuple[int, ...], backend: str, given: Mapping
         return Row(name, refused=" ".join(str(error).split())[:300], seconds=time.process_time() - start)
     seconds = time.process_time() - start
     errors = {"loss": _error(loss.detach(), expected.outputs["output 0"])}
-    whole = {name: parameter.grad for name, parameter in parallel.named_parameters() if parameter.grad is not None}
+    whole = _gradients(parallel)
     for kind, made, wanted in (("gradient of ", whole, expected.gradients),
                                ("buffer ", dict(parallel.named_buffers()), expected.buffers)):
         scale = largest_entry({tensor: value.double() for tensor, value in wanted.items()})
@@ -86,9 +88,22 @@ def compare(name: str, mesh_shape: tuple[int, ...], backend: str, given: Mapping
             small = scale if tensor in expected.zero else None
             errors[kind + tensor] = _error(_whole(made.get(tensor)), value, small)
         for tensor in made.keys() - wanted.keys() if kind == "gradient of " else ():    # the step does not use it
-            errors[kind + tensor] = largest_entry({tensor: _whole(made[tensor]).double()})
+            errors[kind + tensor] = largest_entry({tensor: made[tensor].double()})
     worst = max(errors, key=errors.__getitem__)
     return Row(name, errors[worst], worst, plan=parallel.plan.summary().split("\n")[0].strip(), seconds=seconds)
+
+
+def _gradients(parallel: ParallelModule) -> dict[str, torch.Tensor]:
+    """Those of all parameters, whole, from all ranks of a pipeline; nan where ranks disagree."""
+    own = {name: _whole(p.grad) for name, p in parallel.named_parameters() if p.grad is not None}
+    if parallel.plan.hybrid.stages == 1:
+        return own
+    of_ranks: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(of_ranks, own)
+    made = dict[str, torch.Tensor]()
+    for name, gradient in itertools.chain.from_iterable(found.items() for found in of_ranks):
+        made[name] = gradient if torch.equal(made.get(name, gradient), gradient) else gradient * math.nan
+    return made
 
 
 def _whole(value: torch.Tensor | None) -> Any:

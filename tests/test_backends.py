@@ -2,19 +2,23 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Mapping, Sequence
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
 import torch.nn.functional as F  # noqa: N812
 from torch import nn
+from torch._functorch.aot_autograd import make_boxed_func
+from torch.distributed import HashStore
 from torch.distributed.device_mesh import DeviceMesh
-from torch.fx import Graph
+from torch.fx import Graph, GraphModule, symbolic_trace
 
 import autoparallel
 from autoparallel import backends
-from autoparallel.backends import moving
+from autoparallel.backends import agreement, aot, moving
 from autoparallel.errors import InputError, PlanError
 from autoparallel.kernels import rng, seeded
 from autoparallel.plans import Hybrid
@@ -120,6 +124,29 @@ def test_block_by_block_with_dropout(ranks: Any) -> None:
 @pytest.mark.timeout(1600)
 def test_experts_run_between_compiled_graphs(ranks: Any) -> None:
     check(ranks, "mixtral", ((2, 2), {"random": 0}))
+
+
+def code_on_a_mesh() -> list[str]:
+    """The graphs that a rank compiles on a mesh of two axes, as code."""
+    case, found = CASES["mlp"], list[str]()
+
+    def noted(graph: GraphModule) -> Any:
+        found.append(graph.code)
+        return make_boxed_func(graph.forward)
+
+    args, kwargs = case.inputs(8)
+    parallel = autoparallel.compile(case.build(), mesh_of(2, 2), example_inputs=args, example_kwargs=kwargs,
+                                    backend="aot_eager", baseline="fsdp")
+    with mock.patch.object(aot, "_as_it_is", noted):
+        case.loss(parallel(*args, **kwargs)).backward()
+    return found
+
+
+def test_ranks_of_a_mesh_make_the_same_code(ranks: Any) -> None:
+    """Torch numbers the process groups of one mesh axis, and each rank compiled code of its own for its number."""
+    first, *others = ranks(4).run(code_on_a_mesh)
+    assert "all_gather" in first[0] and len(first) == 2
+    assert others == [first] * 3
 
 
 def left_alone() -> tuple[dict[str, Any], dict[str, Any], int]:
@@ -237,6 +264,30 @@ def test_a_traced_random_op_draws_what_the_op_draws(op: Any, args: tuple[Any, ..
         with rng.use_seed(call_seed):
             expected = rng.random_op(op, 3, 1, *args)
         assert torch.equal(traced(seeded.seeds_of(call_seed, draws), *args), expected)
+
+
+def test_ranks_with_the_same_graph_compile_in_turn(monkeypatch: pytest.MonkeyPatch) -> None:
+    """And those with another one at the same time."""
+    store, events = HashStore(), list[str]()
+    monkeypatch.setattr(agreement, "_get_default_store", lambda: store)
+    same, other = (symbolic_trace(lambda x, n=n: x + n) for n in (1, 2))
+    entered = threading.Event()
+
+    def second() -> None:
+        entered.set()
+        with agreement.one_first(same):
+            events.append("second")
+
+    thread = threading.Thread(target=second)
+    with agreement.one_first(same):
+        thread.start()
+        assert entered.wait(10)
+        with agreement.one_first(other):
+            events.append("other")
+        thread.join(0.2)
+        events.append("first")
+    thread.join(10)
+    assert events == ["other", "first", "second"]
 
 
 def test_a_node_that_reads_a_later_one_moves_behind_it() -> None:

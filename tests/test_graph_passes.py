@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from contextlib import nullcontext
 from typing import Any
 
 import pytest
@@ -51,7 +50,6 @@ Graphs = Callable[..., tuple[GraphModule, GraphModule]]
 def graphs(monkeypatch: pytest.MonkeyPatch) -> Graphs:
     """Forward and backward graph of rank 0 of four, without a process group: compiled, not run."""
     monkeypatch.setattr(agreement, "_gathered", lambda value, axis: [value] * axis.size)
-    monkeypatch.setattr(agreement, "one_first", lambda axes: nullcontext())
     monkeypatch.setattr(compiled, "name_what_is_sent", lambda module: None)  # other names of the same collectives
     found: list[GraphModule] = []
     each = compiled._Passes.each

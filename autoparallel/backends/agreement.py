@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import itertools
 import socket
-from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from datetime import timedelta
+from hashlib import sha256
 from typing import Any
 
+import torch
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import _get_default_store
+from torch.fx import GraphModule
 
 from autoparallel.backends.moving import Collective
 from autoparallel.errors import LoweringError
@@ -19,8 +21,6 @@ from autoparallel.kernels.groups import Axis, group_of
 
 #: How long a rank waits for another to compile, before it compiles by itself.
 LONGEST_WAIT = timedelta(minutes=30)
-#: Compilations so far, by process group.
-_compiled = Counter[str]()
 
 
 def check_order(order: Sequence[Collective], axes: Iterable[Axis]) -> None:
@@ -37,17 +37,13 @@ def check_order(order: Sequence[Collective], axes: Iterable[Axis]) -> None:
 
 
 @contextmanager
-def one_first(axes: Iterable[Axis]) -> Iterator[None]:
-    """Let one rank of each machine compile before the others: the first rank to enter this context compiles, the others
-    wait until it leaves and then find the code in Inductor's cache on disk. On meshes of several axes all compile at
-    once: the code has names of process groups, which differ over the ranks there."""
-    several = [axis for axis in axes if axis.size > 1]
-    if len(several) != 1:
-        yield
-        return
-    name, store = several[0].group_name, _get_default_store()
-    _compiled[name] += 1
-    key = f"autoparallel/compiled/{socket.gethostname()}/{name}/{_compiled[name]}"
+def one_first(graph: GraphModule) -> Iterator[None]:
+    """Let one rank of each machine compile a graph before the others that have the same: the first rank to enter this
+    context compiles, the others wait until it leaves and then find the code in Inductor's cache on disk. Ranks whose
+    graphs differ (by the offset of a shard) compile at the same time."""
+    inputs = [_form(node.meta.get("val")) for node in graph.graph.find_nodes(op="placeholder")]
+    digest = sha256(f"{graph.graph.python_code('self').src}{inputs}".encode()).hexdigest()
+    store, key = _get_default_store(), f"autoparallel/compiled/{socket.gethostname()}/{digest}"
     if store.add(f"{key}/ranks", 1) > 1:
         with suppress(dist.DistStoreError):  # its error, if it has one, is told elsewhere
             store.wait([key], LONGEST_WAIT)
@@ -57,6 +53,10 @@ def one_first(axes: Iterable[Axis]) -> Iterator[None]:
         yield
     finally:
         store.set(key, "compiled")
+
+
+def _form(value: Any) -> object:
+    return (value.shape, value.stride(), value.dtype, value.device) if isinstance(value, torch.Tensor) else value
 
 
 def _gathered(value: Any, axis: Axis) -> list[Any]:

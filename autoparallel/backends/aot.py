@@ -20,6 +20,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx import GraphModule
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
+from autoparallel.backends.agreement import one_first
 from autoparallel.backends.generated import misuse_of_memory
 from autoparallel.errors import LoweringError
 from autoparallel.kernels import collectives
@@ -128,7 +129,10 @@ def compile_graph(module: GraphModule, inputs: Sequence[torch.Tensor], passes: P
     def inner(graph: GraphModule, examples: Sequence[Any], **kwargs: Any) -> Any:
         if kwargs.get("is_inference"):
             passes.alone(graph)
-        return compile_fx.compile_fx_inner(graph, examples, **kwargs) if generates else _as_it_is(graph)
+        if not generates:
+            return _as_it_is(graph)
+        with one_first(graph):
+            return compile_fx.compile_fx_inner(graph, examples, **kwargs)
 
     # The order of nodes is ours, that of collectives the same on all ranks; graph_partition serves CUDA graphs, and its
     # time grows with the square of the number of collectives.

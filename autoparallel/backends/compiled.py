@@ -116,9 +116,8 @@ class CompiledPart(nn.Module):
         from autoparallel.backends import aot  # seconds to import
 
         passes, axes = _Passes(self.how, self.parameters_at), groups.bound().values()
-        with agreement.one_first(axes):
-            call = aot.compile_graph(self.flat.module, inputs, aot.Passes(passes.tag, passes.each, passes.alone),
-                                     self.how.generates)
+        call = aot.compile_graph(self.flat.module, inputs, aot.Passes(passes.tag, passes.each, passes.alone),
+                                 self.how.generates)
         agreement.check_order(passes.orders, axes)
         return call
 

@@ -5,10 +5,12 @@ Emitted programs name axes; `bind` resolves the names on a mesh. The one file th
 
 from __future__ import annotations
 
+import itertools
 import math
 import os
 import socket
 import time
+import weakref
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from contextvars import ContextVar
@@ -19,7 +21,12 @@ from weakref import WeakKeyDictionary
 
 import torch
 import torch.distributed as dist
-from torch.distributed.distributed_c10d import GroupName, _resolve_process_group
+from torch.distributed.distributed_c10d import (
+    GroupName,
+    _register_process_group,
+    _resolve_process_group,
+    _unregister_process_group,
+)
 
 from autoparallel.errors import MeshError
 from autoparallel.kernels.bucket_memory import BucketMemory
@@ -31,7 +38,8 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Axis:
-    """One mesh axis as this rank sees it. ``buckets``: memory of the gradients reduced along it."""
+    """One mesh axis as this rank sees it. ``group_name``: its `common_name`; ``buckets``: memory of the gradients
+    reduced along it."""
 
     name: str
     size: int
@@ -60,9 +68,24 @@ def bind(mesh: DeviceMesh) -> dict[str, Axis]:
     if coordinate is None:
         raise MeshError(f"rank {dist.get_rank()} is not on the mesh {mesh}")
     return {
-        name: Axis(name, mesh.size(i), coordinate[i], mesh.get_group(i).group_name)
+        name: Axis(name, mesh.size(i), coordinate[i], common_name(mesh.get_group(i)))
         for i, name in enumerate(axis_names(mesh))
     }
+
+
+#: Process group -> its name by `common_name`.
+_NAMES: WeakKeyDictionary[dist.ProcessGroup, str] = WeakKeyDictionary()
+_numbers = itertools.count()
+
+
+def common_name(group: dist.ProcessGroup) -> str:
+    """A name of the group for torch's functional collectives, the same on all ranks that name their groups in the same
+    order. (torch's own differ between the groups of one mesh axis, so that each rank would have code of its own.)"""
+    if group not in _NAMES:
+        name = _NAMES[group] = f"autoparallel_{next(_numbers)}"
+        _register_process_group(GroupName(name), group)
+        weakref.finalize(group, _unregister_process_group, GroupName(name)).atexit = False
+    return _NAMES[group]
 
 
 _LEFT = "autoparallel/left"
@@ -200,7 +223,7 @@ def joint_axis(position: MeshPosition, axes: Axes) -> tuple[Axis, dist.ProcessGr
         made = dist.new_group(ranks)
         own = made if dist.get_rank() in ranks else own
     assert own is not None
-    return Axis(name_of(axes, position.axis_names), own.size(), own.rank(), own.group_name), own
+    return Axis(name_of(axes, position.axis_names), own.size(), own.rank(), common_name(own)), own
 
 
 def ordered_mesh(kind: str, ranks: Sequence[int], shape: Sequence[int], names: Sequence[str]) -> DeviceMesh:
