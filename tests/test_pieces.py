@@ -16,18 +16,21 @@ from torch.distributed.tensor import Shard
 from torch.nn.functional import linear
 
 import autoparallel
+from autoparallel.capture import capture
 from autoparallel.errors import PlanError
 from autoparallel.kernels import groups
 from autoparallel.kernels.collectives import redistribute
 from autoparallel.kernels.in_pieces import gathered_products, reduced_product
 from autoparallel.plans import Hybrid
-from autoparallel.pricing import ExecutionCounts, SpacePricer
-from autoparallel.pricing.layer_overlap import at_once_s
+from autoparallel.pricing import ExecutionCounts, Prices, SpacePricer
+from autoparallel.pricing.layer_overlap import LayerOverlap, at_once_s, exposed_s
 from autoparallel.pricing.overlap_simulation import RankStep
 from autoparallel.pricing.pieced_products import PiecedStep
 from autoparallel.pricing.rank_reads import COMPUTE, Message, Timed, TimedStep
 from autoparallel.pricing.step_tasks import StepTasks
+from autoparallel.schedule.activation_windows import NOWHERE
 from autoparallel.schedule.pieces import TRIED
+from autoparallel.strategies.space import StrategySpace
 from cost_models import Cluster, Device, Link
 from tests.support.launch_order import drawn_of
 from tests.support.models import CASES
@@ -214,3 +217,45 @@ def test_no_more_overlaps_than_layers_take(seed: int, behind: bool) -> None:
     assert all(0 < one <= limit * (1 + 1e-9) for one, limit in zip(saved, most, strict=True))
     if seed % 3 == 0:
         assert saved[0] == pytest.approx(most[0])
+
+
+class Pair(torch.nn.Module):
+    """Two layers of this width, added to their input."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.up, self.down = (torch.nn.Linear(width, width, bias=False, device="meta") for _ in range(2))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x.sin() + self.down(self.up(x.cos()).relu())
+
+
+@pytest.mark.parametrize("pieces", TRIED)
+@pytest.mark.parametrize(("name", "rows", "width"), [("slow network", 256, 512), ("h100-sxm", 16384, 8192),
+                                                     ("h100-sxm", 2048, 2048)])
+def test_bounds_count_what_pieces_take_longer(name: str, rows: int, width: int, pieces: int) -> None:
+    """Each layer of a plan saves no more in pieces than the bound of its redistribution says."""
+    cluster = (replace(TOY, device=replace(DEVICE, overlap_slowdown=1.2)) if name == "slow network" else
+               Cluster.load(name, num_devices=4))
+    x = torch.zeros(4, rows // 4, width, device="meta")
+    model = torch.nn.Sequential(*(Pair(width) for _ in range(2)))
+    made = autoparallel.plan(model, cluster, example_inputs=(x,), mesh_shape=(4,), baseline="sequence_parallel",
+                             pieces=pieces)
+    space = StrategySpace(capture(model, (x,)), (4,))
+    prices, strategies = Prices(space, cluster, "adamw"), made.strategies_on(space)
+    reads = RankStep(SpacePricer(prices, counts=ExecutionCounts(space, Hybrid(pieces=pieces))), strategies)
+    slowdown, found = cluster.working_device.overlap_slowdown, list[float]()
+    for one in reads.activations.pieced.values():
+        use = next(use for use in space.uses_by[one.step.target] if not one.behind or use.source == one.layers[0])
+        layers = LayerOverlap(slowdown - 1, pieces, () if one.behind else tuple(one.layers), not one.behind,
+                              one.layers[0] if one.behind else NOWHERE)
+        ends = tuple(space.strategy_sets[at].position[strategies[at]] for at in (use.source, use.target))
+        for run, exposed, times in zip((one.forward, one.backward), exposed_s(prices, use, layers),
+                                       ((1, 0), (0, 1)), strict=True):
+            tasks = StepTasks()
+            run(tasks, 1.0)
+            tasks.flush()
+            most = float((prices.redistribution.use_s(use, times) - exposed)[ends])
+            assert tasks.hidden_s(slowdown) <= most * (1 + 1e-9)
+            found.append(most)
+    assert len(found) >= 2 and (max(found) > 0) == (rows != 2048)

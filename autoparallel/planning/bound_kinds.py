@@ -59,13 +59,14 @@ class Kind(NamedTuple):
         of all ZeRO stages, which takes less time, none)."""
         return (self.pipeline_ranks - 1) / self.micro_batches if self.zero_stage else 0.0
 
-    def least_exposed(self, prices: Prices, sent: float = 0.0, limited: bool = True) -> Exposed:
+    def least_exposed(self, prices: Prices, sent: float = 0.0, limited: bool = True, recomputed: bool = False
+                      ) -> Exposed:
         """The fractions of communication that count even where all of it overlaps that may: what it slows compute by,
         while at most one collective runs on each stream. What runs before all micro-batches (gathers of ZeRO-0 and 1)
         or after them (zero bubble) overlaps with its own copies and with other streams at most. ``sent``: so many times
         the seconds that communication of parameters takes at least, with all streams busy, count as well. ``limited``:
         layers hide no more than their own seconds (not where the bound is for more micro-batches, too, whose layers'
-        launches may take longer)."""
+        launches may take longer). ``recomputed``: all blocks are, so that nothing starts where it is made."""
         profile = prices.cluster.profile
         streams = max(1, len({group.crossed[-1][1].name for group in prices.groups.values() if group.crossed}))
         share = (prices.device.overlap_slowdown - 1) / streams
@@ -80,17 +81,17 @@ class Kind(NamedTuple):
             return exposed._replace(activations=left * of_activations if self.copies > 1 else of_activations)
         if self.puts_off:
             return exposed
-        by_use = _of_activations(prices, share, self.pieces, limited) if self.copies == 1 else None
+        by_use = _of_activations(prices, share, self.pieces, limited, recomputed) if self.copies == 1 else None
         return exposed._replace(activations=share, by_use=by_use)
 
 
-def _of_activations(prices: Prices, share: float, pieces: int, limited: bool
+def _of_activations(prices: Prices, share: float, pieces: int, limited: bool, recomputed: bool
                     ) -> Mapping[tuple[int, int], Ways | LayerOverlap]:
     """By use (target, position) of an activation, the least fractions of its redistribution that are exposed, as far as
     windows of activations and layers in ``pieces`` allow overlap (`schedule.activation_windows`, `schedule.pieces`):
-    only the slowdown ``share`` where products lie between value and reader, or other ops between a shared read and its
-    first reader; the rest of what the linear layers that make or read it can hide (``limited``: in their seconds);
-    else all."""
+    only the slowdown ``share`` where products lie between value and reader (not in ``recomputed`` blocks), or other ops
+    between a shared read and its first reader; the rest of what the linear layers that make or read it can hide
+    (``limited``: in their seconds); else all."""
     space, representatives = prices.space, dict[object, int]()
     products = [decision.index for decision, s in zip(space.decisions, space.strategy_sets, strict=True)
                 if s.rule is not None and s.rule.op_class in PRODUCTS]
@@ -105,7 +106,8 @@ def _of_activations(prices: Prices, share: float, pieces: int, limited: bool
     def ways(use: TensorUse) -> Ways | LayerOverlap:
         readers = _reading(space, use.target)
         source, reader = _made_by(space, use.source), min(readers, default=use.target)
-        if any(source < product < reader for product in products if space.blocks[product] == space.blocks[reader]):
+        between = (product for product in products if space.blocks[product] == space.blocks[reader])
+        if not (recomputed and space.blocks[reader]) and any(source < product < reader for product in between):
             return share, share
         if any(use.target < op < reader for op in ops):
             return share, share

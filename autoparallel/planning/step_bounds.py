@@ -19,6 +19,7 @@ from autoparallel.planning.bound_kinds import Kind, sends_on
 from autoparallel.planning.candidate_bounds import CandidateBounds
 from autoparallel.planning.candidates import Candidate, Combination
 from autoparallel.planning.found_bounds import Found, FoundBounds, Work
+from autoparallel.planning.least_in_flight import least_in_flight
 from autoparallel.planning.memory_bounds import least_fitting_s
 from autoparallel.planning.reduced_model import ReducedModel
 from autoparallel.plans import Hybrid
@@ -185,6 +186,12 @@ class StepBounds:
         computing_s = max(worked_s / h.pipeline_ranks, launched_s) + update.more_s
         return fixed_s(self.cluster, h) + max(computing_s, self.even.fetch_s(h) + update.whole_s)
 
+    def _beside_work_s(self, candidate: Candidate) -> float:
+        """Seconds of a step that its ops do not take, on any rank."""
+        h = candidate.hybrid
+        sent_s = equal_stages_s(h, self.even.sends_s(candidate))
+        return fixed_s(self.cluster, h) + sent_s + self.even.host_update(h).more_s
+
     def _least_work(self, kind: Kind, cache: float = 1.0) -> Work:
         """The optima of a kind's graph on a device with ``cache`` times its cache. With so many times the micro-batches
         each tensor is so many times smaller at least, and finds no more of itself in the cache."""
@@ -206,15 +213,18 @@ class StepBounds:
         are faster than ``best_s``, each of whose blocks recomputes nothing or so (or as it likes, "any")."""
         clock.did("combinations judged")
         h, kind = candidate.hybrid, Kind.of(candidate)
+        most_s = best_s - self._beside_work_s(candidate)
         prices = self.prices_of(h.micro_batches, h.pipeline_ranks, candidate.mesh_shape, 1.0)
         space, longer = prices.space, h.pipeline_ranks * equal_stages_s(h, 1.0)
         several = [count > 1 for count in self.reduced_model.counts(space)]
-        held, exposed = self._least_held(candidate, prices, best_s), kind.least_exposed(prices)
-        ways = [self._way(prices, replace(kind.hybrid, recompute=one), held, exposed, longer - 1)
+        if (held := self._least_held(candidate, prices, most_s)) is None:
+            return most_s * h.pipeline_ranks
+        ways = [self._way(prices, replace(kind.hybrid, recompute=one), held,
+                          kind.least_exposed(prices, recomputed=one != "none"), longer - 1)
                 for one in RECOMPUTE[:-1] if one in ("none", recompute) or recompute == "any"]
         several += [True] * (len(ways[0].nodes) - len(several))    # copies, which are read by one block
         found = least_fitting_s(ways, several, len(space), h.pipeline_ranks * self.even.limit_of(candidate))
-        return min(found, best_s * h.pipeline_ranks)
+        return min(found, most_s * h.pipeline_ranks)
 
     def _way(self, prices: Prices, hybrid: Hybrid, held: Sequence[float], exposed: Exposed, more: float) -> Problem:
         inside, stands_for = self.reduced_model.inside(prices.space), self.reduced_model.counts(prices.space)
@@ -223,23 +233,21 @@ class StepBounds:
         pricer = SpacePricer(prices, counts=counts, exposed=exposed)
         return _longer(with_free_ends(pricer.of_uses(), stands_for, inside), counts.of_parameter, more)
 
-    def _least_held(self, candidate: Candidate, prices: Prices, best_s: float) -> list[float]:
+    def _least_held(self, candidate: Candidate, prices: Prices, most_s: float) -> list[float] | None:
         """By decision, the least number of its values that all ranks hold together between forward and backward (of one
-        micro-batch at a time, without a pipeline).
+        micro-batch at a time, without a pipeline), where the stages take ``most_s`` seconds at most; None: they take
+        longer.
 
-        In a pipeline what blocks send to others does not count. A rank of a plan that is faster than ``best_s`` has no
-        more blocks than it computes in that time, so that not all of them are where the fewest micro-batches are in
-        flight.
+        In a pipeline what blocks send to others does not count.
         """
-        space, h, ranks = prices.space, candidate.hybrid, candidate.hybrid.pipeline_ranks
+        space, h = prices.space, candidate.hybrid
         counts = self.reduced_model.counts(space)
-        if ranks == 1:
+        if h.pipeline_ranks == 1:
             return list(map(float, counts))
-        in_flight = np.sort(self.even.least_in_flight(h))
-        blocks_s = h.micro_batches * _repeated_block_s(prices, counts)
-        most = best_s / blocks_s if blocks_s else math.inf
-        shares = np.diff(np.minimum(most * np.arange(ranks + 1), 1.0)) if most < 1 else np.eye(ranks)[0]
-        of_blocks, fewest = float(shares @ in_flight), float(in_flight[0])
+        block_s, fewest = _repeated_block_s(prices, counts), float(self.even.least_in_flight(h).min())
+        of_blocks = least_in_flight(h, most_s / block_s) if 0 < block_s < math.inf else fewest
+        if of_blocks == math.inf:
+            return None
         return [float(count) if decision.kind in ("parameter", "buffer", "input") else
                 0.0 if sends_on(space, decision.index) else count * (of_blocks if count > 1 else fewest)
                 for decision, count in zip(space.decisions, counts, strict=True)]
