@@ -186,7 +186,7 @@ class StepBounds:
         computing_s = max(worked_s / h.pipeline_ranks, launched_s) + update.more_s
         return fixed_s(self.cluster, h) + max(computing_s, self.even.fetch_s(h) + update.whole_s)
 
-    def _beside_work_s(self, candidate: Candidate) -> float:
+    def _other_than_ops_s(self, candidate: Candidate) -> float:
         """Seconds of a step that its ops do not take, on any rank."""
         h = candidate.hybrid
         sent_s = equal_stages_s(h, self.even.sends_s(candidate))
@@ -213,7 +213,7 @@ class StepBounds:
         are faster than ``best_s``, each of whose blocks recomputes nothing or so (or as it likes, "any")."""
         clock.did("combinations judged")
         h, kind = candidate.hybrid, Kind.of(candidate)
-        most_s = best_s - self._beside_work_s(candidate)
+        most_s = best_s - self._other_than_ops_s(candidate)
         prices = self.prices_of(h.micro_batches, h.pipeline_ranks, candidate.mesh_shape, 1.0)
         space, longer = prices.space, h.pipeline_ranks * equal_stages_s(h, 1.0)
         several = [count > 1 for count in self.reduced_model.counts(space)]
