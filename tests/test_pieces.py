@@ -28,6 +28,7 @@ from autoparallel.pricing.overlap_simulation import RankStep
 from autoparallel.pricing.pieced_products import PiecedStep
 from autoparallel.pricing.rank_reads import COMPUTE, Message, Timed, TimedStep
 from autoparallel.pricing.step_tasks import StepTasks
+from autoparallel.pricing.unit_costs import OpPrice
 from autoparallel.schedule.activation_windows import NOWHERE
 from autoparallel.schedule.pieces import TRIED
 from autoparallel.strategies.space import StrategySpace
@@ -259,3 +260,17 @@ def test_bounds_count_what_pieces_take_longer(name: str, rows: int, width: int, 
             assert tasks.hidden_s(slowdown) <= most * (1 + 1e-9)
             found.append(most)
     assert len(found) >= 2 and (max(found) > 0) == (rows != 2048)
+
+
+def test_products_that_are_faster_in_pieces_save_no_more_than_is_sent(monkeypatch: pytest.MonkeyPatch) -> None:
+    """So that costs of decision graphs are not negative."""
+    space = StrategySpace(capture(Pair(512), (torch.zeros(4, 64, 512, device="meta"),)), (4,))
+    prices = Prices(space, TOY, "adamw")
+    monkeypatch.setattr(prices, "piece_of", lambda layer, pieces: OpPrice(*(
+        np.zeros_like(seconds) for seconds in (prices.op_of(layer).forward_s, prices.op_of(layer).backward_s))))
+    *_, layer = (decision.index for decision in space.decisions if decision.kind == "op"
+                 and space.graph.nodes[decision.node].target is torch.ops.aten.linear.default)
+    use = space.uses_by[layer][0]
+    forward, backward = exposed_s(prices, use, LayerOverlap(0.2, 2, (layer,), True))
+    assert (forward >= 0).all() and (backward >= 0).all()
+    assert ((forward == 0) & (prices.redistribution.use_s(use, (1, 0)) > 0)).any()

@@ -72,7 +72,8 @@ class _Products(NamedTuple):
 
 def exposed_s(prices: Prices, use: TensorUse, layers: LayerOverlap) -> tuple[np.ndarray, np.ndarray]:
     """The least exposed seconds (forward, backward) of one execution of a use's redistribution, with those that
-    products take longer in pieces, by (source strategy, target strategy)."""
+    products take longer in pieces, by (source strategy, target strategy). Not negative: what products that are faster
+    in pieces save beyond the redistribution is left out."""
     sent = [prices.redistribution.use_s(use, times) for times in ((1, 0), (0, 1))]
     rows = prices.space.strategy_sets[use.source].outputs[use.output]
     columns = prices.space.strategy_sets[use.target].inputs[use.position]
@@ -97,7 +98,8 @@ def exposed_s(prices: Prices, use: TensorUse, layers: LayerOverlap) -> tuple[np.
             save(sends_once & gathers_once & layers.only_layers, own, own.weights)
         if layers.maker != NOWHERE:
             save(sends_once & reduces_once, _products(prices, layers.maker, pieces).by_row)
-    forward, backward = (one - np.where(np.isfinite(one), other, 0.0) for one, other in zip(sent, saved, strict=True))
+    forward, backward = (one - np.where(np.isfinite(one), np.minimum(one, other), 0.0)
+                         for one, other in zip(sent, saved, strict=True))
     return forward, backward
 
 
