@@ -1,4 +1,4 @@
-"""The ranks of a job meet at the store that rank 0, or torchrun's agent, serves; those that do not come are named."""
+"""Rendezvous of a job's ranks at the TCPStore of rank 0, or of torchrun's agent; missing ranks are named in errors."""
 
 from __future__ import annotations
 

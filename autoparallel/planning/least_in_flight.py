@@ -1,4 +1,4 @@
-"""The least that the ranks of a pipeline hold of its blocks, where a step may take so long at most."""
+"""A lower bound of the activations that a pipeline holds, given the length of its step."""
 
 from __future__ import annotations
 
@@ -13,22 +13,21 @@ from autoparallel.schedule.pipeline_tasks import MORE
 Row = dict[int, float]
 
 
-def least_in_flight(hybrid: Hybrid, turns: float) -> float:
-    """The micro-batches in flight on the stage of a block, as a mean over all blocks, however these are divided into
-    stages, if a step takes no longer than one micro-batch of all blocks on one rank ``turns`` times.
+def least_in_flight(hybrid: Hybrid, step_length: float) -> float:
+    """A lower bound of the micro-batches in flight per block, as a mean over all blocks, for every division of the blocks
+    into stages. ``step_length``: the longest step, in units of one micro-batch's seconds through all blocks on one rank.
 
-    A linear program over the shares of the blocks that the stages have. A rank's stages together, and the other ranks
-    once for each of a rank's stages, are what a step takes at least (`cost_models.pipeline.pipeline_s`). Where a rank
-    has several stages it also waits for its first micro-batch at each of them, which the ranks before it run there, and
-    they for its gradient (`first_waits`). Infinite where no step is so short.
+    A linear program over each stage's share of the blocks. Its rows are lower bounds of the step: the closed form of
+    `cost_models.pipeline.pipeline_s`, and, for ranks with several stages, `first_waits`. Infinite where no division has
+    so short a step.
     """
     from ortools.linear_solver import pywraplp
 
-    turns = min(turns, 2.0 * hybrid.micro_batches)    # more than any division takes
+    step_length = min(step_length, 2.0 * hybrid.micro_batches)    # more than any division takes
     solver = pywraplp.Solver.CreateSolver("GLOP")
     shares = [solver.NumVar(0.0, 1.0, "") for _ in range(hybrid.stages)]
     solver.Add(solver.Sum(shares) == 1.0)
-    for row, most in _rows(hybrid, turns):
+    for row, most in _rows(hybrid, step_length):
         bound = solver.Constraint(-solver.infinity(), most)
         for stage, times in row.items():
             bound.SetCoefficient(shares[stage], times)
@@ -39,21 +38,21 @@ def least_in_flight(hybrid: Hybrid, turns: float) -> float:
     return float(held.Value()) if solver.Solve() == solver.OPTIMAL else float("inf")
 
 
-def _rows(hybrid: Hybrid, turns: float) -> Iterator[tuple[Row, float]]:
-    """Of each bound of a step the times that it counts the share of each stage, and the most that these add up to."""
+def _rows(hybrid: Hybrid, step_length: float) -> Iterator[tuple[Row, float]]:
+    """The rows of the linear program: coefficients of the stages' shares, and the upper limit of their sum."""
     ranks, count = hybrid.pipeline_ranks, hybrid.micro_batches
     virtual = hybrid.stages // ranks * hybrid.pipelining.bubble_parts
     for rank in range(ranks):
-        yield dict.fromkeys(hybrid.stages_of(rank), count - 1 / virtual), turns - 1 / virtual
+        yield dict.fromkeys(hybrid.stages_of(rank), count - 1 / virtual), step_length - 1 / virtual
     if hybrid.stages > ranks and count <= MORE * ranks and not hybrid.pipelining.splits_backward:
         for rank in range(ranks):
-            yield from ((row, turns) for row in first_waits(hybrid, rank))
+            yield from ((row, step_length) for row in first_waits(hybrid, rank))
 
 
 def first_waits(hybrid: Hybrid, rank: int) -> Iterator[Row]:
-    """By stage of a rank, what a step takes at least: all that the rank runs, and its waits for the first forward of
-    that stage and after the last backward of it, less what it runs meanwhile. Each as the times that it counts the
-    seconds of a forward and a backward on each stage."""
+    """Lower bounds of a step, one for each stage of a rank, as coefficients of the stages' seconds (forward and backward
+    of one micro-batch): the work of the rank, and its idle seconds before the first forward and after the last backward
+    of that stage."""
     own = hybrid.stages_of(rank)
     actions = [(kind, stage) for kind, stage, _ in hybrid.pipelining.order(hybrid, rank)]
     for stage in own:
@@ -61,7 +60,7 @@ def first_waits(hybrid: Hybrid, rank: int) -> Iterator[Row]:
         meanwhile = [Counter(at for kind, at in some if kind == only)
                      for some, only in ((actions[:begin], "F"), (actions[end + 1 :], "B"))]
         if len(actions) - 1 - end + begin > sum(some.total() for some in meanwhile):
-            continue    # forwards and backwards among both
+            continue    # the rank runs forwards and backwards there
         row = dict.fromkeys(range(stage), 1.0)
         yield row | {at: row.get(at, 0.0) + hybrid.micro_batches - max(some[at] for some in meanwhile) for at in own}
 
