@@ -14,8 +14,9 @@ Row = dict[int, float]
 
 
 def least_in_flight(hybrid: Hybrid, step_length: float) -> float:
-    """A lower bound of the micro-batches in flight per block, as a mean over all blocks, for every division of the blocks
-    into stages. ``step_length``: the longest step, in units of one micro-batch's seconds through all blocks on one rank.
+    """A lower bound of the micro-batches in flight per block, as a mean over all blocks, for every division of the
+    blocks into stages. ``step_length``: the longest step, in units of one micro-batch's seconds through all blocks on
+    one rank.
 
     A linear program over each stage's share of the blocks. Its rows are lower bounds of the step: the closed form of
     `cost_models.pipeline.pipeline_s`, and, for ranks with several stages, `first_waits`. Infinite where no division has
@@ -50,9 +51,9 @@ def _rows(hybrid: Hybrid, step_length: float) -> Iterator[tuple[Row, float]]:
 
 
 def first_waits(hybrid: Hybrid, rank: int) -> Iterator[Row]:
-    """Lower bounds of a step, one for each stage of a rank, as coefficients of the stages' seconds (forward and backward
-    of one micro-batch): the work of the rank, and its idle seconds before the first forward and after the last backward
-    of that stage."""
+    """Lower bounds of a step, one for each stage of a rank, as coefficients of the stages' seconds (forward and
+    backward of one micro-batch): the work of the rank, and its idle seconds before the first forward and after the last
+    backward of that stage."""
     own = hybrid.stages_of(rank)
     actions = [(kind, stage) for kind, stage, _ in hybrid.pipelining.order(hybrid, rank)]
     for stage in own:
