@@ -72,8 +72,8 @@ class _Products(NamedTuple):
 
 def exposed_s(prices: Prices, use: TensorUse, layers: LayerOverlap) -> tuple[np.ndarray, np.ndarray]:
     """The least exposed seconds (forward, backward) of one execution of a use's redistribution, with those that
-    products take longer in pieces, by (source strategy, target strategy). Not negative: where products are
-    priced faster in pieces, their saving beyond the redistribution is not counted, and the bound may be too high."""
+    products take longer in pieces, by (source strategy, target strategy). Not negative: what pieces are
+    priced to save beyond the redistribution is not counted, and the bound may be too high there."""
     sent = [prices.redistribution.use_s(use, times) for times in ((1, 0), (0, 1))]
     rows = prices.space.strategy_sets[use.source].outputs[use.output]
     columns = prices.space.strategy_sets[use.target].inputs[use.position]
