@@ -1,4 +1,4 @@
-"""Ranks of a mesh compile in turn, and compare what they made, so that a difference is an error instead of a hang."""
+"""Ranks compile a graph that they share once, and compare their collectives: a difference is an error, not a hang."""
 
 from __future__ import annotations
 
@@ -40,7 +40,10 @@ def check_order(order: Sequence[Collective], axes: Iterable[Axis]) -> None:
 def one_first(graph: GraphModule) -> Iterator[None]:
     """Let one rank of each machine compile a graph before the others that have the same: the first rank to enter this
     context compiles, the others wait until it leaves and then find the code in Inductor's cache on disk. Ranks whose
-    graphs differ (by the offset of a shard) compile at the same time."""
+    graphs differ (by the offset of a shard) compile at the same time, and so does a process without a process group."""
+    if not dist.is_initialized():
+        yield
+        return
     inputs = [_form(node.meta.get("val")) for node in graph.graph.find_nodes(op="placeholder")]
     digest = sha256(f"{graph.graph.python_code('self').src}{inputs}".encode()).hexdigest()
     store, key = _get_default_store(), f"autoparallel/compiled/{socket.gethostname()}/{digest}"
