@@ -72,8 +72,8 @@ class _Products(NamedTuple):
 
 def exposed_s(prices: Prices, use: TensorUse, layers: LayerOverlap) -> tuple[np.ndarray, np.ndarray]:
     """The least exposed seconds (forward, backward) of one execution of a use's redistribution, with those that
-    products take longer in pieces, by (source strategy, target strategy). Not negative: what pieces are
-    priced to save beyond the redistribution is not counted, and the bound may be too high there."""
+    products take longer in pieces, by (source strategy, target strategy). Not negative, as pieces take no less time than
+    the whole."""
     sent = [prices.redistribution.use_s(use, times) for times in ((1, 0), (0, 1))]
     rows = prices.space.strategy_sets[use.source].outputs[use.output]
     columns = prices.space.strategy_sets[use.target].inputs[use.position]
@@ -98,7 +98,7 @@ def exposed_s(prices: Prices, use: TensorUse, layers: LayerOverlap) -> tuple[np.
             save(sends_once & gathers_once & layers.only_layers, own, own.weights)
         if layers.maker != NOWHERE:
             save(sends_once & reduces_once, _products(prices, layers.maker, pieces).by_row)
-    forward, backward = (one - np.where(np.isfinite(one), np.minimum(one, other), 0.0)
+    forward, backward = (one - np.where(np.isfinite(one), np.minimum(one, other), 0.0)    # but for rounding
                          for one, other in zip(sent, saved, strict=True))
     return forward, backward
 
@@ -130,7 +130,7 @@ def _in_pieces(prices: Prices, use: TensorUse, sent_s: np.ndarray, pieces: int, 
         source, target, before, after = ends
         whole_s, piece_s = (prices.redistribution.action_s(action, axes, source, target, before / count, after / count)
                             for count in (1, pieces))
-        return pieces * piece_s - whole_s
+        return np.maximum(pieces * piece_s - whole_s, 0.0)
 
     def put_s(action: str, axes: Axes, ends: _Ends) -> np.ndarray:
         source, target, _, received = ends

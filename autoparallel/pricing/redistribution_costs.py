@@ -191,8 +191,10 @@ class RedistributionPrices:
         return self._steps[key]
 
     def piece_s(self, meta: TensorMeta, step: Step, pieces: int) -> tuple[float, float]:
-        """Seconds (forward, backward) of one step of one of so many equal pieces of a tensor."""
-        return self._step_s(meta, step, ALONE, pieces)
+        """Seconds (forward, backward) of one step of one of so many equal pieces of a tensor; together no less than of
+        the whole, though messages of a size may take another protocol."""
+        of_piece, of_whole = (self._step_s(meta, step, ALONE, count) for count in (pieces, 1))
+        return max(of_piece[0], of_whole[0] / pieces), max(of_piece[1], of_whole[1] / pieces)
 
     def _step_s(self, meta: TensorMeta, step: Step, summing: Summing, pieces: int = 1) -> tuple[float, float]:
         """Seconds (forward, backward) of one step."""

@@ -173,12 +173,16 @@ class Prices:
         return self.op(self.space.strategy_sets[index], self.chains[index])
 
     def piece_of(self, index: int, pieces: int) -> OpPrice:
-        """The unit costs of one of so many equal pieces of the product of a decision, memoised."""
+        """The unit costs of one of so many equal pieces of the product of a decision, memoised. All pieces together
+        take no less than the whole, though a table of measured products may have a smaller one at a higher rate."""
         s = self.space.strategy_sets[index]
-        key = (id(s), pieces)
+        key = (id(s), self.chains[index], pieces)
         if key not in self._pieces:
-            self._pieces[key] = self._price_op(s, None, costs_of(self.space.spaces, self.kinds, self.training,
-                                                                 self.spread, pieces=pieces))
+            piece = self._price_op(s, None, costs_of(self.space.spaces, self.kinds, self.training, self.spread,
+                                                     pieces=pieces))
+            whole = self.op_of(index)
+            self._pieces[key] = OpPrice(np.maximum(piece.forward_s, whole.forward_s / pieces),
+                                        np.maximum(piece.backward_s, whole.backward_s / pieces), piece.inside)
         return self._pieces[key]
 
     def host_and_device(self, index: int) -> tuple[OpPrice, OpPrice] | None:
