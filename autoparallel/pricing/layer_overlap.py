@@ -72,8 +72,8 @@ class _Products(NamedTuple):
 
 def exposed_s(prices: Prices, use: TensorUse, layers: LayerOverlap) -> tuple[np.ndarray, np.ndarray]:
     """The least exposed seconds (forward, backward) of one execution of a use's redistribution, with those that
-    products take longer in pieces, by (source strategy, target strategy). Not negative, as pieces take no less time than
-    the whole."""
+    products take longer in pieces, by (source strategy, target strategy). Not negative, as pieces take no less time
+    than the whole."""
     sent = [prices.redistribution.use_s(use, times) for times in ((1, 0), (0, 1))]
     rows = prices.space.strategy_sets[use.source].outputs[use.output]
     columns = prices.space.strategy_sets[use.target].inputs[use.position]

@@ -82,7 +82,7 @@ class Prices:
         #: By strategy set and chain, of which equal blocks share theirs.
         self._ops: dict[tuple[int, InChain | None], OpPrice] = {}
         self._apart: dict[tuple[object, ...], tuple[OpPrice, OpPrice]] = {}
-        self._pieces: dict[tuple[int, int], OpPrice] = {}
+        self._pieces: dict[tuple[object, ...], OpPrice] = {}
         #: By the kinds of devices of a stage, of which there are a few.
         self._of_kinds: dict[tuple[int, ...], Prices] = {}
         #: Of a copy for lower bounds: the prices of which it is one.
