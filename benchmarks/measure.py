@@ -14,16 +14,31 @@ from typing import Any
 
 @dataclass(frozen=True)
 class Spread:
-    """Seconds of repeated runs: ``Spread.of([3.0, 1.0, 2.0])`` is minimum 1, median 2, maximum 3, of 3 repeats."""
+    """Seconds of repeated runs: ``Spread.of([3.0, 1.0, 2.0])`` is minimum 1, quartiles 1.5, 2 and 2.5, maximum 3, of 3
+    repeats."""
 
     minimum_s: float
+    lower_s: float
     median_s: float
+    upper_s: float
     maximum_s: float
     repeats: int
 
     @staticmethod
     def of(seconds: Sequence[float]) -> Spread:
-        return Spread(min(seconds), statistics.median(seconds), max(seconds), len(seconds))
+        return Spread(min(seconds), *quartiles(seconds), max(seconds), len(seconds))
+
+
+def quartiles(values: Sequence[float]) -> tuple[float, float, float]:
+    """Lower quartile, median and upper quartile, each interpolated between its neighbours.
+
+    >>> quartiles([3.0, 1.0, 2.0])
+    (1.5, 2.0, 2.5)
+    """
+    if len(values) == 1:
+        return values[0], values[0], values[0]
+    lower, median, upper = statistics.quantiles(values, n=4, method="inclusive")
+    return lower, median, upper
 
 
 def conditions() -> dict[str, Any]:

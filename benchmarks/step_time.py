@@ -1,11 +1,12 @@
 """Step time of the chosen plan against what people do by hand: ``python -m benchmarks.step_time``.
 
 Four local gloo processes, one run: after a warm-up all variants take one training step in turn, again and again (A B C
-D A B C D ...), so that drift of the machine hits all alike. Same model, global batch and optimizer: AdamW as torch
+D A B C D ...), so that drift of the machine hits all equally. Same model, global batch and optimizer: AdamW as torch
 makes it, which on CPUs steps our programs by its fused kernel; with ``--fused`` all variants. Every loss, and the norm
-of the first gradients, must equal the single process's, or the benchmark fails. A ratio is of medians, the variant's
-over ours: where it is below 1, we lose. CPU seconds count all threads of a rank; they vary less than the step's on a
-busy machine.
+of the first gradients, must equal the single process's, or the benchmark fails. A ratio is the median, with quartiles,
+of the ratios of all rounds: in the table the variant's over the chosen plan's (below 1, we lose); below it ours over
+the other of the same kind (`PAIRS`). CPU seconds count all threads of a rank; they vary less than the step's on a busy
+machine.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ from __future__ import annotations
 import json
 import os
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar
 
@@ -20,7 +22,7 @@ import torch
 import typer
 from torch import nn
 
-from benchmarks.measure import Spread, as_json, conditions
+from benchmarks.measure import Spread, as_json, conditions, quartiles
 from benchmarks.subjects import SUBJECTS, Subject, tensor_parallel
 
 if TYPE_CHECKING:
@@ -35,6 +37,12 @@ OURS, ALONE = "autoparallel", "one process"
 OUR_BASELINES: dict[str, dict[str, Any]] = {
     "baseline ddp": {"baseline": "ddp"}, "baseline fsdp": {"baseline": "fsdp"},
     "baseline fsdp with ZeRO-3": {"baseline": "fsdp", "zero_stage": 3},
+}
+#: Ours, and the other that it competes with.
+PAIRS = {
+    f"{OURS}, baseline ddp": "DDP", f"{OURS}, baseline fsdp": "FSDP2", OURS: "tensor parallel by hand",
+    f"{OURS}, inductor, baseline ddp": "DDP, torch.compile", f"{OURS}, inductor, baseline fsdp": "FSDP2, torch.compile",
+    f"{OURS}, inductor": "tensor parallel by hand, torch.compile",
 }
 SHARED = (f"{RANKS} processes with one thread each share {os.cpu_count()} cores; the single process is measured with "
           "one thread and with a thread per core, while the others wait.")
@@ -214,7 +222,6 @@ def run(names: list[str], repeats: int, more_plans: bool = False, compiled: bool
 
 def _rows(name: str, result: dict[str, Any]) -> list[dict[str, Any]]:
     rows = []
-    ours = Spread.of(result["seconds"][OURS])
     for variant, seconds in result["seconds"].items():
         agreement = {
             "loss_difference": _difference(result["losses"][variant], result["losses"][ALONE]),
@@ -225,10 +232,31 @@ def _rows(name: str, result: dict[str, Any]) -> list[dict[str, Any]]:
                 raise RuntimeError(f"{name}: {variant} has a {what} from one process of {difference:.1e}, and at most "
                                    f"{TOLERANCE:.0e} is rounding")
         spread = Spread.of(seconds)
-        rows.append({"model": name, "variant": variant, "step": spread, "ratio": spread.median_s / ours.median_s,
-                     "processor": Spread.of(result["processor"][variant]),
+        rows.append({"model": name, "variant": variant, "step": spread,
+                     "ratio": _ratio(seconds, result["seconds"][OURS]),
+                     "processor": Spread.of(result["processor"][variant]), "rounds_s": seconds,
+                     "rounds_cpu_s": result["processor"][variant],
                      **agreement, **_prediction(variant, spread, result)})
     return rows
+
+
+def _ratio(some: Sequence[float], others: Sequence[float]) -> tuple[float, float, float]:
+    """Quartiles of the ratios of equal rounds."""
+    return quartiles([one / other for one, other in zip(some, others, strict=True)])
+
+
+def races(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Of each pair of `PAIRS` that was measured, quartiles of ours over the other's, of wall clock and of CPU time."""
+    of = {(row["model"], row["variant"]): row for row in rows}
+    return [{"model": model, "ours": ours, "other": other,
+             "ratio": _ratio(of[model, ours]["rounds_s"], of[model, other]["rounds_s"]),
+             "cpu_ratio": _ratio(of[model, ours]["rounds_cpu_s"], of[model, other]["rounds_cpu_s"])}
+            for model in dict.fromkeys(model for model, _ in of) for ours, other in PAIRS.items()
+            if (model, ours) in of and (model, other) in of]
+
+
+def _told(ratio: tuple[float, float, float]) -> str:
+    return "{1:.2f} ({0:.2f} to {2:.2f})".format(*ratio)
 
 
 def _difference(values: list[float], expected: list[float]) -> float:
@@ -253,14 +281,14 @@ def table(rows: list[dict[str, Any]]) -> Any:
     from rich.table import Table
 
     made = Table(title=f"step time on {RANKS} gloo processes", title_justify="left")
-    for column in ("model", "variant", "median", "min", "max", "ratio to ours", "CPU", "loss differs", "mesh",
+    for column in ("model", "variant", "median", "quartiles", "ratio to ours", "CPU", "loss differs", "mesh",
                    "predicted"):
         made.add_column(column, justify="left" if column in ("model", "variant") else "right")
     for row in rows:
         s = row["step"]
-        times = (f"{x * 1e3:.0f} ms" for x in (s.median_s, s.minimum_s, s.maximum_s))
+        times = f"{s.median_s * 1e3:.0f} ms", f"{s.lower_s * 1e3:.0f} to {s.upper_s * 1e3:.0f}"
         predicted = f"{row['predicted_s'] * 1e3:.0f} ms" if "predicted_s" in row else ""
-        made.add_row(row["model"], row["variant"], *times, f"{row['ratio']:.2f}",
+        made.add_row(row["model"], row["variant"], *times, _told(row["ratio"]),
                      f"{row['processor'].median_s * 1e3:.0f} ms", f"{row['loss_difference']:.0e}",
                      row.get("mesh", ""), predicted)
     return made
@@ -291,11 +319,14 @@ def main(
     for name in models.split(","):
         rows += (made := run([name], repeats, more_plans, compiled, fused))
         console.print(table(made))
+        for race in races(made):
+            console.print(f"{name}: {race['ours']} over {race['other']}: {_told(race['ratio'])}; CPU "
+                          f"{_told(race['cpu_ratio'])}")
     for model, (best, regret) in regrets(rows).items() if more_plans else ():
         console.print(f"{model}: the chosen plan takes {regret:.2f} times as long as our fastest, {best}")
     console.print(SHARED)
     typer.echo(json.dumps({"conditions": conditions(), "sharing": SHARED, "step_time": as_json(rows),
-                           "regret": regrets(rows)}))
+                           "races": races(rows), "regret": regrets(rows)}))
 
 
 if __name__ == "__main__":
