@@ -1,18 +1,19 @@
 """Step time of the chosen plan against what people do by hand: ``python -m benchmarks.step_time``.
 
-Four local gloo processes, one run: after a warm-up all variants take one training step in turn, again and again (A B C
-D A B C D ...), so that drift of the machine hits all equally. Same model, global batch and optimizer: AdamW as torch
-makes it, which on CPUs steps our programs by its fused kernel; with ``--fused`` all variants. Every loss, and the norm
-of the first gradients, must equal the single process's, or the benchmark fails. A ratio is the median, with quartiles,
-of the ratios of all rounds: in the table the variant's over the chosen plan's (below 1, we lose); below it ours over
-the other of the same kind (`PAIRS`). CPU seconds count all threads of a rank; they vary less than the step's on a busy
-machine.
+Four local gloo processes, one run: after a warm-up all variants take one training step each, again and again, in every
+round in another order, so that drift of the machine, and the step before, hit all equally. Same model, global batch and
+optimizer: AdamW as torch makes it, which on CPUs steps our programs by its fused kernel; with ``--fused`` all variants.
+Every loss, and the norm of the first gradients, must equal the single process's, or the benchmark fails. A ratio is the
+median, with quartiles, of the ratios of all rounds: in the table the variant's over the chosen plan's (below 1, we
+lose); below it ours over the other of the same kind (`PAIRS`). CPU seconds count all threads of a rank; they vary less
+than the step's on a busy machine.
 """
 
 from __future__ import annotations
 
 import json
 import os
+import random
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -194,7 +195,9 @@ def measure(name: str, repeats: int, more_plans: bool = False, compiled: bool = 
     processor: dict[str, list[float]] = {variant: [] for variant in prepared.steps}
     losses: dict[str, list[float]] = {variant: [] for variant in prepared.steps}
     for repeat in range(WARM_UP + repeats):
-        for variant, step in prepared.steps.items():
+        order = list(prepared.steps.items())
+        random.Random(repeat).shuffle(order)    # equal on all ranks
+        for variant, step in order:
             dist.barrier()
             started, used = time.perf_counter(), time.process_time()
             loss = step()
