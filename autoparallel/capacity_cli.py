@@ -281,6 +281,7 @@ def replan(
     horizon_steps: Annotated[float | None, typer.Option(help="steps until the next change; by default those between "
                                                         "two failures of so many devices")] = None,
     time_limit: Annotated[float, typer.Option(help="seconds of the search")] = 10.0,
+    all_devices: Annotated[bool, typer.Option("--all-devices", help="only plans that leave no device idle")] = False,
     output: Annotated[Path | None, typer.Option(help="write the new plan here as JSON")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="the candidates as JSON (docs/report_schema.md)")] = False,
 ) -> None:
@@ -308,7 +309,7 @@ def replan(
     found = autoparallel.replan(
         before, machine, network, example_inputs=args, example_kwargs=kwargs, lost=gone,
         source="checkpoint" if from_checkpoint else "peers", horizon_steps=horizon_steps, time_limit_s=time_limit,
-        told=tell)
+        all_devices=all_devices, told=tell)
     if output is not None:
         found.plan.save(output)
     if as_json:

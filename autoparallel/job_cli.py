@@ -74,8 +74,8 @@ def launch(
                                                   "left")] = None,
     min_nodes: Annotated[int | None, typer.Option(min=1, help="of --nodes: start and go on with so many hosts")] = None,
     join_timeout: Annotated[float, typer.Option(min=1, help="seconds for which hosts wait for each other")] = 600.0,
-    model: Annotated[str | None, typer.Option(help="the plan's model, as for autoparallel plan: with --min-ranks the "
-                                              "ranks left get a new plan (autoparallel replan)")] = None,
+    model: Annotated[str | None, typer.Option(help="the plan's model, as for autoparallel plan: with --min-ranks or "
+                                              "--min-nodes those left get a new plan (autoparallel replan)")] = None,
 ) -> None:
     """Run a script on local processes; in it autoparallel.init() makes process group, device and the plan's mesh.
 
@@ -85,12 +85,12 @@ def launch(
 
     plan_file = Path(words[0]) if words[0].endswith((".json", ".json.gz")) else None
     command = words if plan_file is None else words[1:]
-    if model is not None and (plan_file is None or min_ranks is None):
-        raise InputError("--model is of a plan for the ranks left: give PLAN.json and --min-ranks too")
+    if model is not None and (plan_file is None or (min_ranks is None and min_nodes is None)):
+        raise InputError("--model is of a plan for the ranks left: give PLAN.json and --min-ranks (or --min-nodes) too")
     with TemporaryDirectory() as folder:
         done = run_command(command, plan=plan_file, ranks=ranks, nodes=nodes, node_rank=node_rank, master=master,
                            max_restarts=max_restarts, min_ranks=min_ranks, min_nodes=min_nodes,
-                           join_timeout_s=join_timeout,
+                           join_timeout_s=join_timeout, model=model,
                            replanned=None if model is None else partial(capacity_cli.replanned, model, Path(folder)))
     raise typer.Exit(0 if done else 1)
 

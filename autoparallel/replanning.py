@@ -119,6 +119,7 @@ def replan(
     horizon_steps: float | None = None,
     horizon_s: float | None = None,
     time_limit_s: float = 10.0,
+    all_devices: bool = False,
     told: Callable[[Candidate], None] = lambda candidate: None,
     **options: Any,
 ) -> Replan:
@@ -134,6 +135,7 @@ def replan(
     horizon_steps: steps until the cluster is expected to change again. horizon_s: the same in seconds of the fastest
         candidate. None: the mean time between failures of so many devices (`cost_models.goodput.Failures`).
     time_limit_s: of the search.
+    all_devices: only plans that use all devices of the cluster, as where its processes have been started.
     told: called with each candidate when it is known.
     options: of `autoparallel.plan`; the optimizer, its place and the dtype of gradients are the plan's.
 
@@ -149,6 +151,8 @@ def replan(
     items = _item_bytes(plan, model)
     found = list[Candidate]()
     for title, devices, make in _makers(plan, cluster, model, (example_inputs, example_kwargs), time_limit_s, options):
+        if all_devices and devices < cluster.num_devices:
+            continue
         try:
             made = make(replace(cluster, num_devices=devices))
         except AutoparallelError as error:

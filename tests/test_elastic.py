@@ -85,7 +85,7 @@ def test_gpus_of_lost_ranks_are_left_out(monkeypatch: pytest.MonkeyPatch) -> Non
     (["--nodes", "2", "--master", "h:1", "--min-ranks", "1"], "give --min-nodes"),
     (["--min-nodes", "1"], "give --min-ranks"),
     (["--nodes", "2", "--master", "h:1", "--min-nodes", "3"], "--min-nodes is 3: give a number from 1 to 2"),
-    (["--min-ranks", "1", "--model", "train:job"], "give PLAN.json and --min-ranks too")])
+    (["--min-ranks", "1", "--model", "train:job"], "give PLAN.json and --min-ranks (or --min-nodes) too")])
 def test_what_cannot_be_is_refused(words: list[str], said: str) -> None:
     result = CliRunner().invoke(app, ["launch", *words, "--", "ls"])
     assert isinstance(result.exception, AutoparallelError) and said in str(result.exception)
@@ -204,15 +204,36 @@ def test_a_killed_rank_leaves_and_the_others_go_on_by_a_new_plan(ranks: int, tmp
     check(lines, 10)
 
 
+@pytest.mark.ranks    # of a process that plans
+@pytest.mark.parametrize(("model", "told"), [("train:job", "2 devices before, 1 of local-cpu now"),
+                                             ("train:none", "no new plan in place of")])
+def test_rank_0_plans_for_the_ranks_that_there_are(model: str, told: str, tmp_path: Path, caplog: Any,
+                                                   monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in clean_environment().keys() ^ os.environ.keys():
+        monkeypatch.delenv(name, raising=False)
+    script(tmp_path, 1)
+    plan_of_guide(2).save(tmp_path / "plan.json")
+    monkeypatch.chdir(tmp_path)
+    for name, value in (("PLAN", "plan.json"), ("ELASTIC", "1"), ("MODEL", model)):
+        monkeypatch.setenv(f"AUTOPARALLEL_{name}", value)
+    world = autoparallel.init(device="cpu")
+    dist.destroy_process_group()
+    assert told in caplog.text and world.mesh.shape == (1,)
+    assert (None if world.plan is None else world.plan.axes[0]) == ((1,) if model == "train:job" else None)
+
+
 @pytest.mark.slow
-def test_a_lost_host_leaves_and_comes_back(tmp_path: Path) -> None:
+@pytest.mark.parametrize("planned", [False, True])
+def test_a_lost_host_leaves_and_comes_back(tmp_path: Path, planned: bool) -> None:
     """Two agents of two ranks: one is killed with its ranks, the other goes on, and then a new one joins."""
     script(tmp_path, 100, "        import time; time.sleep(0.3)\n")
+    plan_of_guide(4).save(tmp_path / "plan.json")
+    plan = ["plan.json", "--model", "train:job"] if planned else []
     master, agents = f"127.0.0.1:{free_port()}", list[subprocess.Popen[str]]()
 
     def start(number: int) -> None:
-        command = [*CLI, "launch", "--ranks", "2", "--nodes", "2", "--min-nodes", "1", "--node-rank", str(number),
-                   "--master", master, "--max-restarts", "3", "--", sys.executable, "train.py"]
+        command = [*CLI, "launch", *plan, "--ranks", "2", "--nodes", "2", "--min-nodes", "1", "--node-rank",
+                   str(number), "--master", master, "--max-restarts", "3", "--", sys.executable, "train.py"]
         with (tmp_path / f"out{len(agents)}").open("w") as out:
             agents.append(subprocess.Popen(command, stdout=out, stderr=subprocess.STDOUT, text=True, cwd=tmp_path,
                                            env=clean_environment()))
@@ -233,6 +254,7 @@ def test_a_lost_host_leaves_and_comes_back(tmp_path: Path) -> None:
             kill(agent.pid)
     found = sorted(lines())
     assert found[0][2] == found[-1][2] == 4 and any(ranks == 2 for _, _, ranks in found)
+    assert ("4 devices before, 2 of local-cpu now" in (tmp_path / "out0").read_text()) == planned
     check(found, 100)
 
 

@@ -13,7 +13,7 @@ from pathlib import Path
 from autoparallel.errors import LaunchError
 from autoparallel.launch.elastic import Failed, keep_running
 from autoparallel.launch.roll_call import RollCall
-from autoparallel.launch.world import ELASTIC, PLAN_FILE
+from autoparallel.launch.world import ELASTIC, MODEL, PLAN_FILE
 from autoparallel.plans import Plan
 
 #: Rank 0 makes the ranks' store anew after each change of hosts: of a store that the agents share, torch 2.13 tells
@@ -23,7 +23,7 @@ OWN_STORE = "TORCH_DISABLE_SHARE_RDZV_TCP_STORE"
 
 def run_command(command: Sequence[str], *, plan: Path | None = None, ranks: int | None = None, nodes: int = 1,
                 node_rank: int = 0, master: str | None = None, max_restarts: int = 0, min_ranks: int | None = None,
-                min_nodes: int | None = None, join_timeout_s: float = 600.0,
+                min_nodes: int | None = None, join_timeout_s: float = 600.0, model: str | None = None,
                 replanned: Callable[[Path, int, Sequence[int]], Path | None] | None = None) -> bool:
     """Run ``command`` on ``ranks`` processes of this host, each with torchrun's variables; whether all succeeded.
 
@@ -34,6 +34,8 @@ def run_command(command: Sequence[str], *, plan: Path | None = None, ranks: int 
     min_ranks: of one host: where a signal ends ranks, the others start again without them, if so many are left.
     min_nodes: of several hosts: the job starts, and goes on, with so many of them.
     join_timeout_s: how long hosts wait for each other before the start.
+    model: the plan's, as for ``autoparallel plan``: with min_nodes, of which `autoparallel.init` makes a plan for
+        another number of ranks.
     replanned: with min_ranks: ``(plan file, ranks left, lost ranks)`` -> file of a plan for at most so many ranks, or
         None, and then `autoparallel.init` has no plan.
 
@@ -58,6 +60,8 @@ def run_command(command: Sequence[str], *, plan: Path | None = None, ranks: int 
         os.environ[ELASTIC] = "1"
     if min_nodes is not None:
         os.environ[OWN_STORE] = "1"
+        if model is not None:
+            os.environ[MODEL] = model
     # "--": torchrun takes an argument of the command for its own if it begins like one of its own (--log, --run)
     rest = ["--no-python", "--", *command]
     if min_ranks is None:

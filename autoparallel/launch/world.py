@@ -23,6 +23,7 @@ from autoparallel.errors import LaunchError, MeshError, shown
 from autoparallel.kernels.groups import destroy_groups, ordered_mesh, say_here, say_leaving
 from autoparallel.launch.environment import Identity, identity_of, is_scheduler, tasks_beside_srun
 from autoparallel.launch.meeting import of_attempt, store_of
+from autoparallel.launch.replanned import replanned
 from autoparallel.plans import Plan
 
 _LOG = logging.getLogger("autoparallel")
@@ -30,6 +31,8 @@ _LOG = logging.getLogger("autoparallel")
 PLAN_FILE = "AUTOPARALLEL_PLAN"
 #: Set where the number of ranks may change: the plan file counts for the number that it is for.
 ELASTIC = "AUTOPARALLEL_ELASTIC"
+#: The plan's model, where other numbers of ranks get a plan of their own.
+MODEL = "AUTOPARALLEL_MODEL"
 MOST_TIMEOUT_S = 1e6
 
 
@@ -64,8 +67,9 @@ def init(mesh_shape: Sequence[int] | None = None, axis_names: Sequence[str] | No
 
     mesh_shape, axis_names: the mesh's axes, slowest links first; None: the plan's, or one axis. Devices are laid out
         host after host, however the launcher numbered the ranks.
-    plan: a plan or its file; None: the file that ``autoparallel launch plan.json`` names (with ``--min-ranks`` or
-        ``--min-nodes`` only while there are as many ranks as its devices; then none, and one axis).
+    plan: a plan or its file; None: the file that ``autoparallel launch plan.json`` names. With ``--min-ranks`` or
+        ``--min-nodes`` it counts while there are as many ranks as its devices; then a new one (``--model``), or none
+        and one axis.
     launcher: the one that counts where several describe this process: torchrun, openmpi, mpich, mvapich, slurm, msrun.
     device: "cpu" or "cuda"; None: "cuda" where there is one.
     backend: as of torch's init_process_group; None: gloo, and NCCL for tensors on GPUs.
@@ -83,8 +87,12 @@ def init(mesh_shape: Sequence[int] | None = None, axis_names: Sequence[str] | No
     identity = identity_of(os.environ, launcher)
     size = _size(identity)
     chosen = _plan_of(plan, size)
+    replans = plan is None and chosen is None and mesh_shape is None and axis_names is None and MODEL in os.environ
     shape, names = _axes(mesh_shape, axis_names, chosen, size)
     local_rank, local_size = _join(identity, kind, backend, timedelta(seconds=timeout_s))
+    if replans:
+        chosen = replanned(os.environ[PLAN_FILE], os.environ[MODEL], size)
+        shape, names = _axes(None, None, chosen, size)
     mine = torch.device("cpu") if kind == "cpu" else torch.device("cuda", torch.cuda.current_device())
     _leave_at_exit()
     name = identity.launcher if identity else "alone" if dist.get_world_size() == 1 else "unknown"
@@ -134,8 +142,9 @@ def _plan_of(plan: Plan | str | Path | None, size: int) -> Plan | None:
     given = plan if plan is not None else os.environ.get(PLAN_FILE)
     found = given if given is None or isinstance(given, Plan) else Plan.load(given)
     if plan is None and found is not None and math.prod(found.axes[0]) != size and ELASTIC in os.environ:
-        _LOG.warning("the plan %s is for %d devices, and there are %d ranks now: world.plan is None, and the mesh has "
-                     "one axis", given, math.prod(found.axes[0]), size)
+        if MODEL not in os.environ:
+            _LOG.warning("the plan %s is for %d devices, and there are %d ranks now: world.plan is None, and the mesh "
+                         "has one axis", given, math.prod(found.axes[0]), size)
         return None
     return found
 
@@ -227,4 +236,4 @@ def _pick_device(kind: str, local_rank: int) -> None:
     torch.cuda.set_device(local_rank if local_rank < count else 0)
 
 
-__all__ = ["ELASTIC", "PLAN_FILE", "World", "init"]
+__all__ = ["ELASTIC", "MODEL", "PLAN_FILE", "World", "init"]
