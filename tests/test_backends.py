@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Mapping, Sequence
+from copy import deepcopy
 from typing import Any
 from unittest import mock
 
@@ -24,6 +25,7 @@ from autoparallel.kernels import rng, seeded
 from autoparallel.plans import Hybrid
 from autoparallel.runtime import stage_module
 from tests.support.models import CASES
+from tests.support.offloaded import local
 from tests.support.plans import random_plan
 from tests.support.ranks import mesh_of, restores
 from tests.support.reference import gathered, gradients_of, scalar
@@ -118,6 +120,39 @@ def test_steps_in_micro_batches_and_stages(ranks: Any) -> None:
 
 def test_block_by_block_with_dropout(ranks: Any) -> None:
     check(ranks, "gpt2_dropout", ((4,), {"baseline": "fsdp", "zero_stage": 3, "by_block": True}))
+
+
+class Branch(nn.Module):
+    """A block, ``width`` wide."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(8, width), nn.Linear(width, 8)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + self.down(F.relu(self.up(x)))
+
+
+@restores(stage_module, "WHOLE_UP_TO")
+def of_blocks_equal_on_some_ranks() -> tuple[list[int], list[torch.Tensor], list[torch.Tensor]]:
+    """This rank's widths; gradients of one process, and of the model compiled block by block."""
+    stage_module.WHOLE_UP_TO = 0
+    torch.manual_seed(0)
+    x, model = torch.randn(4, 8), nn.Sequential(*map(Branch, (6, 6, 5, 5)))
+    parallel = autoparallel.compile(deepcopy(model), mesh_of(2), example_inputs=(x,), backend="aot_eager",
+                                    baseline="tensor_parallel")
+    for module in (model, parallel):
+        module(x).square().mean().backward()
+    widths = [len(local(p)) for name, p in parallel.named_parameters() if name.endswith("up.weight")]
+    return widths, list(gradients_of(model).values()), list(gradients_of(parallel).values())
+
+
+def test_parts_that_are_equal_on_some_ranks_only(ranks: Any) -> None:
+    """The rank that compiled one part for both compared no collectives for the second, for which the other waited."""
+    first, second = ranks(2).run(of_blocks_equal_on_some_ranks)
+    assert (first[0], second[0]) == ([3, 3, 3, 3], [3, 3, 2, 2])
+    for _, expected, actual in (first, second):
+        torch.testing.assert_close(actual, expected)
 
 
 @pytest.mark.slow
@@ -357,3 +392,17 @@ def test_gradients_of_compiled_programs_are_differentiated_within_the_model_only
         torch.autograd.grad(parallel(x).square().mean(), list(parallel.parameters()), create_graph=True)
     parallel(x).square().mean().backward()
     assert all(p.grad is not None for p in parallel.parameters())
+
+
+def test_backward_of_a_compiled_program_runs_once(mesh_of_one: DeviceMesh) -> None:
+    """Torch refuses a second one only where the graph saves what it makes, which other parts, whose gradients have
+    been added then, may not."""
+    x = torch.ones(8, 6)
+    for model in (nn.Linear(6, 2), nn.Sequential(nn.Linear(6, 4), nn.Tanh(), nn.Linear(4, 2))):
+        parallel = autoparallel.compile(model, mesh_of_one, example_inputs=(x,), backend="aot_eager")
+        loss = parallel(x).square().mean()
+        with pytest.raises(InputError, match=r"retain_graph=True.*\n  Add the losses up"):
+            loss.backward(retain_graph=True)
+        assert all(p.grad is None for p in parallel.parameters())
+        loss.backward()
+        assert all(p.grad is not None for p in parallel.parameters())

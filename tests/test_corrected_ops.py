@@ -120,8 +120,6 @@ def test_a_convolution_of_summands_adds_its_bias_once(ranks: Any) -> None:
     (RuntimeError("aten.add.Tensor got mixed torch.Tensor and DTensor, need to"), 'outputs="whole"'),
     (RuntimeError("While copying the parameter, an exception occurred : ('aten.copy_.default got mixed torch.Tensor "
                   "and DTensor, need to"), "parallel.load_state_dict("),
-    (RuntimeError("This backward function was compiled with non-empty donated buffers which"), 'backend="eager"'),
-    (RuntimeError("torch.compile with aot_autograd does not currently support double backward"), 'backend="eager"'),
     (NotImplementedError("Operator aten.histc does not have a sharding strategy registered."), "value.full_tensor()"),
     (RuntimeError("('Attempted to unbind along the sharded dimension 0. ', 'It cannot be"), "value.full_tensor()"),
     (RuntimeError("Cannot flatten unevenly sharded tensor: dimension 0 (size 7)"), 'outputs="whole"'),

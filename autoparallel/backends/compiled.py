@@ -38,7 +38,8 @@ class Lowering:
     ``generates``: by Inductor, else run as it is traced. ``regathers``: backward gathers parameters again (ZeRO-3).
     ``recompute``: as in `Hybrid`, of the blocks that ``block_of`` names (None: as they are). ``saved_on``: where what
     these blocks save waits for backward; if not "device", of parts that are these blocks.
-    ``bucket_bytes``: of gathers and reductions of parameters, at most. ``made``: what has been compiled, by what it is.
+    ``bucket_bytes``: of gathers and reductions of parameters, at most. ``made``: what has been compiled, by what it is,
+    with the order of its collectives.
     """
 
     generates: bool
@@ -47,7 +48,7 @@ class Lowering:
     block_of: Callable[[FxNode], str | None]
     bucket_bytes: float
     saved_on: str = "device"
-    made: dict[Any, Callable[..., Sequence[Tensor]]] = field(default_factory=dict)
+    made: dict[Any, tuple[Callable[..., Sequence[Tensor]], Sequence[Collective]]] = field(default_factory=dict)
 
     @property
     def recomputes(self) -> bool:
@@ -86,9 +87,11 @@ def compiled(program: GraphModule, how: Lowering, part_of: Callable[[FxNode], ob
 
 class CompiledPart(nn.Module):
     """A part of a program, traced and compiled at the first call, and again for a call without gradients. A part that
-    is equal to another is compiled once.
+    is equal to another is compiled once. Ranks compare the collectives of each part: two may be equal on some ranks
+    only, as with shards of 3 + 3 and 3 + 2 elements.
 
-    ``runs``: for each of its ops, the number of its run of a recomputed block, or None.
+    ``runs``: for each of its ops, the number of its run of a recomputed block, or None. ``calls``: by form of the
+    inputs, the function that runs.
     """
 
     def __init__(self, body: GraphModule, how: Lowering, runs: Sequence[int | None]) -> None:
@@ -99,35 +102,43 @@ class CompiledPart(nn.Module):
         first = 1 if self.flat.draws else 0
         placeholders = body.graph.find_nodes(op="placeholder")
         self.parameters_at = frozenset(n + first for n, node in enumerate(placeholders) if node.meta["reads"])
+        self.calls: dict[Any, Callable[..., Sequence[Tensor]]] = {}
 
     def forward(self, *placeholders: Tensor) -> Any:
         if not self.flat.returns:
             return self.flat.structured(())
         inputs = self.flat.inputs([x.contiguous() for x in placeholders], rng.call_seed())
-        key = self.flat.text, torch.is_grad_enabled(), tuple(map(_form, inputs))
-        if key not in self.how.made:
-            self.how.made[key] = self._compiled(inputs)
-        made = self.how.made[key](*inputs)
+        form = torch.is_grad_enabled(), tuple(map(_form, inputs))
+        if form not in self.calls:
+            key = self.flat.text, form
+            if key not in self.how.made:
+                self.how.made[key] = self._compiled(inputs)
+            self.calls[form], order = self.how.made[key]
+            agreement.check_order(order, groups.bound().values())
+        made = self.calls[form](*inputs)
         for node in {result.grad_fn for result in made if result.grad_fn is not None}:
-            node.register_prehook(_is_differentiated_once)
+            node.register_prehook(_runs_once)
         return self.flat.structured(made)
 
-    def _compiled(self, inputs: Sequence[Tensor]) -> Callable[..., Sequence[Tensor]]:
+    def _compiled(self, inputs: Sequence[Tensor]) -> tuple[Callable[..., Sequence[Tensor]], Sequence[Collective]]:
         from autoparallel.backends import aot  # seconds to import
 
-        passes, axes = _Passes(self.how, self.parameters_at), groups.bound().values()
+        passes = _Passes(self.how, self.parameters_at)
         call = aot.compile_graph(self.flat.module, inputs, aot.Passes(passes.tag, passes.each, passes.alone),
                                  self.how.generates)
-        agreement.check_order(passes.orders, axes)
-        return call
+        return call, passes.orders
 
 
-def _is_differentiated_once(gradients: Sequence[Tensor | None]) -> None:
-    """Raises InputError in a backward whose gradients could be differentiated, before torch refuses it."""
+def _runs_once(gradients: Sequence[Tensor | None]) -> None:
+    """Raises InputError in a backward whose gradients could be differentiated, or that could run again, before torch
+    refuses it, or part of it, with the gradients of others added."""
     if torch.is_grad_enabled():
         raise InputError("create_graph=True in the backward of a compiled program, whose gradients are not "
                          "differentiated again\n  Compile with backend=\"eager\"; or take the inner gradients within "
                          "the model's forward (torch.func.grad, torch.autograd.grad), which are traced with it.")
+    if torch._C._autograd._get_current_graph_task_keep_graph():
+        raise InputError("retain_graph=True in the backward of a compiled program, which runs once\n  Add the losses "
+                         "up before one backward, or call the model once for each; or take backend=\"eager\".")
 
 
 _form = attrgetter("shape", "dtype", "requires_grad")

@@ -32,12 +32,6 @@ _HINTS = (
      "If the plan steps parameters during backward (step_in_backward=True), a parameter may be read twice: with "
      "gradient, and, in an earlier layer, without (detach(), torch.no_grad()), where backward comes after its step.\n  "
      "Compile without step_in_backward, or read it with gradient."),
-    ("compiled with non-empty donated buffers",
-     "The backward of a compiled program runs once: no retain_graph=True, no create_graph=True.\n  Add the losses up "
-     "before one backward, or compile with backend=\"eager\"."),
-    ("does not currently support double backward",
-     "Gradients of a compiled program are not differentiated again (create_graph=True).\n  Compile with "
-     "backend=\"eager\"."),
     ("marked with @once_differentiable",
      "Gradients of attention along a dim that a plan cuts are not differentiated again (create_graph=True).\n  "
      "Compile with a plan that cuts no such dim: baseline=\"ddp\" or \"fsdp\"."),
