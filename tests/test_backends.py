@@ -289,6 +289,7 @@ def test_recompute(ranks: Any, recompute: str, backend: str) -> None:
     (aten.bernoulli.default, (torch.rand(5, 5),)),
     (aten.multinomial.default, (torch.rand(5, 5), 3)),
     (aten.alpha_dropout.default, (torch.randn(8, 16), 0.3, True)),
+    (aten.alpha_dropout.default, (torch.randn(8, 16), 0.5, True)),    # the default of bernoulli_, not of bernoulli
 ])
 def test_a_traced_random_op_draws_what_the_op_draws(op: Any, args: tuple[Any, ...]) -> None:
     from torch.fx.experimental.proxy_tensor import make_fx

@@ -69,8 +69,10 @@ class _Drawing(TorchDispatchMode):
         if in_place and func not in OUT_OF_PLACE:
             raise InputError(f"{func} draws random numbers and has no form that takes a seed: run it with "
                              "backend=\"eager\"")
-        made = self._drawn(OUT_OF_PLACE[func] if in_place else func, *args, **kwargs)
-        return args[0].copy_(made) if in_place else made
+        if not in_place:
+            return self._drawn(func, *args, **kwargs)
+        left_out = [a.default_value for a in func._schema.arguments[len(args):] if not a.kwarg_only]
+        return args[0].copy_(self._drawn(OUT_OF_PLACE[func], *args, *left_out, **kwargs))
 
     def _drawn(self, op: torch._ops.OpOverload, *args: Any, **kwargs: Any) -> Any:
         self.draws += 1
