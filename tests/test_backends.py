@@ -302,7 +302,7 @@ def test_a_traced_random_op_draws_what_the_op_draws(op: Any, args: tuple[Any, ..
         assert torch.equal(traced(seeded.seeds_of(call_seed, draws), *args), expected)
 
 
-def test_ranks_with_the_same_graph_compile_in_turn(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_ranks_with_the_same_graph_compile_in_turn(mesh_of_one: DeviceMesh, monkeypatch: pytest.MonkeyPatch) -> None:
     """And those with another one at the same time."""
     store, events = HashStore(), list[str]()
     monkeypatch.setattr(agreement, "_get_default_store", lambda: store)

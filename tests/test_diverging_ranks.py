@@ -11,10 +11,12 @@ from collections.abc import Callable, Iterator
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
 from torch import nn
+from torch.distributed.distributed_c10d import _get_default_store
 
 import autoparallel
 from tests.support.failures import Loss, said
@@ -319,3 +321,36 @@ def test_calls_of_two_threads_do_not_mix(ranks: Any) -> None:
     for found in ranks(2).run(calls_of_two_threads, timeout_s=60):
         assert found.keys() == {0, 1}
         assert all(name == "InputError" and "ranks make different calls" in text for name, text, _, _ in found.values())
+
+
+def killed_while_it_compiles() -> tuple[str, str, int, float]:
+    from torch._inductor import compile_fx
+
+    from autoparallel.backends import agreement, aot
+
+    rank, x, store = torch.distributed.get_rank(), torch.randn(8, 32), _get_default_store()
+
+    def ends(*args: Any, **kwargs: Any) -> None:
+        store.set("it compiles", "")
+        time.sleep(1)    # in which the other rank begins to wait
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    def after_the_other(graph: Any) -> Any:
+        if rank == 0:
+            store.wait(["it compiles"], timedelta(seconds=50))
+        return agreement.one_first(graph)
+
+    parallel = autoparallel.compile(net(), mesh_of(2), example_inputs=(x,), baseline="ddp", backend="inductor",
+                                    peer_timeout_s=LIMIT_S)
+    with mock.patch.object(compile_fx, "compile_fx_inner", ends), mock.patch.object(aot, "one_first", after_the_other):
+        return said(lambda: parallel(x))
+
+
+@pytest.mark.ranks
+def test_a_rank_that_is_killed_while_it_compiles_ends_the_wait_for_its_code() -> None:
+    """The others waited for half an hour."""
+    try:
+        (name, text, named, _), _ = pool_of(2).run_losing(1, killed_while_it_compiles, timeout_s=110)
+    finally:
+        pool_of(2).stop()
+    assert (name, named) == ("PeerError", 1) and "no sign of it" in text

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import socket
+import time
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from datetime import timedelta
@@ -17,10 +18,11 @@ from torch.fx import GraphModule
 
 from autoparallel.backends.moving import Collective
 from autoparallel.errors import LoweringError
+from autoparallel.kernels import collectives
 from autoparallel.kernels.groups import Axis, group_of
 
 #: How long a rank waits for another to compile, before it compiles by itself.
-LONGEST_WAIT = timedelta(minutes=30)
+LONGEST_WAIT_S = 1800.0
 
 
 def check_order(order: Sequence[Collective], axes: Iterable[Axis]) -> None:
@@ -48,14 +50,23 @@ def one_first(graph: GraphModule) -> Iterator[None]:
     digest = sha256(f"{graph.graph.python_code('self').src}{inputs}".encode()).hexdigest()
     store, key = _get_default_store(), f"autoparallel/compiled/{socket.gethostname()}/{digest}"
     if store.add(f"{key}/ranks", 1) > 1:
-        with suppress(dist.DistStoreError):  # its error, if it has one, is told elsewhere
-            store.wait([key], LONGEST_WAIT)
+        _await(store, key)
         yield
         return
     try:
         yield
     finally:
         store.set(key, "compiled")
+
+
+def _await(store: dist.Store, key: str) -> None:
+    """Wait until another rank has written the key. Raises PeerError once a rank is known to have failed or ended."""
+    until = time.monotonic() + LONGEST_WAIT_S
+    while time.monotonic() < until:
+        with suppress(dist.DistStoreError):
+            store.wait([key], timedelta(seconds=1))
+            return
+        collectives.on_failure(RuntimeError("another rank compiles"))
 
 
 def _form(value: Any) -> object:
