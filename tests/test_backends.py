@@ -16,12 +16,13 @@ from torch._functorch.aot_autograd import make_boxed_func
 from torch.distributed import HashStore
 from torch.distributed.device_mesh import DeviceMesh
 from torch.fx import Graph, GraphModule, symbolic_trace
+from torch.fx.experimental.proxy_tensor import make_fx
 
 import autoparallel
 from autoparallel import backends
 from autoparallel.backends import agreement, aot, moving
 from autoparallel.errors import InputError, PlanError
-from autoparallel.kernels import rng, seeded
+from autoparallel.kernels import groups, rng, seeded
 from autoparallel.plans import Hybrid
 from autoparallel.runtime import stage_module
 from tests.support.models import CASES
@@ -31,7 +32,7 @@ from tests.support.ranks import mesh_of, restores
 from tests.support.reference import gathered, gradients_of, scalar
 from tests.support.tiers import slow
 
-aten = torch.ops.aten
+aten, c10d = torch.ops.aten, torch.ops._c10d_functional
 Way = tuple[tuple[int, ...], Mapping[str, Any]]
 STEPS = 2
 #: Way of a step in micro-batches or stages, where `parallel.step` runs it.
@@ -292,8 +293,6 @@ def test_recompute(ranks: Any, recompute: str, backend: str) -> None:
     (aten.alpha_dropout.default, (torch.randn(8, 16), 0.5, True)),    # the default of bernoulli_, not of bernoulli
 ])
 def test_a_traced_random_op_draws_what_the_op_draws(op: Any, args: tuple[Any, ...]) -> None:
-    from torch.fx.experimental.proxy_tensor import make_fx
-
     draws = [(3, 1)]
     traced = make_fx(lambda seeds, *given: seeded.seeded_op(op, seeds, 0, *given))(seeded.seeds_of(0, draws), *args)
     for call_seed in (5, 6):
@@ -407,3 +406,21 @@ def test_backward_of_a_compiled_program_runs_once(mesh_of_one: DeviceMesh) -> No
         assert all(p.grad is None for p in parallel.parameters())
         loss.backward()
         assert all(p.grad is not None for p in parallel.parameters())
+
+
+def test_collectives_that_send_the_same_are_not_merged(mesh_of_one: DeviceMesh) -> None:
+    """Other ranks may send different tensors. (Rank 0 of a ring of causal attention has no gradients of later keys: it
+    sends zeros in each layer, and had one collective for all.)"""
+    name, found = groups.common_name(mesh_of_one.get_group()), list[moving.Collective]()
+
+    def forward(x: torch.Tensor) -> tuple[torch.Tensor]:
+        sums = [c10d.wait_tensor(c10d.all_reduce(torch.zeros_like(x), "sum", name)) for _ in range(2)]
+        return ((x * sums[0]).exp() * sums[1],)
+
+    def each(module: GraphModule, backward: bool) -> None:
+        found.extend(moving.order_of(module))
+
+    x = torch.randn(4, requires_grad=True)
+    traced = make_fx(forward, tracing_mode="fake")(x.detach())
+    aot.compile_graph(traced, [x], aot.Passes(lambda joint: None, each, lambda module: None), generates=False)
+    assert len(found) == 2

@@ -9,6 +9,7 @@ from typing import Any
 from unittest import mock
 
 import torch
+from torch._functorch import compile_utils
 from torch._functorch import config as functorch_config
 from torch._functorch.partitioners import min_cut_rematerialization_partition
 from torch._inductor import compile_fx, ir
@@ -22,6 +23,7 @@ from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
 from autoparallel.backends.agreement import one_first
 from autoparallel.backends.generated import misuse_of_memory
+from autoparallel.backends.traced import STARTS
 from autoparallel.errors import LoweringError
 from autoparallel.kernels import collectives
 
@@ -45,6 +47,11 @@ class Passes:
     alone: Callable[[GraphModule], None]
 
 
+#: Ops that the partitioner must not merge, as it does not merge random ones, where they have equal arguments: what they
+#: give depends on other ranks, whose arguments may differ (a rank that sends zeros in each layer's ring).
+_RECEIVE = [op.overloadpacket for op in STARTS]
+
+
 class _Partitioner(CustomPartitionerFn):
     """Inductor's own partitioner between our passes."""
 
@@ -54,7 +61,8 @@ class _Partitioner(CustomPartitionerFn):
     def __call__(self, gm: GraphModule, joint_inputs: Sequence[object], **kwargs: Any
                  ) -> tuple[GraphModule, GraphModule]:
         self.passes.tag(gm)
-        forward, backward = min_cut_rematerialization_partition(gm, joint_inputs, **kwargs)
+        with mock.patch.object(compile_utils, "rand_ops", [*compile_utils.rand_ops, *_RECEIVE]):
+            forward, backward = min_cut_rematerialization_partition(gm, joint_inputs, **kwargs)
         self.passes.each(forward, False)
         self.passes.each(backward, True)
         return forward, backward
