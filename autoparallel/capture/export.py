@@ -25,7 +25,7 @@ from autoparallel.capture.dependencies import recorder, uncounted
 from autoparallel.capture.left import can_be_returned
 from autoparallel.capture.numbers import as_symbols, as_tensors
 from autoparallel.capture.remedies import instead, lines_at, lines_of, makes_number
-from autoparallel.capture.tracing.frames import OWN
+from autoparallel.capture.tracing.frames import OWN, stacks_read_late
 from autoparallel.capture.tracing.hf_caches import own_states, register_caches
 from autoparallel.capture.tracing.masked_rows.control_flow import REGIONS
 from autoparallel.capture.tracing.masked_rows.dispatch import rows_by_value, tensors_of
@@ -60,7 +60,8 @@ def trace(model: torch.nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]
     try:
         with (_quiet(), uncounted(), torch.enable_grad(), functions_as_ops(), without_checks(), traced_methods(),
               flex_attention_as_ops(), rows_by_value(), TracedCalls(known), as_symbols(model, numbers),
-              refusing_attributes(model), _use_lazy_graph_module(True)):  # no Python code of graphs that are not called
+              refusing_attributes(model), stacks_read_late(),
+              _use_lazy_graph_module(True)):  # no Python code of graphs that are not called
             return torch.export.export(model, tuple(args), dict(kwargs), strict=False)
     except CaptureError:
         raise

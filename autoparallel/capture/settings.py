@@ -127,12 +127,11 @@ def _asking_within(ask: Ask, name: str, function: Callable[..., Any]) -> Callabl
 
 def _of_backends() -> Iterator[tuple[str, Any]]:
     """The settings of the backends that are imported, by dotted name."""
-    for path, module in list(sys.modules.items()):
-        if path.startswith(_BACKENDS):
-            for owner in type(module).__mro__:
-                for name, setting in vars(owner).items():
-                    if isinstance(setting, ContextProp):
-                        yield f"{path}.{name}", setting
+    for path in [path for path in list(sys.modules) if path.startswith(_BACKENDS)]:
+        for owner in type(sys.modules[path]).__mro__:
+            for name, setting in vars(owner).items():
+                if isinstance(setting, ContextProp):
+                    yield f"{path}.{name}", setting
 
 
 __all__ = ["TRACED", "ambient", "answer", "function_of", "install", "reader", "remove"]

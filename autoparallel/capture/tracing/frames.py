@@ -6,10 +6,15 @@ import ast
 import inspect
 import linecache
 import sys
+import traceback
+from collections.abc import Iterator
+from contextlib import contextmanager
 from functools import lru_cache
 from pathlib import Path
 from types import CodeType, FrameType
 from typing import Any
+
+import torch.fx.proxy
 
 import autoparallel
 
@@ -101,4 +106,32 @@ def function_source(code: CodeType) -> ast.Module:
     return tree
 
 
-__all__ = ["OWN", "caller", "calls", "function_source", "statement_at", "users_caller", "writes_to_part"]
+class _Stack:
+    """The frames that torch's CapturedTraceback has; a line of source is read when a frame is written out."""
+
+    @staticmethod
+    def extract() -> type[_Stack]:
+        return _Stack
+
+    @staticmethod
+    def summary() -> traceback.StackSummary:
+        """The frames of the caller, outermost first."""
+        frames = [traceback.FrameSummary(frame.f_code.co_filename, line, frame.f_code.co_name, lookup_line=False)
+                  for frame, line in traceback.walk_stack(sys._getframe(1))]
+        return traceback.StackSummary(reversed(frames))
+
+
+@contextmanager
+def stacks_read_late() -> Iterator[None]:
+    """Meanwhile a node that torch adds to a graph has the same stack trace as ever, at less cost: torch reads the
+    source of all frames, and writes out a few."""
+    before = torch.fx.proxy.CapturedTraceback
+    torch.fx.proxy.CapturedTraceback = _Stack  # type: ignore[assignment,misc]
+    try:
+        yield
+    finally:
+        torch.fx.proxy.CapturedTraceback = before  # type: ignore[misc]
+
+
+__all__ = ["OWN", "caller", "calls", "function_source", "stacks_read_late", "statement_at", "users_caller",
+           "writes_to_part"]
