@@ -35,7 +35,7 @@ settings.load_profile("no deadline")
 #: Most processes in which a tier runs at once, by its expression of marks; those of `ranks` have a pool of ranks each.
 MOST_WORKERS = {"not slow and not ranks": 4, "ranks and not slow": 2}
 #: After so many tests the collector leaves out what lives: modules that they import, and what they share.
-LEFT_OUT_EACH = 100
+LEFT_OUT_EACH = 10
 _tests = itertools.count(1)
 
 

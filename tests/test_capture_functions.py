@@ -14,6 +14,7 @@ from autoparallel.capture import Ref, capture
 from autoparallel.errors import CaptureError
 from autoparallel.runtime.interpret import values_of
 from tests.support.captured import Weighed
+from tests.support.tiers import with_slow
 
 
 def hidden_by_no_grad(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
@@ -169,10 +170,10 @@ def reading_data(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
     return x * w * (x * w).data / x.std().data
 
 
-@pytest.mark.parametrize("function", [vmapped, vmapped_products, twice_differentiated, differentiated_norms,
-                                      a_step_of_descent, gradients_of_convolutions, derivatives_of_functions, counts,
-                                      gaussian_likelihood, distributions, temporal_classification, weight_norms,
-                                      reading_data],
+@pytest.mark.parametrize("function", with_slow(
+    [vmapped, vmapped_products, twice_differentiated, differentiated_norms, a_step_of_descent,
+     gradients_of_convolutions, derivatives_of_functions, counts, gaussian_likelihood, distributions,
+     temporal_classification, weight_norms, reading_data], vmapped_products, derivatives_of_functions),
                          ids=lambda f: f.__name__)
 def test_functions_that_a_trace_does_not_see_are_traced(function: Any) -> None:
     """Value and gradient are the model's own, in float64."""

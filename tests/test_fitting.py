@@ -19,7 +19,6 @@ from autoparallel.cli import app
 from autoparallel.errors import CaptureError, InfeasibleError, InputError, PlanError, SearchError
 from autoparallel.plans.reports.units import bytes_of
 from cost_models import Cluster
-from tests.support.tiers import slow
 
 WIDTH = 512
 ONE = Cluster.load("a100-sxm", num_devices=1, software="none")
@@ -85,7 +84,8 @@ def doubled(tier: str, megabytes: float, most: int) -> int:
     return best
 
 
-@pytest.mark.parametrize(("megabytes", "most"), [slow(60, 4096), slow(30, 4096), slow(60, 64), (60, 16)])
+@pytest.mark.slow
+@pytest.mark.parametrize(("megabytes", "most"), [(60, 4096), (30, 4096), (60, 64), (60, 16)])
 def test_bounds_leave_out_what_a_search_would(monkeypatch: pytest.MonkeyPatch, megabytes: float, most: int) -> None:
     """The batches are those of a plan for each; at most two are planned a tier, and each is captured once for all."""
     tiers, planned, traced = ("none", "host", "parameters"), list[tuple[str, int]](), list[int]()

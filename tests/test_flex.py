@@ -19,6 +19,7 @@ from autoparallel.capture import capture
 from autoparallel.strategies.space import StrategySpace
 from benchmarks.model_zoo import truth
 from tests.support.random_plans import TOLERANCE, error_under
+from tests.support.tiers import slow
 
 LENGTH, HEADS, SHARED, DIM = 12, 4, 2, 4
 DOCUMENTS = torch.tensor([0] * 5 + [1] * 7)
@@ -94,8 +95,8 @@ class Model(nn.Module):
         return SequenceClassifierOutput(loss=logits.square().mean() + 0.0 * self.bias.sum(), logits=logits)
 
 
-@pytest.mark.parametrize(("options", "call"), [(biased, flex_attention), (documents, COMPILED),
-                                               (windowed, flex_attention)], ids=["biased", "compiled", "windowed"])
+@pytest.mark.parametrize(("options", "call"), [slow(biased, flex_attention), (documents, COMPILED),
+                                               slow(windowed, flex_attention)], ids=["biased", "compiled", "windowed"])
 def test_flexible_attention_is_what_its_functions_say(options: Options, call: Callable[..., Any]) -> None:
     mine, model = (Model(options, attention).double() for attention in (by_hand, flexible(call)))
     inputs = {"x": torch.randn(4, LENGTH, 16, dtype=torch.float64)}

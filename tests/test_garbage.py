@@ -46,22 +46,20 @@ def test_the_collector_is_as_it_was_after_success_failure_and_another_within(on)
 
 
 def test_what_was_made_is_old_at_once_and_what_was_frozen_stays_so(monkeypatch):
+    gc.unfreeze()    # what the tests' own pauses have frozen
     with collected_later():
         kept = [[] for _ in range(10_000)]
         assert gc.get_count()[0] >= len(kept)
     assert gc.get_count()[0] < 1_000 and gc.get_freeze_count() == 0
     assert any(one is kept for one in gc.get_objects(generation=2))
     gc.freeze()
-    try:
-        frozen = gc.get_freeze_count()
-        with collected_later():
-            pass
-        assert 0 < frozen - 100 < gc.get_freeze_count() <= frozen    # threads may let go of some
-        monkeypatch.setattr(gc, "get_freeze_count", lambda: pytest.fail("they are counted again"))
-        with collected_later():
-            pass
-    finally:
-        gc.unfreeze()
+    frozen = gc.get_freeze_count()
+    with collected_later():
+        pass
+    assert 0 < frozen - 100 < gc.get_freeze_count() <= frozen    # threads may let go of some
+    monkeypatch.setattr(gc, "get_freeze_count", lambda: pytest.fail("they are counted again"))
+    with collected_later():
+        pass
 
 
 def test_the_collector_waits_for_all_of_a_joint_search():

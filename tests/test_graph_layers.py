@@ -17,6 +17,7 @@ from autoparallel.capture import Ref, capture
 from autoparallel.errors import CaptureError
 from autoparallel.runtime.interpret import values_of
 from tests.support.ranks import mesh_of
+from tests.support.tiers import with_slow
 
 NODES, EDGES, WIDTH = 10, 30, 8
 LAYERS: dict[str, tuple[str, dict[str, Any], int]] = {  # name -> layer, its options, features of edges
@@ -61,7 +62,7 @@ def check(model: nn.Module, calls: list[tuple[Tensor, ...]]) -> None:
         torch.testing.assert_close(*both)
 
 
-@pytest.mark.parametrize("name", LAYERS)
+@pytest.mark.parametrize("name", with_slow(LAYERS, "GCN", "GATConv with edges", "TAGConv", "ARMAConv"))
 def test_item_20_graph_layers_at_their_defaults(name: str) -> None:
     check(*layer_of(name))
 

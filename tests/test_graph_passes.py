@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -15,7 +16,7 @@ from autoparallel.backends import agreement, buckets, compiled
 from autoparallel.backends.compiled import CompiledPart, Lowering
 from autoparallel.backends.moving import Collective, order_of
 from autoparallel.backends.traced import GATHER, REDUCE, WAIT, aten
-from autoparallel.capture import capture
+from autoparallel.capture import OpGraph, capture
 from autoparallel.errors import LoweringError
 from autoparallel.kernels import groups
 from autoparallel.kernels.groups import Axis
@@ -24,6 +25,7 @@ from autoparallel.pricing import Prices
 from autoparallel.schedule.step_config import BUCKET_BYTES
 from autoparallel.strategies.space import StrategySpace
 from cost_models import Cluster
+from tests.support.captured import planning_on
 
 AXIS = Axis("x", 4, 0, "0")
 LAYERS = 3
@@ -41,6 +43,14 @@ class Residual(nn.Module):
         for layer in self.layers:
             x = x + layer(x)
         return x.square().mean()
+
+
+X = torch.zeros(32, 64)
+
+
+@functools.cache
+def captured_residual() -> OpGraph:
+    return capture(Residual(), (X,))
 
 
 Graphs = Callable[..., tuple[GraphModule, GraphModule]]
@@ -62,11 +72,11 @@ def graphs(monkeypatch: pytest.MonkeyPatch) -> Graphs:
 
     def made(baseline: str, regathers: bool = False, recompute: str = "none", bucket_bytes: float = BUCKET_BYTES
              ) -> tuple[GraphModule, GraphModule]:
-        model, x = Residual(), torch.zeros(32, 64)
         cluster = Cluster.load("local-cpu", num_devices=4)
-        plan = autoparallel.plan(model, cluster, example_inputs=(x,), mesh_shape=(4,), baseline=baseline,
-                                 axis_names=("x",))
-        space = StrategySpace(capture(model, (x,)), (4,), ("x",))
+        with planning_on(captured_residual()):
+            plan = autoparallel.plan(Residual(), cluster, example_inputs=(X,), mesh_shape=(4,), baseline=baseline,
+                                     axis_names=("x",))
+        space = StrategySpace(captured_residual(), (4,), ("x",))
         program = emit(space, plan.strategies_on(space), Prices(space, cluster).path, coordinate=(0,))
         how = Lowering(False, regathers, recompute, lambda node: node.meta.get("block"), bucket_bytes)
         (part,) = compiled.compiled(program.module, how).children()

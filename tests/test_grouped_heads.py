@@ -120,8 +120,10 @@ def test_other_repetitions_stay(name: str) -> None:
     assert not called(Model(OTHERS[name]), torch.randn(2, TOKENS, 5))[0]
 
 
-@pytest.mark.parametrize("name", {**GROUPED, **OTHERS})
-@pytest.mark.parametrize("repeats", [False, True])
+@pytest.mark.parametrize(("name", "repeats"), [
+    *((name, False) for name in {**GROUPED, **OTHERS}),
+    *((name, True) if name in ("repeat_kv", "masked", "in turn") else slow(name, True)
+      for name in {**GROUPED, **OTHERS})])
 def test_loss_and_gradients_are_the_models(name: str, repeats: bool, mesh_of_one: DeviceMesh,
                                            monkeypatch: pytest.MonkeyPatch) -> None:
     """``repeats``: as on a device whose kernel takes repeated heads only."""

@@ -20,6 +20,7 @@ from torch import is_grad_enabled as tells_gradients
 from torch import nn
 
 import autoparallel
+from tests.support.tiers import with_slow
 
 CONTEXT: ContextVar[float] = ContextVar("CONTEXT", default=1.0)
 LOCAL = threading.local()
@@ -135,7 +136,9 @@ def settings() -> Iterator[None]:
     CONTEXT.set(1.0)
 
 
-@pytest.mark.parametrize("change", CHANGES)
+@pytest.mark.parametrize("change", with_slow(
+    CHANGES, "array", "UserDict", "attribute of a dict", "attribute of a base class", "code of a function",
+    "anomaly detection", "TF32 in products", "fast path of attention", "autocast's cache"))
 def test_item_1_values_that_change_between_calls(mesh_of_one: Any, settings: None, change: str,
                                                  monkeypatch: pytest.MonkeyPatch) -> None:
     torch.manual_seed(0)

@@ -18,6 +18,7 @@ from cost_models import Cluster
 from tests.support.ranks import mesh_of
 from tests.support.reference import differences, gathered, gradients_of
 from tests.support.rule_cases import strategies_that_hold
+from tests.support.tiers import with_slow
 
 aten = torch.ops.aten
 
@@ -78,7 +79,10 @@ CASES: dict[str, tuple[tuple[Any, ...], set[str]]] = {
 }
 
 
-@pytest.mark.parametrize("name", list(CASES))
+@pytest.mark.parametrize("name", with_slow(
+    CASES, "not padded", "dilated", "grouped", "valid", "without a batch", "a patch embedding", "of points",
+    "transposed", "transposed, with places between", "transposed, of steps of one", "transposed, wider than shards",
+    "maxima", "maxima of tiles", "means of what there is", "a slice of half", "filled up"))
 def test_windows_on_shards(name: str) -> None:
     """Even and uneven shards on 2, 3 and 4 ranks; each axis strategy of space applies on some of them."""
     arguments, expected = CASES[name]

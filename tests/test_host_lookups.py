@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import functools
 import re
 from pathlib import Path
 from typing import Any
@@ -20,6 +21,7 @@ from autoparallel.plans import Plan
 from autoparallel.runtime import placing
 from autoparallel.runtime.initialise import is_table
 from cost_models import Cluster
+from tests.support.captured import plan_again
 from tests.support.ranks import mesh_of
 from tests.support.recommenders import DLRM, WideAndDeep, example, trained
 from tests.support.tiers import slow
@@ -283,12 +285,17 @@ class Ranked(nn.Module):
         return self.head(self.embed(ids)).square().mean()
 
 
-def planned(pins: dict[str, Any] | None, shape: tuple[int, ...] = (1,), rows: int = TABLE, **options: Any) -> Plan:
+@functools.cache
+def ranked(rows: int) -> Ranked:
     with torch.device("meta"):
-        model, ids = Ranked(rows), torch.zeros(BATCH, dtype=torch.long)
+        return Ranked(rows)
+
+
+def planned(pins: dict[str, Any] | None, shape: tuple[int, ...] = (1,), rows: int = TABLE, **options: Any) -> Plan:
+    ids = torch.zeros(BATCH, dtype=torch.long, device="meta")
     count = int(torch.Size(shape).numel())
-    return autoparallel.plan(model, Cluster.load("h100-sxm", num_devices=count), example_inputs=(ids,),
-                             mesh_shape=shape, pins=pins, **options)
+    return plan_again(ranked(rows), Cluster.load("h100-sxm", num_devices=count), (ids,), mesh_shape=shape, pins=pins,
+                      **options)
 
 
 def test_priced_by_the_hosts_memory_and_the_link() -> None:

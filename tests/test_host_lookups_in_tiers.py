@@ -19,6 +19,7 @@ from autoparallel.planning.reduced_model import reduced_model
 from autoparallel.runtime.initialise import is_table
 from autoparallel.schedule.tiers import ON_DEVICE
 from cost_models import Cluster
+from tests.support.captured import plan_again
 from tests.support.ranks import mesh_of
 from tests.support.recommenders import DLRM, example, trained
 from tests.support.tiers import slow
@@ -97,9 +98,10 @@ class Layers(nn.Module):
 
 def test_a_tables_price_is_that_of_its_own_tiers() -> None:
     """Whatever groups others are in; a table that no pin names is fetched as any parameter."""
+    model = Layers()
+
     def made(pins: dict[str, Any], offload: Any) -> Any:
-        return autoparallel.plan(Layers(), CLUSTER, mesh_shape=(1,), example_inputs=(IDS,),
-                                 pins=pins, offload=offload, zero_stage=3).prediction
+        return plan_again(model, CLUSTER, (IDS,), mesh_shape=(1,), pins=pins, offload=offload, zero_stage=3).prediction
 
     pins, table, layer = {"layers.[0-3].embed": "host"}, 512 * 32 * 4, (32 * 32 + 32) * 4
     alone = made(pins, None)

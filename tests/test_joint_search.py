@@ -242,7 +242,7 @@ class Deep(torch.nn.Module):
         return functools.reduce(lambda value, layer: layer(value).relu().sin(), self.layers, x).square().mean()
 
 
-@pytest.mark.parametrize("saved_on", ["host", "disk"])
+@pytest.mark.parametrize("saved_on", ["host", slow("disk")])
 def test_saved_tensors_are_where_the_options_say(saved_on: str) -> None:
     """Also where a usual plan by hand, which saves on the device, is faster."""
     with torch.device("meta"):

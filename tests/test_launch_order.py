@@ -45,13 +45,13 @@ def strategies_of(case_name: str, space: StrategySpace, options: dict[str, Any])
 
 @pytest.mark.parametrize(("case_name", "mesh_shape", "hybrid"), [
     ("mlp", (2, 2), Hybrid()), slow("gpt2", (2, 2), Hybrid()), ("mlp", (4,), Hybrid(bucket_bytes=0)),
-    ("resnet", (2, 2), Hybrid(bucket_bytes=20_000)), slow("mixtral", (2, 2), Hybrid(bucket_bytes=20_000)),
+    slow("resnet", (2, 2), Hybrid(bucket_bytes=20_000)), slow("mixtral", (2, 2), Hybrid(bucket_bytes=20_000)),
     slow("gpt2", (4,), Hybrid(recompute="full")), slow("llama", (2, 2), Hybrid(recompute="full", bucket_bytes=20_000)),
     ("mlp", (2, 2), Hybrid(2, zero_stage=1)), slow("llama", (4,), Hybrid(3, zero_stage=0, bucket_bytes=20_000)),
     ("gpt2", (2, 2), Hybrid(zero_stage=3, recompute="full", bucket_bytes=20_000)),  # gathers of no use are left out
     slow("gpt2", (2, 2), Hybrid(zero_stage=3)), slow("mixtral", (2, 2), Hybrid(zero_stage=3, bucket_bytes=20_000)),
     slow("bert", (2, 2), Hybrid(zero_stage=3)), ("mlp", (2, 2), Hybrid(zero_stage=3)),
-    ("gpt2", (2, 2), Hybrid(2, zero_stage=3)), slow("bert", (4,), Hybrid(2, zero_stage=3, bucket_bytes=20_000)),
+    slow("gpt2", (2, 2), Hybrid(2, zero_stage=3)), slow("bert", (4,), Hybrid(2, zero_stage=3, bucket_bytes=20_000)),
     slow("gpt2", (2, 2), Hybrid(2)), slow("vit", (2, 2), Hybrid(4)), slow("llama", (4,), Hybrid(3)),
     slow("gpt2_dropout", (2, 2), Hybrid(recompute="full")), slow("bert", (2, 2), Hybrid(recompute="selective")),
     slow("llama", (4,), Hybrid(2, zero_stage=3, recompute="selective", bucket_bytes=20_000)),
@@ -71,7 +71,7 @@ def pipeline(schedule: str, zero_stage: int, recompute: str = "none", stages: in
 
 
 @pytest.mark.parametrize(("case_name", "mesh_shape", "hybrid"), [
-    ("mlp", (2,), pipeline("gpipe", 1)), ("gpt2", (2,), pipeline("1f1b", 3)),
+    ("mlp", (2,), pipeline("gpipe", 1)), slow("gpt2", (2,), pipeline("1f1b", 3)),
     ("gpt2", (2,), pipeline("interleaved", 2, "full", 4)), ("mlp", (4,), pipeline("zero_bubble", 1)),
     ("mlp", (2,), pipeline("zero_bubble", 3)), slow("bert", (2,), pipeline("interleaved", 2, "full", 4)),
     slow("bert", (2,), pipeline("zero_bubble", 3)), slow("gpt2", (2,), pipeline("zero_bubble", 2)),

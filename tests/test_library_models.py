@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from autoparallel.capture import Ref, capture
 from autoparallel.errors import CaptureError
 from autoparallel.runtime.interpret import values_of
+from tests.support.tiers import with_slow
 
 SOUND = {"vocab_size": 20, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2,
          "intermediate_size": 32, "conv_dim": (16, 16), "conv_stride": (5, 2), "conv_kernel": (10, 3),
@@ -31,7 +32,7 @@ def call(labels: Tensor) -> dict[str, Tensor]:
     return {"input_values": torch.randn(2, 400, generator=torch.Generator().manual_seed(1)), "labels": labels}
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", with_slow(KINDS, "Wav2Vec2Conformer"))
 def test_item_20_speech_models_without_layer_drop(kind: str) -> None:
     """Loss and gradients, with labels of other lengths than the trace saw."""
     model = speech(kind, layerdrop=0.0, apply_spec_augment=False)
@@ -50,12 +51,13 @@ def test_item_20_speech_models_without_layer_drop(kind: str) -> None:
         torch.testing.assert_close(*both, rtol=1e-4, atol=1e-4)
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", with_slow(KINDS, "Wav2Vec2Conformer"))
 def test_item_20_layers_that_are_dropped_are_refused_with_the_option(kind: str) -> None:
     with pytest.raises(CaptureError, match=r"(?s)skip_the_layer.*is of transformers.*config\.layerdrop = 0\.0"):
         capture(speech(kind, layerdrop=0.1), (), call(torch.ones(2, 4, dtype=torch.long)))
 
 
+@pytest.mark.slow
 def test_item_20_masks_of_numpy_are_refused_by_name() -> None:
     """SpecAugment, of which Wav2Vec2 draws by numpy."""
     with pytest.raises(CaptureError, match=r"(?s)draws numbers from numpy\.random.*apply_spec_augment=False"):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import base64
+import functools
 import gzip
 import json
 import os
@@ -64,11 +65,15 @@ def plan_file(tmp_path: Path) -> Path:
     return saved_plan(tmp_path / "plan.json", (2, 2))
 
 
-def saved_plan(path: Path, mesh_shape: tuple[int, ...]) -> Path:
+@functools.cache
+def guides_plan(mesh_shape: tuple[int, ...]) -> autoparallel.Plan:
     model, batch = guides_model()
-    plan = autoparallel.plan(model, "local-cpu", example_inputs=batch, mesh_shape=mesh_shape,
+    return autoparallel.plan(model, "local-cpu", example_inputs=batch, mesh_shape=mesh_shape,
                              baseline="tensor_parallel")
-    plan.save(path)
+
+
+def saved_plan(path: Path, mesh_shape: tuple[int, ...]) -> Path:
+    guides_plan(mesh_shape).save(path)
     return path
 
 

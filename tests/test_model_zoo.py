@@ -24,9 +24,10 @@ from benchmarks.model_zoo import Candidate, Ranks, examine, random_candidate, to
 from benchmarks.zoo import build, inputs_of
 from tests.support.reference import assert_same_tensors
 from tests.support.sources import ROOT
+from tests.support.tiers import slow
 
 #: One of each kind: experts, an encoder with masks, shifted labels written in place, convolutions, einsum.
-HANDFUL = ["mixtral", *(pytest.param(name, marks=pytest.mark.slow) for name in ("convnext", "xlnet"))]
+HANDFUL = ["vit", *map(slow, ("mixtral", "convnext", "xlnet"))]
 
 
 @pytest.fixture(autouse=True)
@@ -180,6 +181,7 @@ def test_a_wrong_rule_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
     assert error > 1e-2 and "bias" in tensor
 
 
+@pytest.mark.slow
 def test_a_gradient_too_many_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
     """Every all-reduce of floating-point numbers sums twice."""
     model, inputs = build("bert"), inputs_of("bert")

@@ -18,6 +18,7 @@ import autoparallel
 from autoparallel.capture import capture, capture_for_any
 from autoparallel.capture.any_numbers import is_same, with_values_in
 from tests.support.ranks import RankError, mesh_of
+from tests.support.tiers import slow
 
 
 class Scaled(nn.Module):
@@ -186,8 +187,10 @@ class Applied(nn.Module):
         return self.function(x * self.weight, number)
 
 
-@pytest.mark.parametrize(("name", "kind"), [*((name, float) for name in FUNCTIONS),
-                                            *((name, int) for name in ("factor", "alpha", "table", "sizes"))])
+@pytest.mark.parametrize(("name", "kind"), [
+    *(slow(name, float) if name in ("powers", "activations", "recomputed", "filled", "compared") else (name, float)
+      for name in FUNCTIONS),
+    *((name, int) for name in ("factor", "alpha", "table", "sizes"))])
 def test_a_program_for_all_numbers_is_that_of_each(name: str, kind: type) -> None:
     model, x, (first, *others) = Applied(FUNCTIONS[name]), torch.randn(3, 4), [kind(n) for n in (2, 1, -3)]
     graph = capture_for_any(model, (x, first), {}, [1])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from dataclasses import replace
 from typing import Any
 
@@ -12,6 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import autoparallel
+from autoparallel.capture import OpGraph, capture
 from autoparallel.errors import SearchError
 from autoparallel.partition import split_batch, stages_of
 from autoparallel.planning import one_mesh
@@ -241,6 +243,11 @@ class Decoder(torch.nn.Module):
         return self.head(x).square().mean()
 
 
+@functools.cache
+def captured_decoder() -> OpGraph:
+    return capture(Decoder(12), (torch.zeros(64, 8, dtype=torch.long),))
+
+
 @pytest.mark.parametrize("options", [
     {"zero_stage": 1}, {"zero_stage": 2, "recompute": "full"}, {"zero_stage": 3, "recompute": "selective"},
     {"zero_stage": 3, "recompute": "full", "schedule": "interleaved", "pipeline_ranks": 2},
@@ -249,7 +256,7 @@ class Decoder(torch.nn.Module):
 def test_of_stages_that_run_alike_one_is_simulated(options: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
     """Two layers each, in six stages: those between are alike, unless one recomputes other blocks, or has another
     plan. What overlap saves on them is what it saves on the one that is simulated."""
-    micro = split_batch(autoparallel.capture.capture(Decoder(12), (torch.zeros(64, 8, dtype=torch.long),)), 8)
+    micro = split_batch(captured_decoder(), 8)
     space, cluster = StrategySpace(micro.body, (2, 2)), Cluster.load("h100-sxm", num_devices=24)
     named = [(block, d.name) for d, block in zip(space.decisions, space.blocks, strict=True) if d.kind == "op"]
     firsts = dict(reversed(named))

@@ -44,7 +44,7 @@ TOY = Cluster("toy", DEVICE, (Link("net", 4, 1e-6, 4e7),), 4)
 
 
 @pytest.mark.parametrize(("name", "mesh_shape", "hybrid"), [
-    ("llama", (2,), Hybrid(pieces=2)), ("llama", (2,), Hybrid(recompute="full", pieces=2)),
+    ("llama", (2,), Hybrid(pieces=2)), slow("llama", (2,), Hybrid(recompute="full", pieces=2)),
     slow("llama", (4,), Hybrid(pieces=2)), slow("bert", (2, 2), Hybrid(zero_stage=3, pieces=2)),
     slow("llama", (4,), Hybrid(recompute="full", pieces=2)),
     slow("bert", (4,), Hybrid(recompute="selective", pieces=4)),

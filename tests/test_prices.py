@@ -249,7 +249,8 @@ def test_small_gradients_share_a_bucket() -> None:
 def test_parameters_of_a_block_are_gathered_and_reduced_together_with_a_copy_of_small_ones(
         width: int, hybrid: Hybrid, together: bool) -> None:
     """Each by itself where the program does so: with ZeRO-3 and zero bubble."""
-    layers = [torch.nn.Linear(width, width, bias=False) for _ in range(4)]
+    with torch.device("meta"):
+        layers = [torch.nn.Linear(width, width, bias=False) for _ in range(4)]
     model = torch.nn.Sequential(torch.nn.Sequential(*layers[:2]), torch.nn.Sequential(*layers[2:]))
     cluster = Cluster.load("h100-sxm", num_devices=8, software="none")
     space = StrategySpace(capture(model, (torch.zeros(8, width),)), (8,))

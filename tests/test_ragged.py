@@ -17,6 +17,7 @@ from autoparallel.capture import Ref, capture
 from autoparallel.errors import CaptureError
 from autoparallel.runtime.interpret import values_of
 from tests.support.ranks import mesh_of
+from tests.support.tiers import with_slow
 
 TOKENS, WIDTH, EXPERTS, CHOSEN = 10, 6, 4, 2
 
@@ -300,7 +301,9 @@ def draws() -> list[tuple[Tensor, Tensor]]:
     return [(x, scores), (x, few), (x.flip(0), one)]
 
 
-@pytest.mark.parametrize("name", FUNCTIONS)
+@pytest.mark.parametrize("name", with_slow(
+    FUNCTIONS, "litgpts_mixtral", "by_mask", "singular_behind_parameters", "by_length", "side_by_side", "asked_twice",
+    "places_in_one_tensor", "largest_of_some"))
 def test_rows_by_value(name: str) -> None:
     """Forward and gradients, on values that the trace did not see."""
     torch.manual_seed(0)
@@ -451,9 +454,10 @@ def columns(m: Any, x: Tensor, scores: Tensor) -> Tensor:
     return x[:, x[0] > 0].sum()
 
 
-@pytest.mark.parametrize("refused", [counted, added_up, numbered, collected, written_whole, left_over, across, met,
-                                     contracted, mask_written, largest, written_in_part, kept_in_a_list,
-                                     of_another_rank, of_what_was_written, of_a_written_test, columns])
+@pytest.mark.parametrize("refused", with_slow(
+    [counted, added_up, numbered, collected, written_whole, left_over, across, met, contracted, mask_written, largest,
+     written_in_part, kept_in_a_list, of_another_rank, of_what_was_written, of_a_written_test, columns],
+    numbered, left_over, contracted, largest, kept_in_a_list, of_another_rank, of_what_was_written, columns))
 def test_more_than_dynamic_rows_is_refused(refused: Any) -> None:
     with pytest.raises(CaptureError, match=rf"(?s)(the data|by the values|written to since).*test_ragged.py:\d+ in "
                                            rf"{refused.__name__}.*Write torch.where"):

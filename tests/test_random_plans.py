@@ -19,6 +19,7 @@ from autoparallel.strategies.space import StrategySpace
 from benchmarks.model_zoo import truth
 from tests.support.programs import Program, named, programs
 from tests.support.random_plans import TOLERANCE, error_of, error_under, errors_of
+from tests.support.tiers import with_slow
 
 MESHES = [(2,), (3,), (4,), (2, 2)]
 
@@ -39,7 +40,7 @@ def run_cases(number: int, count: int) -> None:
 
 
 def test_random_models_under_random_plans() -> None:
-    run_cases(0, 10)
+    run_cases(0, 5)
 
 
 STATISTICS = {"p0": (4,), "p1": (4,), "p2": (4,)}
@@ -85,7 +86,8 @@ NAMED = {
 
 
 @pytest.mark.parametrize("plans", [range(1), pytest.param(range(1, 8), marks=pytest.mark.slow)], ids=str)
-@pytest.mark.parametrize("name", list(NAMED))
+@pytest.mark.parametrize("name", with_slow(
+    NAMED, "weighed targets", "bags of embeddings", "covariances, and places of a constant mask"))
 def test_named_models_under_random_plans(name: str, plans: range) -> None:
     tried = itertools.product(MESHES, plans)
     for (mesh, plan), (error, worst) in zip(tried, errors_of(NAMED[name], MESHES, plans), strict=True):

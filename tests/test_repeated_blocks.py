@@ -20,7 +20,7 @@ from autoparallel.capture import OpGraph, build, capture
 from autoparallel.capture.passes.editing import emit
 from autoparallel.capture.tracing.repeated_blocks import find_repeated
 from benchmarks.architectures import ARCHITECTURES, Architecture
-from tests.support.tiers import slow
+from tests.support.tiers import slow, with_slow
 
 Reasons = list[str]
 
@@ -67,7 +67,7 @@ GEMMA: dict[str, Any] = {"sliding_window": 4, "layer_types": ["sliding_attention
 
 
 @pytest.mark.parametrize(("kind", "options", "use"), [
-    ("gemma3_text", GEMMA, "training"), ("llama", {}, "a token"), slow("gemma3_text", GEMMA, "a token"),
+    slow("gemma3_text", GEMMA, "training"), ("llama", {}, "a token"), slow("gemma3_text", GEMMA, "a token"),
     slow("llama", {}, "training"),
     *(slow(kind, options, use) for use in ("training", "a token") for kind, options in (
         ("gpt2", {"n_layer": 6, "n_head": 2, "n_embd": 16, "n_positions": 32}), ("mistral", {"sliding_window": 4}),
@@ -146,8 +146,9 @@ class CachedModel(nn.Module):
         return x.sum(), cache.layers[5].keys, cache.layers[2].values
 
 
-@pytest.mark.parametrize("way", ["", "the first layer", "all layers", "their number", "in secret", "another attribute",
-                                 "another layer object", "returned"])
+@pytest.mark.parametrize("way", with_slow(
+    ["", "the first layer", "all layers", "their number", "in secret", "another attribute", "another layer object",
+     "returned"], "all layers", "their number", "another attribute", "another layer object"))
 def test_blocks_that_look_beyond_their_layer_of_a_cache_are_traced_whole(
         way: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
     found, whole, reasons = graphs(CachedModel(way), {"x": torch.ones(2, 2, 3, 4)}, monkeypatch, caplog)
@@ -309,7 +310,7 @@ def _doubled(x: torch.Tensor) -> dict[str, torch.Tensor]:
 
 
 Change = Callable[[nn.Module], None] | None
-TRAPS: list[tuple[type[Block], Change, str | None]] = [
+TRAPS: list[Any] = [    # kind of block, change of the model, reason to trace it whole
     (Counts, None, "blocks.0: number is looked at"),
     (CountsInSecret, None, "number is looked at"),
     (LeavesBehind, None, "blocks.0 changes its attributes"),
@@ -323,9 +324,9 @@ TRAPS: list[tuple[type[Block], Change, str | None]] = [
     (WithoutGradient, None, None),
     (ReadsNothing, None, None),
     (WithoutGradient, hooked, None),
-    (WithoutGradient, tied, None),
-    (WithoutGradient, frozen, None),
-    (WithoutGradient, patched, None),
+    slow(WithoutGradient, tied, None),
+    slow(WithoutGradient, frozen, None),
+    slow(WithoutGradient, patched, None),
 ]
 
 

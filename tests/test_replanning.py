@@ -16,6 +16,7 @@ from torch import nn
 from typer.testing import CliRunner
 
 import autoparallel
+from autoparallel.capture import OpGraph, capture
 from autoparallel.cli import app
 from autoparallel.errors import InfeasibleError, PlanError
 from autoparallel.layout.placement import parse_layout
@@ -24,6 +25,8 @@ from autoparallel.planning.state_moves import Move, moved, read_by
 from autoparallel.plans import Plan
 from autoparallel.replanning import Candidate, Replan, near, origins
 from cost_models import Cluster
+from tests.support.captured import planning_on
+from tests.support.tiers import slow
 
 WIDTH, BATCH = 64, 48
 
@@ -45,6 +48,11 @@ def job(batch: int = BATCH) -> tuple[nn.Module, tuple[torch.Tensor, ...]]:
         return Deep(), (torch.empty(batch, WIDTH),)
 
 
+@functools.cache
+def captured_job() -> OpGraph:
+    return capture(*job())
+
+
 def machine(devices: int) -> Cluster:
     """Hosts of four devices."""
     whole = Cluster.load("h100-sxm", num_devices=64, software="none")
@@ -55,13 +63,15 @@ def machine(devices: int) -> Cluster:
 @functools.cache
 def planned(by_hand: str, devices: int = 16) -> Plan:
     model, example = job()
-    return autoparallel.plan(model, machine(devices), example_inputs=example, by_hand=by_hand)
+    with planning_on(captured_job()):
+        return autoparallel.plan(model, machine(devices), example_inputs=example, by_hand=by_hand)
 
 
 def replanned(plan: Plan, devices: int, **options: Any) -> Replan:
     model, example = job()
-    return autoparallel.replan(plan, machine(devices), model, example_inputs=example,
-                               **{"time_limit_s": 0.1, "horizon_steps": 1000, **options})
+    with planning_on(captured_job()):
+        return autoparallel.replan(plan, machine(devices), model, example_inputs=example,
+                                   **{"time_limit_s": 0.1, "horizon_steps": 1000, **options})
 
 
 # ---------------------------------------------------------------------------------------------------------- the moves
@@ -108,7 +118,7 @@ def interleaved(plan: Plan, parts: int) -> Plan:
         for name, strategy in plan.strategies.items()})
 
 
-@pytest.mark.parametrize(("first_parts", "second_parts"), [(4, 1), (1, 2), (4, 4), (2, 4)])
+@pytest.mark.parametrize(("first_parts", "second_parts"), [(4, 1), (1, 2), slow(4, 4), slow(2, 4)])
 def test_moves_of_interleaved_shards_are_those_counted_element_by_element(first_parts: int, second_parts: int) -> None:
     first, second = interleaved(planned("dp=4,tp=4"), first_parts), interleaved(planned("dp=6,tp=2", 12), second_parts)
     assert f"S(0;{max(first_parts, second_parts)})" in f"{first.strategies} {second.strategies}"
@@ -125,7 +135,7 @@ def test_moves_of_interleaved_shards_are_those_counted_element_by_element(first_
     ("dp=4,tp=4,zero=3", "dp=4,tp=4,zero=3", 16, (1,)),
     ("dp=4,pp=2,tp=2,zero=1,shards=2", "dp=3,pp=4,zero=1", 12, (4, 5, 6, 7)),
     ("dp=8,pp=2", "dp=4,tp=3,zero=3", 12, (12, 13, 14, 15)),
-    ("dp=12,zero=3", "dp=16", 16, ()),
+    slow("dp=12,zero=3", "dp=16", 16, ()),
 ])
 def test_moves_are_those_counted_element_by_element(old: str, new: str, devices: int, lost: tuple[int, ...]) -> None:
     first = planned(old, 12 if "12" in old else 16)

@@ -35,7 +35,7 @@ def by_hand(name: str, text: str) -> autoparallel.Plan:
     slow("mixtral", "dp=2,tp=2", "data 2 x tensor 2 (experts)"),
     slow("mixtral", "dp=4,ep=2", "data 2 x expert 2"),
     slow("mixtral", "dp=4,ep=2,zero=1", "data 2 (in shards) x expert 2 (in shards), ZeRO 1"),
-    ("mixtral", "dp=4,ep=2,zero=3", "data 2 (in shards) x expert 2 (in shards), ZeRO 3"),
+    slow("mixtral", "dp=4,ep=2,zero=3", "data 2 (in shards) x expert 2 (in shards), ZeRO 3"),
     slow("mixtral", "dp=4,ep=4,zero=1", "expert 4 (in shards), ZeRO 1"),
     ("mixtral", "dp=2,ep=2,tp=2", "expert 2 x tensor 2"),
 ])

@@ -28,6 +28,7 @@ from cost_models.memory import in_flight_micro_batches
 from cost_models.timeline import simulate
 from tests.support.decoder import IDS, Decoder
 from tests.support.launch_order import check_order
+from tests.support.tiers import slow
 
 
 def configurations(name: str) -> Iterator[Hybrid]:
@@ -120,7 +121,7 @@ def looped(monkeypatch: pytest.MonkeyPatch) -> Schedule:
     return how
 
 
-@pytest.mark.parametrize("zero_stage", [1, 3])
+@pytest.mark.parametrize("zero_stage", [slow(1), 3])
 def test_an_entry_of_the_table_runs_as_it_is_simulated(looped: Schedule, zero_stage: int,
                                                        monkeypatch: pytest.MonkeyPatch) -> None:
     check_order("bert", (2,), 0, Hybrid(4, 4, 2, looped.name, zero_stage=zero_stage), monkeypatch)

@@ -20,7 +20,7 @@ from autoparallel.runtime.shard_steps import ELEMENTWISE
 from tests.support.models import CASES
 from tests.support.offloaded import Net, local
 from tests.support.ranks import mesh_of
-from tests.support.tiers import slow
+from tests.support.tiers import slow, with_slow
 
 X = torch.linspace(-1, 1, 64).view(8, 8)
 Left = tuple[list[float], list[Tensor], dict[str, Tensor]]
@@ -105,7 +105,8 @@ def stepped(mesh: DeviceMesh, early: bool, make: Callable[[Any], list[torch.opti
     return losses, [local(p) for p in parallel.parameters()], states
 
 
-@pytest.mark.parametrize("kind", [kind.__name__ for kind in ELEMENTWISE])
+@pytest.mark.parametrize("kind", with_slow(
+    [kind.__name__ for kind in ELEMENTWISE], "Adamax", "NAdam", "RAdam", "Adagrad", "ASGD", "Rprop"))
 def test_every_optimizer_steps_as_after_backward(mesh_of_one: DeviceMesh, kind: str) -> None:
     """With groups that have options of their own."""
     def make(parallel: Any) -> list[torch.optim.Optimizer]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, cast
@@ -18,6 +19,7 @@ from autoparallel.errors import InfeasibleError
 from autoparallel.plans import Plan
 from autoparallel.schedule.tiers import Offload
 from cost_models import Cluster
+from tests.support.captured import plan_again
 from tests.support.peaks import MostBytes
 from tests.support.ranks import mesh_of
 from tests.support.tiers import slow
@@ -88,14 +90,18 @@ WIDTH, DEPTH = 4096, 8
 GRADIENTS = 2 * DEPTH * WIDTH**2
 
 
+@functools.cache
+def square_layers() -> nn.Module:
+    with torch.device("meta"):
+        return nn.Sequential(*(nn.Linear(WIDTH, WIDTH, bias=False, dtype=torch.bfloat16) for _ in range(DEPTH)))
+
+
 def planned(cluster: Cluster = A100, **options: Any) -> Plan:
     """A plan of square layers with few activations."""
-    with torch.device("meta"):
-        model = nn.Sequential(*(nn.Linear(WIDTH, WIDTH, bias=False, dtype=torch.bfloat16) for _ in range(DEPTH)))
-        x = torch.empty(64, WIDTH, dtype=torch.bfloat16)
+    x = torch.empty(64, WIDTH, dtype=torch.bfloat16, device="meta")
     if not {"joint", "by_hand"} & options.keys():
         options["mesh_shape"] = (cluster.num_devices,)
-    return autoparallel.plan(model, cluster, example_inputs=(x,), **options)
+    return plan_again(square_layers(), cluster, (x,), **options)
 
 
 def test_a_plan_and_its_report_say_so(tmp_path: Path) -> None:

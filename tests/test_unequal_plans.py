@@ -150,6 +150,7 @@ def test_slow_hosts_share_a_stage() -> None:
     assert Plan.from_json(made.to_json()).devices == made.devices
 
 
+@pytest.mark.slow
 def test_the_joint_search_finds_a_pipeline_for_a_slow_host() -> None:
     """Sixteen H100, host 1 at half the speed: data parallelism over all waits for the slow host in each op. The plan
     found beats the best plan for equal devices."""
