@@ -112,6 +112,7 @@ def test_plans_are_as_good_as_proven() -> None:
     json.dumps(said)
 
 
+@pytest.mark.slow
 def test_a_program_alone_is_the_same_optimum() -> None:
     (row,) = search_quality.rows_of("gpt2", ["2"], ["auto", "program"], 20.0)
     for answers in (row.free, row.limited):

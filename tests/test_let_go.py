@@ -20,6 +20,7 @@ from autoparallel.errors import InputError
 from autoparallel.runtime.let_go import Root
 from tests.support.models import BATCH_SIZE, CASES
 from tests.support.ranks import mesh_of
+from tests.support.tiers import slow
 
 X = torch.randn(4, 3, 8, generator=torch.Generator().manual_seed(0))
 
@@ -135,7 +136,7 @@ def test_whoever_has_its_parameters_is_told_what_they_are(mesh_of_one: Any) -> N
         optimizer.step()
 
 
-@pytest.mark.parametrize("example", [{}, {"example_inputs": (X,)}])
+@pytest.mark.parametrize("example", [slow({}), {"example_inputs": (X,)}])
 def test_two_parallel_modules_of_one_original(mesh_of_one: Any, example: dict[str, Any]) -> None:
     def made() -> tuple[Any, ...]:
         model = Doubled(nn.Linear(8, 8))

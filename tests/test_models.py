@@ -84,7 +84,7 @@ def test_reference_is_deterministic(case: ModelCase) -> None:
 
 
 @pytest.mark.parametrize("case", [
-    slow(case) if str(case) == "llama" or str(case) not in FEW else case for case in EXACT], ids=str)
+    case if str(case) == "mlp" else slow(case) for case in EXACT], ids=str)
 def test_rounding_is_well_below_the_tolerances(case: ModelCase) -> None:
     """Half of each tolerance of issue 2 is left to the parallel run's own rounding."""
     for optimizer, tolerance in (("sgd", 0.5e-5), ("adamw", 0.5e-4)):

@@ -23,7 +23,7 @@ from autoparallel.schedule.tiers import BLOCK_BYTES, BUFFERS, TILE_BYTES, Offloa
 from benchmarks.published_offload import SOFTWARE, STEPS, left_out
 from cost_models import Cluster, offload
 from cost_models.memory import optimizer_step_s, step_bytes
-from tests.support.captured import graph_of, plan_of
+from tests.support.captured import graph_of, plan_again, plan_of
 from tests.support.models import CASES
 from tests.support.tiers import slow
 
@@ -343,8 +343,8 @@ def test_half_precision_has_its_master_on_the_host() -> None:
     """By software that keeps one: 12 bytes of a parameter leave the device, and the 2 of its gradient."""
     cluster = Cluster.load("a100-sxm", num_devices=4, software="megatron-core")
     model, args, kwargs = CASES["llama"].build().to(torch.bfloat16), *CASES["llama"].inputs(8)
-    there, away = (autoparallel.plan(model, cluster, example_inputs=args, example_kwargs=kwargs, mesh_shape=(4,),
-                                     zero_stage=1, offload=tier) for tier in ("none", "host"))
+    there, away = (plan_again(model, cluster, args, kwargs, mesh_shape=(4,), zero_stage=1, offload=tier)
+                   for tier in ("none", "host"))
     count = sum(p.numel() for p in model.parameters())
     assert away.prediction.host_bytes == pytest.approx(14 * count / 4, rel=0.05)
     assert there.prediction.state_bytes - away.prediction.state_bytes == pytest.approx(away.prediction.host_bytes)

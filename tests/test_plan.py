@@ -38,6 +38,7 @@ from tests.support.reference import (
     train,
     train_reference,
 )
+from tests.support.tiers import slow
 
 LAYERS = 2
 AXES = ("dp", "tp")
@@ -135,7 +136,7 @@ def test_the_report_has_its_parts() -> None:
 
 
 @pytest.mark.parametrize(("case_name", "options"), [
-    ("mlp", {}), ("gpt2", {}), ("bert", {"search": "exact"}), ("llama", {"baseline": "fsdp"}),
+    ("mlp", {}), ("gpt2", {}), slow("bert", {"search": "exact"}), ("llama", {"baseline": "fsdp"}),
     ("mlp", {"baseline": "ddp"}), ("resnet", {"search": "recursive"}),
 ])
 def test_the_objective_is_the_price_of_the_plan(case_name: str, options: dict[str, Any]) -> None:

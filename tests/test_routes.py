@@ -27,6 +27,7 @@ def run(title: str = "vTrain", locator: str = "data/ground_truth_single.csv", na
         "plan": said, "measured": {}, "derived": {}})
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("plan", [
     slow({"tp": 2}), slow({"pp": 2}), {"tp": 2, "pp": 2, "dp": 2, "global_batch": 16}], ids=str)
 def test_both_routes_agree(plan: dict[str, Any]) -> None:
