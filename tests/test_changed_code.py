@@ -22,6 +22,7 @@ from torch.utils.checkpoint import checkpoint
 import autoparallel
 from autoparallel.capture import capture
 from autoparallel.errors import CaptureError, InputError
+from tests.support.tiers import with_slow
 
 VALUES = {"gain": 2.0}
 MODULE = ModuleType("tests_changed_module")
@@ -217,7 +218,8 @@ def whole(value: Any) -> torch.Tensor:
     return value.full_tensor() if hasattr(value, "full_tensor") else value
 
 
-@pytest.mark.parametrize("name", CHANGES)
+@pytest.mark.parametrize("name", with_slow(
+    CHANGES, "property of an object", "operator of an object", "weak dictionary", "function in a list"))
 def test_the_next_call_computes_with_the_change(mesh_of_one: Any, name: str) -> None:
     read, change = CHANGES[name]
     torch.manual_seed(0)

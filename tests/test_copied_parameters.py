@@ -21,6 +21,7 @@ import autoparallel
 from autoparallel.errors import CaptureError, InputError
 from autoparallel.runtime import originals
 from tests.support.ranks import mesh_of
+from tests.support.tiers import slow
 
 X = torch.linspace(-1, 1, 24).view(4, 6)
 
@@ -228,7 +229,8 @@ def test_an_original_that_takes_device_memory_is_told(mesh_of_one: Any, warned: 
 
 
 @pytest.mark.parametrize("name", RESETS)
-@pytest.mark.parametrize(("batches", "options"), [(1, {}), (2, {}), (1, {"foreach": True}), (1, {"fused": True})])
+@pytest.mark.parametrize(("batches", "options"), [
+    (1, {}), slow(2, {}), slow(1, {"foreach": True}), (1, {"fused": True})])
 def test_gradients_that_are_not_reset_after_a_step_are_told(pair: tuple[Any, Any], warned: list[str], name: str,
                                                             batches: int, options: dict[str, bool]) -> None:
     """Also by optimizers that set all gradients to zero together, which torch counts as no change of them."""

@@ -19,7 +19,7 @@ import autoparallel
 from autoparallel.capture import capture
 from autoparallel.errors import CaptureError, InputError
 from tests.support.ranks import mesh_of
-from tests.support.tiers import slow
+from tests.support.tiers import slow, with_slow
 
 X = torch.linspace(-1, 1, 24).view(4, 6)
 
@@ -101,7 +101,7 @@ def parallel(mesh_of_one: Any) -> Any:
     return autoparallel.compile(Net(), mesh_of_one, example_inputs=(X,))
 
 
-@pytest.mark.parametrize("name", READ)
+@pytest.mark.parametrize("name", with_slow(READ, "stack", "method", "item", "truth"))
 def test_attributes_have_the_tensors_of_the_last_call(mesh_of_one: Any, name: str) -> None:
     model = Net()
     parallel = autoparallel.compile(copy.deepcopy(model), mesh_of_one)

@@ -20,7 +20,7 @@ from autoparallel.errors import InputError
 from autoparallel.runtime.let_go import Root
 from tests.support.models import BATCH_SIZE, CASES
 from tests.support.ranks import mesh_of
-from tests.support.tiers import slow
+from tests.support.tiers import slow, with_slow
 
 X = torch.randn(4, 3, 8, generator=torch.Generator().manual_seed(0))
 
@@ -295,9 +295,10 @@ def with_default(model: nn.Module) -> None:
     vars(model.first)["count"] = first
 
 
-@pytest.mark.parametrize("give", [with_method, with_patched_forward, with_parent, with_object, with_closure,
-                                  with_partial, with_hook, with_weak_reference, with_proxy, with_weak_set, with_slots,
-                                  with_default])
+@pytest.mark.parametrize("give", with_slow(
+    [with_method, with_patched_forward, with_parent, with_object, with_closure, with_partial, with_hook,
+     with_weak_reference, with_proxy, with_weak_set, with_slots, with_default],
+    with_patched_forward, with_partial, with_proxy, with_weak_set, with_default))
 def test_a_model_that_refers_to_itself_stays(mesh_of_one: Any, give: Callable[[nn.Module], None]) -> None:
     """What it reads by way of itself must be seen."""
     model = Recurrent()

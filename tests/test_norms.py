@@ -23,6 +23,7 @@ from cost_models import Cluster
 from tests.support.ranks import mesh_of
 from tests.support.reference import gathered
 from tests.support.rule_cases import case_of, strategies_that_hold
+from tests.support.tiers import with_slow
 
 aten = torch.ops.aten
 OF_INSTANCES = (None, None, True, 0.1, 1e-5, False)
@@ -42,7 +43,7 @@ CASES: dict[str, tuple[tuple[Any, ...], set[str]]] = {
 }
 
 
-@pytest.mark.parametrize("name", list(CASES))
+@pytest.mark.parametrize("name", with_slow(CASES, "layer, of two dims", "RMS, of two dims", "group, without a scale"))
 def test_norms_on_shards(name: str) -> None:
     """Even and uneven shards on 2, 3 and 4 ranks, forward and gradients."""
     arguments, rows = CASES[name]
