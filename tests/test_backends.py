@@ -303,6 +303,7 @@ def test_a_traced_random_op_draws_what_the_op_draws(op: Any, args: tuple[Any, ..
 
 def test_ranks_with_the_same_graph_compile_in_turn(mesh_of_one: DeviceMesh, monkeypatch: pytest.MonkeyPatch) -> None:
     """And those with another one at the same time."""
+    monkeypatch.setattr(agreement.dist, "is_initialized", lambda: True)
     store, events = HashStore(), list[str]()
     monkeypatch.setattr(agreement, "_get_default_store", lambda: store)
     same, other = (symbolic_trace(lambda x, n=n: x + n) for n in (1, 2))
