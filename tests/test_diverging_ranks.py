@@ -68,6 +68,33 @@ def test_different_calls_are_refused_on_all_ranks_and_nothing_is_closed(four_ran
         assert after[0] == "", after
 
 
+def other_batches() -> list[tuple[str, str, int, float]]:
+    """Calls with batches of which rank 1 has sharded, or read, one more, or other values; and one with equal ones."""
+    rank, x = torch.distributed.get_rank(), torch.randn(24, 32)
+    parallel = autoparallel.compile(net(), mesh_of(2), example_inputs=(x[:8],), baseline="fsdp")
+    found = [said(lambda: parallel(*parallel.shard_batch((x[8 * rank :][:8],))))]
+    loader = iter(parallel.dataloader(torch.utils.data.TensorDataset(x), 8))
+    for more in (rank, 0):
+        batch = [next(loader) for _ in range(more + 1)][-1]
+        found.append(said(lambda batch=batch: parallel(*batch)))  # type: ignore[misc]
+    found.append(said(lambda: parallel(*parallel.shard_batch((x[:8],))).square().mean().backward()))
+    for _ in range(rank):
+        parallel.shard_batch((x[:8],))
+    return [*found, said(lambda: parallel(*parallel.shard_batch((x[:8],))))]
+
+
+@pytest.mark.ranks
+def test_a_rank_with_another_batch_is_told(ranks: Any) -> None:
+    """(It took its shard of what it had: wrong numbers.)"""
+    for values, ahead, behind, equal, once_more in ranks(2).run(other_batches):
+        assert re.search("of batch 1 of shard_batch with values [0-9a-f]+ in train mode on rank 1", values[1]), values
+        assert "inputs=\"local\"" in values[1]
+        assert "of batch 1 of loader 1 in train mode on rank 0; " in ahead[1], ahead
+        assert "of batch 3 of loader 1 in train mode on rank 1" in behind[1], behind
+        assert equal[0] == "", equal
+        assert "of batch 4 of shard_batch in train mode on rank 1" in once_more[1], once_more
+
+
 def refused_before(call: Callable[[Any], Any]) -> list[tuple[str, str, int, float]]:
     """A call that rank 1 makes where the others make one of which it alone was refused its own; and the call after."""
     torch.manual_seed(0)                                     # rank 1 may have drawn more numbers

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections import UserDict
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any, NamedTuple
 
 import pytest
@@ -44,7 +45,7 @@ def trained(model: Any, batches: Iterable[Any]) -> list[float]:
     """Losses of one epoch of SGD; the parameters of a parallel module are there after its first call."""
     losses, optimizer = [], None
     for batch in batches:
-        x, y = (batch["x"], batch["y"]) if isinstance(batch, dict) else batch
+        x, y = (batch["x"], batch["y"]) if isinstance(batch, Mapping) else batch
         loss = nn.functional.cross_entropy(model(x), y)
         optimizer = optimizer or torch.optim.SGD(model.parameters(), 0.5)
         optimizer.zero_grad()
@@ -71,6 +72,20 @@ def mappings(parallel: Any) -> Any:
     return parallel.dataloader(samples, BATCH)
 
 
+def encoded(samples: list[Any]) -> Any:
+    """As collators of tokenizers return it: a mapping that is no dict."""
+    x, y = torch.utils.data.default_collate(samples)
+    return UserDict(x=x, y=y)
+
+
+def tokenized(parallel: Any) -> Any:
+    return parallel.dataloader(TensorDataset(X, Y), BATCH, collate_fn=encoded)
+
+
+def tokenized_streams(parallel: Any) -> Any:
+    return parallel.dataloader(Rows(), BATCH, collate_fn=encoded)
+
+
 def by_shard_batch(parallel: Any) -> Any:
     return (parallel.shard_batch(batch) for batch in DataLoader(TensorDataset(X, Y), BATCH))
 
@@ -91,6 +106,7 @@ def losses_of(batches: Callable[[Any], Any], baseline: str, options: dict[str, A
 CASES: list[Any] = [(batches, baseline, {}) for batches in (tuples, streamed, collated, mappings, by_shard_batch)
          for baseline in ("ddp", "tensor_parallel")]
 CASES += [(batches, "fsdp", {"outputs": "whole"}) for batches in (tuples, streamed, mappings, by_shard_batch)]
+CASES += [(batches, "fsdp", {}) for batches in (tokenized, tokenized_streams)]
 CASES += [(local_rows, "ddp", {"inputs": "local"}), (local_rows, "ddp", {"inputs": "local", "outputs": "whole"})]
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Mapping, Sized
+from itertools import count
 from typing import Any
 
 import torch
@@ -99,13 +100,17 @@ def loader(state: State, trace: Callable[..., Compiled], dataset: Dataset[Any], 
 
 class _Finish:
     """Lays out targets of a batch as the outputs of its own call, which may be cut otherwise than those of the example
-    that a loader was made for: a last batch has fewer rows, and perhaps fewer than ranks."""
+    that a loader was made for: a last batch has fewer rows, and perhaps fewer than ranks. Marks the batch."""
 
     def __init__(self, state: State, trace: Callable[..., Compiled]) -> None:
         self._state, self._trace = state, trace
         self._layouts: dict[object, Layout | None] = {}    # by mode and shapes of the batch
+        self._loader, self._numbers = state.marks.next_loader(), count(1)
 
     def __call__(self, batch: Any) -> Any:
+        return self._state.marks.mark_read(self._laid_out(batch), self._loader, next(self._numbers))
+
+    def _laid_out(self, batch: Any) -> Any:
         state = self._state
         leaves, spec = flattened(batch)
         if not state.hybrid.is_plain or not (rest := _not_in_call(batch, state.model)):

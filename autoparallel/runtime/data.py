@@ -16,7 +16,7 @@ from autoparallel.runtime.agree import decide_once
 from autoparallel.runtime.batch_form import Form, Placing
 from autoparallel.runtime.inputs import all_have, hash_of
 from autoparallel.runtime.prefetch import CopyStream, copy_stream, placed
-from autoparallel.runtime.reading import Batch, Parts, Reader, Starting, as_read, drawing, seed_all
+from autoparallel.runtime.reading import Batch, Parts, Reader, Starting, as_dicts, as_read, drawing, seed_all
 from autoparallel.runtime.resume import check_state
 
 _VERSION = 1
@@ -278,7 +278,7 @@ def example_batch(dataset: Dataset[Any], batch_size: int, collate: Callable[[lis
         raise InputError(f"the dataset has {len(dataset)} samples, fewer than one batch of {batch_size}")
     with drawing():
         seed_all(0)
-        batch = (collate or default_collate)([dataset[0]] * batch_size)
+        batch = as_dicts((collate or default_collate)([dataset[0]] * batch_size))
     for leaf in pytree.tree_leaves(batch):
         if by_row and isinstance(leaf, torch.Tensor) and (leaf.dim() == 0 or leaf.shape[0] != batch_size):
             raise InputError(f"a collated tensor of shape {list(leaf.shape)} has not one row for each of {batch_size} "

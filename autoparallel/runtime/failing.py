@@ -34,6 +34,11 @@ _CALLS = "calls"
 _TAG = 2**30 + 1  # of a receive that nobody sends for
 _ANEW = ("call torch.distributed.destroy_process_group() and init_process_group(...) on all ranks and compile again, "
          "or restart them.")
+#: Part of the description of a call with a batch that `shard_batch` made; what to do where ranks have others.
+OF_SHARD_BATCH = "of shard_batch"
+_SAME_BATCHES = ("\n  All ranks call shard_batch equally often, with the same global batch, of which it takes the "
+                 "rank's shard. Where each rank has rows of its own (DistributedSampler): autoparallel.compile(..., "
+                 "inputs=\"local\"), or parallel.local_batch(batch).")
 _NO_MORE = f"  The process groups are closed and cannot be used again: {_ANEW}"
 
 
@@ -288,7 +293,8 @@ def _refuse(every: Sequence[tuple[str, str, int]]) -> None:
     said = "; ".join(f"{theirs} on {'rank' if len(some) == 1 else 'ranks'} {', '.join(map(str, some))}"
                      for theirs, some in sorted(ranks.items(), key=lambda item: len(item[1])))
     raise InputError(f"ranks make different calls: {said}\n  All ranks must make the same calls in the same order, "
-                     "with tensors of the same shapes and dtypes, in the same mode; nothing was sent or changed.")
+                     "with tensors of the same shapes and dtypes, in the same mode; nothing was sent or changed."
+                     f"{_SAME_BATCHES if OF_SHARD_BATCH in said else ''}")
 
 
 #: Held during a call of a parallel module: two threads would mix their collectives. Ranks whose threads come in another

@@ -86,7 +86,11 @@ class Inputs:
     def are_compared(self) -> bool:
         """Count a call; whether ranks compare its values."""
         self.calls += 1
-        return self.period > 0 and (self.calls <= FIRST_CALLS or self.calls % self.period == 0)
+        return self.is_compared(self.calls)
+
+    def is_compared(self, number: int) -> bool:
+        """Whether ranks compare the values of the call, or the batch, of this number, counted from 1."""
+        return self.period > 0 and (number <= FIRST_CALLS or number % self.period == 0)
 
     def of_all(self, args: Sequence[Any], kwargs: Mapping[str, Any], ranks: int
                ) -> tuple[tuple[Any, ...], dict[str, Any]]:
@@ -191,6 +195,12 @@ def form_text(leaf: Any) -> str:
 def hash_of(value: Any) -> int:
     """A 56-bit hash of ``repr(value)``, equal in all processes."""
     return int.from_bytes(hashlib.blake2b(repr(value).encode(), digest_size=7).digest(), "little")
+
+
+def hash_of_values(batch: Any) -> int:
+    """A hash of the plain tensors of a structure, equal in all processes."""
+    digests = [digest(leaf) for leaf in pytree.tree_leaves(batch) if _has_values(leaf)]
+    return hash_of(torch.stack([each.cpu() for each in digests]).tolist() if digests else [])
 
 
 @torch.no_grad()

@@ -289,7 +289,8 @@ class ParallelModule(nn.Module):
 
         ``batch``: a mapping of keyword arguments, or a tuple of arguments, of global tensors (with ``inputs="local"``,
         of this rank's rows). Of what forward does not take (targets, in further entries) rows are cut as the outputs'
-        are, for a loss outside of the model. Raises InputError for a step in micro-batches or stages.
+        are, for a loss outside of the model. All ranks call this equally often, with the same global tensors: a call
+        with the batch is refused where they have not. Raises InputError for a step in micro-batches or stages.
         """
         arguments.check_batch(batch)
         args, kwargs = targets.as_call(batch, self._state.model)
@@ -298,7 +299,8 @@ class ParallelModule(nn.Module):
         args, kwargs = self.taken(args, kwargs)
         with targets.naming_optional(batch, args, self._state.model):
             compiled = self.trace(args, kwargs)
-        return batches.sharded(batch, args, kwargs, compiled, self._state)
+        made = batches.sharded(batch, args, kwargs, compiled, self._state)
+        return self._state.marks.mark_sharded(made, batch)
 
     def local_batch(self, batch: Any) -> Any:
         """The global batch as DTensors, from this rank's rows (dim 0): the rows of all ranks in rank order.

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import random
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
@@ -102,8 +102,7 @@ class Reader:
                     seed_all(mix(batch.seed, 0, index))
                     samples.append(self._sample(index))
             seed_all(mix(batch.seed, 2, *batch.indices))
-            return (self.collate or default_collate)(samples)
-
+            return as_dicts((self.collate or default_collate)(samples))
 
     def _sample(self, index: int) -> Any:
         if self.parts is None:
@@ -131,6 +130,12 @@ class Starting:
         object.__setattr__(info, "dataset", info.dataset.dataset)  # its own __setattr__ refuses
         if self.user is not None:
             self.user(worker)
+
+
+def as_dicts(batch: Any) -> Any:
+    """The batch with mappings of other libraries (transformers' BatchEncoding) as dicts: torch's pytrees know these."""
+    return pytree.tree_map(lambda leaf: {name: as_dicts(value) for name, value in leaf.items()}
+                           if isinstance(leaf, Mapping) else leaf, batch)
 
 
 def as_read(batch: tuple[Any, str]) -> tuple[Any, str]:

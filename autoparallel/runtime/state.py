@@ -28,6 +28,7 @@ from autoparallel.runtime.guards import Places, SharedAttributes
 from autoparallel.runtime.inputs import Inputs
 from autoparallel.runtime.left_values import in_copies
 from autoparallel.runtime.let_go import Root
+from autoparallel.runtime.marks import Marks
 from autoparallel.runtime.offload.gradients import HostGradients
 from autoparallel.runtime.offload.mapped import MappedFiles
 from autoparallel.runtime.offload.optimizer import Limits
@@ -79,6 +80,7 @@ class State:
         self.layouts: dict[str, Layout] = {}
         self.shared_groups: dict[Ranks, dist.ProcessGroup] = {}
         self.calls = 0
+        self.marks = Marks(self.inputs)
         self.nothing: nn.Parameter | None = None  # of an optimizer on a pipeline stage without parameters
         self.offload = ON_DEVICE  # of the first form's plan
         self.host_gradients: HostGradients | None = None

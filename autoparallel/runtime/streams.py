@@ -21,7 +21,7 @@ from autoparallel.kernels.rng import mix
 from autoparallel.runtime.batch_form import Form, Placing
 from autoparallel.runtime.inputs import all_have, digest, form_text
 from autoparallel.runtime.prefetch import CopyStream, copy_stream, placed
-from autoparallel.runtime.reading import drawing, seed_all
+from autoparallel.runtime.reading import as_dicts, drawing, seed_all
 from autoparallel.runtime.resume import check_state
 
 _VERSION = 1
@@ -130,7 +130,7 @@ class StreamedLoader:
             with drawing():
                 seed_all(mix(self.seed, self.epoch, number))
                 try:
-                    batch = next(batches, None)
+                    batch = as_dicts(next(batches, None))
                 except Exception as raised:
                     error = raised
             compared = number < FIRST_COMPARED or number % COMPARED_EVERY == 0

@@ -68,7 +68,8 @@ def trace(module: nn.Module, state: State, args: Sequence[Any], kwargs: Mapping[
                 if compiled is not None else (*map(form_text, leaves), state.modes(), state.trainable())
             ask = state.together.ask if compiled is not None and runs and _computes_first(compiled, leaves) \
                 else state.together.agree
-            ask((step, torch.is_grad_enabled(), known), partial(_text_of, state, args, kwargs, step, key))
+            marks = state.marks.of(leaves) if runs else ()
+            ask((step, torch.is_grad_enabled(), known, marks), partial(_text_of, state, args, kwargs, step, key, marks))
         if compiled is None:
             compiled = _compiled(module, state, key, leaves, spec, plain)
             if runs:
@@ -171,13 +172,16 @@ def _log_numbers(state: State, compiled: Compiled, args: Sequence[Any], kwargs: 
         state.numbers_told.add(text)
 
 
-def _text_of(state: State, args: Sequence[Any], kwargs: Mapping[str, Any], step: bool, key: Any) -> tuple[str, str]:
-    """A call with its modes and changes, and the size of the model: error messages compare it with other ranks'."""
+def _text_of(state: State, args: Sequence[Any], kwargs: Mapping[str, Any], step: bool, key: Any, marks: Sequence[str]
+             ) -> tuple[str, str]:
+    """A call with its batches, modes and changes, and the size of the model: error messages compare it with other
+    ranks'."""
     leaves = pytree.tree_leaves((args, kwargs))
     modes, free = state.modes(), state.trainable()
     changes = state.forms.changes(key, leaves)
     text = "".join([
         "step" if step else "forward", call_text(args, kwargs),
+        *(f" of {mark}" for mark in dict.fromkeys(filter(None, marks))),
         "" if torch.is_grad_enabled() else " under no_grad",
         " in train mode" if all(modes) else " in eval mode" if not any(modes) else
         f" with {sum(modes)} of {len(modes)} modules in train mode",
