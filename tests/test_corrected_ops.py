@@ -18,7 +18,7 @@ from torch.nn.utils import prune
 
 import autoparallel
 from autoparallel.errors import InputError
-from autoparallel.runtime.hints import add_hints
+from autoparallel.runtime.hints import add_hint_of_rows, add_hints
 from tests.support.ranks import mesh_of
 
 Op = Callable[..., Any]
@@ -133,6 +133,19 @@ def test_a_script_that_torch_ends_is_told_what_to_write(monkeypatch: pytest.Monk
     add_hints.__wrapped__()
     sys.excepthook(type(error), error, None)
     assert hint in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("loss", [
+    lambda x, y: nn.functional.cross_entropy(x, y), lambda x, y: x - y[:, None],
+    lambda x, y: nn.functional.binary_cross_entropy_with_logits(x, y[:, None].expand(4, 8).float())])
+def test_a_loss_of_all_rows_with_the_targets_of_one_rank_is_told(monkeypatch: pytest.MonkeyPatch, capsys: Any,
+                                                                   loss: Any) -> None:
+    monkeypatch.setattr(sys, "excepthook", sys.__excepthook__)
+    add_hint_of_rows.__wrapped__()
+    with pytest.raises((RuntimeError, ValueError)) as raised:
+        loss(torch.zeros(8, 8), torch.zeros(4, dtype=torch.int64))
+    sys.excepthook(raised.type, raised.value, None)
+    assert "x, y = parallel.shard_batch((x, y))" in capsys.readouterr().err
 
 
 def write_over_summands() -> None:

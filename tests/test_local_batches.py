@@ -193,6 +193,32 @@ def test_ranks_compare_global_tensors(ranks: Any, period: int, expected: str) ->
         assert all("ranks [1] have other values than rank 0" in text for text in told if text != "no error")
 
 
+LOSSES: Any = {
+    "gathered": lambda y, t, rank: y.gather(1, t[4 * rank :][:4]).mean(),    # rows of rank 0, with each rank's targets
+    "permuted": lambda y, t, rank: nn.functional.cross_entropy(y, t.roll(rank, 0)[:, 0]),
+    "weighted": lambda y, t, rank: nn.functional.cross_entropy(y, t[:, 0]) * (1 + rank),
+    "equal": lambda y, t, rank: nn.functional.cross_entropy(y * (1 + 1e-6 * rank), t[:, 0]),
+}
+
+
+def losses_outside(period: int) -> list[str]:
+    x, target, told = torch.arange(64.0).view(8, 8).sin(), torch.arange(8)[:, None], []
+    for loss in LOSSES.values():
+        parallel = autoparallel.compile(nn.Linear(8, 8), mesh_of(2), baseline="fsdp", outputs="whole",
+                                        check_inputs=period, example_inputs=(x,))
+        told.append(message_of(lambda parallel=parallel, loss=loss: loss(parallel(x), target, dist.get_rank())
+                               .backward()))
+    return told
+
+
+def test_ranks_compare_the_gradients_of_whole_outputs(ranks: Any) -> None:
+    """(Each rank trained on a loss of its own.)"""
+    for *different, equal in ranks(2).run(losses_outside, 100):
+        assert all("InputError: the ranks' gradients of an output of shape [8, 8] differ" in told for told in different)
+        assert equal == "no error"
+    assert ranks(2).run(losses_outside, 0) == [["no error"] * len(LOSSES)] * 2
+
+
 def lonely() -> str:
     parallel = autoparallel.compile(Net(), mesh_of(1), inputs="local")
     parallel._state.inputs.period = 1

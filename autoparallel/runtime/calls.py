@@ -22,7 +22,7 @@ from autoparallel.kernels import groups, host_copies, rng
 from autoparallel.kernels.numbers import use_numbers
 from autoparallel.kernels.saved_on_disk import use_file
 from autoparallel.layout import INVARIANT, Layout
-from autoparallel.runtime import initialise, left_values
+from autoparallel.runtime import initialise, left_values, output_gradients
 from autoparallel.runtime.form import Compiled
 from autoparallel.runtime.interpret import values_of
 from autoparallel.runtime.local_inputs import local_input
@@ -50,8 +50,11 @@ class Calls:
         """Runners are not copied: they belong to this module's programs and are made on demand."""
         return Calls(deepcopy(self.module, memo), deepcopy(self._state, memo))
 
-    def forward(self, compiled: Compiled, leaves: Sequence[Any]) -> Any:
-        """Forward of a form with one stage and one micro-batch; returns the original's output structure."""
+    def forward(self, compiled: Compiled, leaves: Sequence[Any], compared: bool) -> Any:
+        """Forward of a form with one stage and one micro-batch; returns the original's output structure.
+
+        ``compared``: ranks compare the gradients that plain outputs get.
+        """
         state = self._state
         if compiled.draws:
             refuse_checkpoint()
@@ -63,6 +66,9 @@ class Calls:
                     value, layout, compiled.space, number, whole and number not in compiled.cached))
                 for number, (value, layout) in enumerate(zip(outputs, compiled.program.output_layouts, strict=True))
             ]
+        for result in results if compared and state.position.whole.size() > 1 else ():
+            if isinstance(result, torch.Tensor) and not isinstance(result, DTensor):
+                output_gradients.compare(result, state.together)
         graph = compiled.space.graph
         left_values.keep(state, {(left.path, left.name): pytree.tree_unflatten(
             results[left.first : left.first + left.spec.num_leaves], left.spec) for left in graph.left})

@@ -200,11 +200,22 @@ def made_with_all(make: Callable[[], Any]) -> Any:
 def is_same(number: int, device: torch.device) -> bool:
     """Whether all ranks have the same number. Compared on the host if the process group has a CPU backend, which avoids
     waiting for the device, and apart from the programs' collectives if that is gloo. All ranks call this."""
-    return _compared(number, device)()
+    return _compared(number, device)() == 0
 
 
-def _compared(number: int, device: torch.device) -> Callable[[], bool]:
-    """Begin to compare a number over all ranks. Returns the wait for whether it `is_same`."""
+def spread(number: int, what: str) -> int:
+    """The largest of all ranks' numbers less the least; ``what`` they are, as errors name it. 0 where ranks have no
+    group for it. All ranks call this. Raises InputError on all ranks where some compare something else."""
+    if _world().apart is None:
+        return 0
+    found = _compared(number, torch.device("cpu"))()
+    if found:
+        all_of(what, number)
+    return found
+
+
+def _compared(number: int, device: torch.device) -> Callable[[], int]:
+    """Begin to compare a number over all ranks. Returns the wait for the largest less the least."""
     assert dist.group.WORLD is not None
     group, peers = _world().apart, _world().peers
     if peers is not None:
@@ -214,10 +225,10 @@ def _compared(number: int, device: torch.device) -> Callable[[], bool]:
     work = dist.all_reduce(both, dist.ReduceOp.MAX, group=group, async_op=True)
     assert work is not None
 
-    def wait() -> bool:
+    def wait() -> int:
         work.wait()
         largest, least = both.tolist()
-        return bool(largest == -least)
+        return int(largest + least)
 
     return wait
 
@@ -239,13 +250,13 @@ def all_of(what: str, mine: Any) -> list[Any]:
 class _Asked:
     """A comparison of calls that has begun. ``mine``: this rank's call, its model, and that model's number."""
 
-    waits: Callable[[], bool]
+    waits: Callable[[], int]
     mine: Callable[[], tuple[str, str, int]]
 
     @cached_property
     def is_same(self) -> bool:
         """Whether all ranks make the same call; waits for them."""
-        return self.waits()
+        return self.waits() == 0
 
     def refuse(self) -> None:
         """Raises InputError where calls differ."""

@@ -39,6 +39,12 @@ _HINTS = (
 #: Of an assertion without words, which fails where torch dispatches an op.
 _WRITTEN_INTO = ("a DTensor is written into a plain tensor.\n  Write loss = loss + term in place of loss += term, or "
                  "plain.copy_(value.full_tensor()), on all ranks.")
+#: Of an output, which has the rows of all ranks, and a target of one rank's rows.
+_OF_ROWS = ("Expected input batch_size", "must match the size of tensor", "must be the same as input size",
+            "got mixed torch.Tensor and DTensor")
+_ALL_ROWS = ("With inputs=\"local\" outputs have the rows of all ranks, in rank order.\n  For a loss outside of the "
+             "model take the targets with the batch: x, y = parallel.shard_batch((x, y)), then "
+             "criterion(parallel(x), y).")
 _Hook = Callable[[type[BaseException], BaseException, TracebackType | None], object]
 
 
@@ -46,6 +52,18 @@ _Hook = Callable[[type[BaseException], BaseException, TracebackType | None], obj
 def add_hints() -> None:
     """Tell these, from now on, before what the process does with an error now."""
     sys.excepthook = partial(_told, sys.excepthook)
+
+
+@cache
+def add_hint_of_rows() -> None:
+    """Also tell, from now on, whose rows outputs of a module with ``inputs="local"`` have."""
+    sys.excepthook = partial(_told_of_rows, sys.excepthook)
+
+
+def _told_of_rows(hook: _Hook, kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+    if isinstance(error, (RuntimeError, ValueError)) and any(said in str(error) for said in _OF_ROWS):
+        error.add_note(_ALL_ROWS)
+    hook(kind, error, trace)
 
 
 def _told(hook: _Hook, kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
@@ -64,4 +82,4 @@ def _raised_in(trace: TracebackType | None) -> str:
     return "" if trace is None else trace.tb_frame.f_code.co_filename.replace(os.sep, "/")
 
 
-__all__ = ["add_hints"]
+__all__ = ["add_hint_of_rows", "add_hints"]

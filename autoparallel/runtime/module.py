@@ -138,14 +138,15 @@ class ParallelModule(nn.Module):
         state = self._state
         given = args, kwargs
         with one_at_a_time:
-            args, kwargs = self.taken(args, kwargs, state.inputs.are_compared())
+            compared = state.inputs.are_compared()
+            args, kwargs = self.taken(args, kwargs, compared)
             if not state.forms:
                 self.trace(args, kwargs)
             if state.hybrid.stages > 1:
                 raise InputError(f"the model is cut into {state.hybrid.stages} pipeline stages: call "
                                  "parallel.step(...), which runs forward and backward of a whole step")
             compiled = self.trace(args, kwargs, step=False, runs=True)
-            result = self._calls.forward(compiled, pytree.tree_leaves(canonical_call(args, kwargs)))
+            result = self._calls.forward(compiled, pytree.tree_leaves(canonical_call(args, kwargs)), compared)
             return write_back(*given, result)
 
     @torch.compiler.disable(reason=_OPAQUE)

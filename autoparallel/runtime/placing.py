@@ -21,7 +21,7 @@ from autoparallel.runtime.corrected_ops import correct_ops
 from autoparallel.runtime.dtensors import watch
 from autoparallel.runtime.form import Compiled
 from autoparallel.runtime.guards import Places, SharedAttributes
-from autoparallel.runtime.hints import add_hints
+from autoparallel.runtime.hints import add_hint_of_rows, add_hints
 from autoparallel.runtime.initialise import (
     Keep,
     as_dtensor,
@@ -62,6 +62,8 @@ def place(root: nn.Module, state: State, compiled: Compiled) -> None:
     correct_ops()
     view_rightly()
     add_hints()
+    if state.inputs.are_local:
+        add_hint_of_rows()
     mix_scalars()
     mix_lists()
     look_at_steps()
