@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from torch._higher_order_ops.scan import scan
 from torch.utils._device import _device_constructors
 
 from autoparallel.capture import Ref, capture
@@ -282,6 +283,24 @@ def test_functions_that_the_data_choose_are_refused() -> None:
 
     with pytest.raises(CaptureError, match=r"(?s)torch.cond of functions .*Write torch.where"):
         capture(Weighed(function), (torch.randn(4, 6),))
+
+
+@pytest.mark.parametrize("call", [
+    lambda net, x: torch.cond(x.sum() > 0, lambda x: net(x), lambda x: -net(x), (x,)),
+    lambda net, x: scan(lambda total, row: (total + net(row), row.clone()), torch.zeros(6), x)[0]])
+def test_functions_with_parameters_for_ops_of_torch_are_refused(call: Any) -> None:
+    """(torch's text told to mend the line.)"""
+    class Net(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.net = nn.Linear(6, 6)
+
+        def forward(self, x: torch.Tensor) -> Any:
+            return call(self.net, x)
+
+    with pytest.raises(CaptureError, match=r"(?s)Net hands functions to an op .*test_capture_functions.py:\d+.*"
+                                           r"Write torch.where"):
+        capture(Net(), (torch.randn(4, 6),))
 
 
 def test_an_output_that_does_not_depend_on_an_input_is_refused() -> None:

@@ -35,6 +35,7 @@ from autoparallel.capture.passes.editing import module_path, source_line, source
 from autoparallel.capture.passes.inline_modes import inline_modes
 from autoparallel.capture.passes.normalise import normalise
 from autoparallel.capture.passes.ordering import order_independent
+from autoparallel.capture.remedies import WITHOUT_FUNCTIONS
 from autoparallel.capture.sparse import check_sparse_gradients, refuse_sparse_values
 from autoparallel.capture.tracing.hf_caches import register_caches
 from autoparallel.capture.tracing.repeated_blocks import Calls, UnlikeError, find_repeated
@@ -302,7 +303,7 @@ class _Builder:
                 place = module_path(users[0])
                 raise CaptureError(f"torch.{users[0].target} of functions is not supported"
                                    f"{f' (in {place})' if place else ''}\n"
-                                   "  Write torch.where(condition, a, b), or a Python loop of fixed length.")
+                                   f"  {WITHOUT_FUNCTIONS}")
         mutations = {path: self.refs[mutated[name]] for name, path in buffers.items() if name in mutated}
         aliases = {name: first for name, first in self.aliases.items() if name != first}
         graph = OpGraph(tuple(self.nodes), self.in_spec, self.out_spec, self.constants, outputs,

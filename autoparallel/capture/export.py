@@ -24,7 +24,7 @@ from autoparallel.capture.contents import inside
 from autoparallel.capture.dependencies import recorder, uncounted
 from autoparallel.capture.left import can_be_returned
 from autoparallel.capture.numbers import as_symbols, as_tensors
-from autoparallel.capture.remedies import instead, lines_at, lines_of, makes_number
+from autoparallel.capture.remedies import WITHOUT_FUNCTIONS, instead, lines_at, lines_of, makes_number
 from autoparallel.capture.tracing.frames import OWN, stacks_read_late
 from autoparallel.capture.tracing.hf_caches import own_states, register_caches
 from autoparallel.capture.tracing.masked_rows.control_flow import REGIONS
@@ -186,6 +186,9 @@ def _explain(model: torch.nn.Module, error: Exception) -> str:
             "  Required: control flow that depends on shapes and Python values only.\n"
             + instead(user, "Write torch.where(condition, a, b) instead of `if condition:`.")
         )
+    if type(error).__name__ == "UncapturedHigherOrderOpError":
+        return (f"{type(model).__name__} hands functions to an op of torch (cond, while_loop, scan, map), which is not "
+                f"supported{place}\n{instead(user, WITHOUT_FUNCTIONS)}")
     if "missing nn_module_stack" in text:
         return (f"{type(model).__name__} assigns to a buffer a tensor that is another buffer{place}\n"
                 "  Write to it: self.x.copy_(self.y), or with the two swapped by way of a clone.")

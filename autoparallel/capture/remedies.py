@@ -52,6 +52,10 @@ def lines_at(frames: traceback.StackSummary) -> list[Line]:
     return [Line(f.filename, f.lineno or 0, f.name, f.line or "") for f in frames]
 
 
+#: In place of functions that an op of torch calls, as torch.cond does.
+WITHOUT_FUNCTIONS = "Write torch.where(condition, a, b), or a Python loop of fixed length."
+
+
 def instead(lines: Sequence[Line], own: str) -> str:
     """What to do about the last of the lines that were running: ``own``, where the user can edit it."""
     if not lines or not (library := lines[-1].library):
