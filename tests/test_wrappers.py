@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from collections import OrderedDict
 from functools import partial
 from typing import Any
 
+import pytest
 import torch
 from torch import nn
 from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
@@ -36,3 +38,13 @@ def test_wrappers_are_refused(ranks: Any) -> None:
         assert ddp.startswith("DistributedDataParallel cannot wrap a parallel module")
         assert fully.startswith("fully_shard cannot wrap") and fsdp.startswith("FullyShardedDataParallel cannot wrap")
         assert 'baseline="ddp" or "fsdp"' in ddp and unchanged
+
+
+def test_what_scripts_read_of_a_wrapper_is_told(mesh_of_one: Any) -> None:
+    """As AttributeErrors, since libraries ask with hasattr; a model's own is read."""
+    parallel: Any = autoparallel.compile(nn.Linear(8, 4), mesh_of_one)
+    for name, what in {"module": "write parallel", "no_sync": "gradients of several", "join": "leave"}.items():
+        assert not hasattr(parallel, name)
+        with pytest.raises(AttributeError, match=rf"'Linear' object has no attribute '{name}'\n.*{what}"):
+            getattr(parallel, name)
+    assert autoparallel.compile(nn.Sequential(OrderedDict(module=nn.Linear(8, 4))), mesh_of_one).module is not None

@@ -13,7 +13,7 @@ from autoparallel.capture.contents import Missing
 from autoparallel.errors import InputError, StageError
 from autoparallel.runtime import tracing
 from autoparallel.runtime.state import State
-from autoparallel.runtime.wrappers import refuse_reading, refuse_setting
+from autoparallel.runtime.wrappers import naming_ddp, refuse_reading, refuse_setting
 
 #: Attributes of the parallel module itself; all others are the original's.
 _OWN = frozenset({"__class__", "_state", "_calls", *vars(nn.Module())})
@@ -40,7 +40,8 @@ def read(module: nn.Module, name: str) -> Any:
         return described.fget(module)
     if isinstance(described, cached_property):
         return described.func(module)
-    value = getattr(model, name)
+    with naming_ddp(name):
+        value = getattr(model, name)
     if isinstance(value, MethodType) and isinstance(value.__self__, nn.Module):
         return MethodType(value.__func__, _part(value.__self__, module, state))
     return _part(value, module, state) if isinstance(value, nn.Module) else value

@@ -22,7 +22,7 @@ def compare(output: torch.Tensor, together: Together) -> None:
     """Compare the gradient of a plain output over all ranks, where it gets one. Raises InputError on all ranks in
     backward, before anything of the model is computed, if they differ by more than rounding."""
 
-    def check(gradient: torch.Tensor) -> None:
+    def check(gradient: torch.Tensor | None) -> None:
         with together.call():
             if spread(summary(gradient), "the gradients of a call's outputs") > _TOLERANCE:
                 raise InputError(
@@ -37,10 +37,12 @@ def compare(output: torch.Tensor, together: Together) -> None:
 
 
 @torch.no_grad()
-def summary(gradient: torch.Tensor) -> int:
+def summary(gradient: torch.Tensor | None) -> int:
     """The logarithm of a gradient's norm, plus its projection on a fixed direction, of elements with a mean of 0 and a
-    variance of 1, as a share of the norm; in parts of `_PARTS`. 0 for a gradient of zeros, -1 for one that is not
-    finite."""
+    variance of 1, as a share of the norm; in parts of `_PARTS`. 0 for a gradient of zeros, or none, -1 for one that
+    is not finite."""
+    if gradient is None:
+        return 0
     flat = (torch.view_as_real(gradient) if gradient.is_complex() else gradient).detach().reshape(-1)
     sums = torch.zeros(2, dtype=torch.float64, device=flat.device)
     for number, part in enumerate(flat.split(_ELEMENTS)):

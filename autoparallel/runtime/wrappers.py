@@ -8,7 +8,8 @@ fully_shard keeps a list of what was applied.
 from __future__ import annotations
 
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from types import FrameType
 from typing import Any
 
@@ -30,6 +31,23 @@ from autoparallel.errors import InputError
 #: Attribute that a wrapper reads -> the wrapper. (Others ask whether a module has FSDP's attribute, which it sets.)
 _READ_BY = {"_ddp_params_and_buffers_to_ignore": "DistributedDataParallel"}
 _SET_BY = {"_is_fsdp_managed_module": "FullyShardedDataParallel"}
+
+
+#: Attributes of DistributedDataParallel that scripts read, and what to write here.
+_OF_DDP = {"module": "write parallel in place of parallel.module",
+           "no_sync": "leave no_sync() out: gradients of several backward calls add up",
+           "join": "leave join() out, and give all ranks as many batches"}
+
+
+@contextmanager
+def naming_ddp(attribute: str) -> Iterator[None]:
+    """Where the original lacks an attribute that scripts for DistributedDataParallel read: say what to write."""
+    try:
+        yield
+    except AttributeError as error:
+        if f"no attribute '{attribute}'" in str(error) and (what := _OF_DDP.get(attribute)) is not None:
+            error.args = (f"{error}\n  A parallel module is no DistributedDataParallel: {what}.",)
+        raise
 
 
 def refuse_reading(attribute: str) -> None:
@@ -97,5 +115,5 @@ def _refusal(wrapper: str) -> InputError:
                       "autoparallel.compile(model, mesh, baseline=\"ddp\" or \"fsdp\").")
 
 
-__all__ = ["refuse_cached_weights", "refuse_checkpoint", "refuse_composed", "refuse_reading", "refuse_setting",
-           "refuse_transforms"]
+__all__ = ["naming_ddp", "refuse_cached_weights", "refuse_checkpoint", "refuse_composed", "refuse_reading",
+           "refuse_setting", "refuse_transforms"]
