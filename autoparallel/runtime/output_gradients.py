@@ -21,12 +21,13 @@ _TOLERANCE = 200   # rounding, and sums in another order on GPUs
 def compare(output: torch.Tensor, together: Together) -> None:
     """Compare the gradient of a plain output over all ranks, where it gets one. Raises InputError on all ranks in
     backward, before anything of the model is computed, if they differ by more than rounding."""
+    shape = list(output.shape)    # a hook that named the output would keep it until the garbage collector runs
 
     def check(gradient: torch.Tensor | None) -> None:
         with together.call():
             if spread(summary(gradient), "the gradients of a call's outputs") > _TOLERANCE:
                 raise InputError(
-                    f"the ranks' gradients of an output of shape {list(output.shape)} differ: this output is whole on "
+                    f"the ranks' gradients of an output of shape {shape} differ: this output is whole on "
                     "every rank, with the rows of all ranks, and all ranks must compute the same loss from it\n  Give "
                     "the loss the targets of all ranks, not this rank's: x, y = parallel.shard_batch((x, y)) takes "
                     "targets with the batch (with inputs=\"local\" those of the rank's rows). Draw random numbers "
