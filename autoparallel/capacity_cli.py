@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -316,28 +315,6 @@ def replan(
         typer.echo(found.to_json())
     else:
         print_replan(found, ReportConsole())
-
-
-def replanned(model: str, folder: Path, plan: Path, ranks: int, lost: Sequence[int]) -> Path | None:
-    """The file, in ``folder``, of the plan by which the ranks left of one host go on from a checkpoint; None where
-    there is none, which is told."""
-    import autoparallel
-    from autoparallel.errors import AutoparallelError, printable
-    from autoparallel.models import load_planned
-
-    before = autoparallel.Plan.load(plan)
-    try:
-        machine, _ = _left(before, None, ranks, 0, None)
-        network, args, kwargs = load_planned(model, before.model.inputs, before.model.dtype)
-        found = autoparallel.replan(before, machine, network, example_inputs=args, example_kwargs=kwargs, lost=lost,
-                                    source="checkpoint")
-        typer.echo(printable(found.report().split("\n", 1)[0]), err=True)
-    except AutoparallelError as error:
-        typer.echo(printable(f"no new plan for {ranks} ranks: {error}"), err=True)
-        return None
-    path = folder / f"plan-of-{ranks}.json"
-    found.plan.save(path)
-    return path
 
 
 def _left(plan: Plan, cluster: str | None, devices: int | None, lost_hosts: int, lost: str | None

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-from functools import partial
 from pathlib import Path
-from tempfile import TemporaryDirectory
 from typing import Annotated
 
 import typer
 
-from autoparallel import capacity_cli, plan_cli
+from autoparallel import plan_cli
 from autoparallel.errors import InputError, printable
 
 checkpoint_app = typer.Typer(help="Checkpoints of parallel.save, without ranks.", no_args_is_help=True)
@@ -87,11 +85,9 @@ def launch(
     command = words if plan_file is None else words[1:]
     if model is not None and (plan_file is None or (min_ranks is None and min_nodes is None)):
         raise InputError("--model is of a plan for the ranks left: give PLAN.json and --min-ranks (or --min-nodes) too")
-    with TemporaryDirectory() as folder:
-        done = run_command(command, plan=plan_file, ranks=ranks, nodes=nodes, node_rank=node_rank, master=master,
-                           max_restarts=max_restarts, min_ranks=min_ranks, min_nodes=min_nodes,
-                           join_timeout_s=join_timeout, model=model,
-                           replanned=None if model is None else partial(capacity_cli.replanned, model, Path(folder)))
+    done = run_command(command, plan=plan_file, ranks=ranks, nodes=nodes, node_rank=node_rank, master=master,
+                       max_restarts=max_restarts, min_ranks=min_ranks, min_nodes=min_nodes,
+                       join_timeout_s=join_timeout, model=model)
     raise typer.Exit(0 if done else 1)
 
 

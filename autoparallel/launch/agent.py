@@ -7,11 +7,13 @@ import os
 import re
 import shutil
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
+from tempfile import TemporaryDirectory
 
 from autoparallel.errors import LaunchError
 from autoparallel.launch.elastic import Failed, keep_running
+from autoparallel.launch.replanned import new_plan
 from autoparallel.launch.roll_call import RollCall
 from autoparallel.launch.world import ELASTIC, MODEL, PLAN_FILE
 from autoparallel.plans import Plan
@@ -23,8 +25,7 @@ OWN_STORE = "TORCH_DISABLE_SHARE_RDZV_TCP_STORE"
 
 def run_command(command: Sequence[str], *, plan: Path | None = None, ranks: int | None = None, nodes: int = 1,
                 node_rank: int = 0, master: str | None = None, max_restarts: int = 0, min_ranks: int | None = None,
-                min_nodes: int | None = None, join_timeout_s: float = 600.0, model: str | None = None,
-                replanned: Callable[[Path, int, Sequence[int]], Path | None] | None = None) -> bool:
+                min_nodes: int | None = None, join_timeout_s: float = 600.0, model: str | None = None) -> bool:
     """Run ``command`` on ``ranks`` processes of this host, each with torchrun's variables; whether all succeeded.
 
     plan: its file; `autoparallel.init` reads it on each rank.
@@ -34,10 +35,8 @@ def run_command(command: Sequence[str], *, plan: Path | None = None, ranks: int 
     min_ranks: of one host: where a signal ends ranks, the others start again without them, if so many are left.
     min_nodes: of several hosts: the job starts, and goes on, with so many of them.
     join_timeout_s: how long hosts wait for each other before the start.
-    model: the plan's, as for ``autoparallel plan``: with min_nodes, of which `autoparallel.init` makes a plan for
-        another number of ranks.
-    replanned: with min_ranks: ``(plan file, ranks left, lost ranks)`` -> file of a plan for at most so many ranks, or
-        None, and then `autoparallel.init` has no plan.
+    model: the plan's, as for ``autoparallel plan``: of which other numbers of ranks get a new plan, with min_ranks
+        perhaps for fewer than are left. None, or no plan found: `autoparallel.init` has no plan then.
 
     Raises LaunchError for a command that is not there, or ranks that do not fit the plan; PlanError for the plan.
     """
@@ -74,14 +73,17 @@ def run_command(command: Sequence[str], *, plan: Path | None = None, ranks: int 
         return done
 
     def left(ranks: int, lost: Sequence[int]) -> int:
-        made = None if plan is None or replanned is None else replanned(Path(os.environ[PLAN_FILE]), ranks, lost)
-        if made is None:
+        made = new_plan(os.environ[PLAN_FILE], model, ranks) if plan is not None and model is not None else ""
+        if not made:
             return ranks
-        os.environ[PLAN_FILE] = str(made)
-        return math.prod(Plan.load(made).axes[0])
+        file = Path(folder) / f"plan-of-{ranks}.json"
+        file.write_text(made)
+        os.environ[PLAN_FILE] = str(file)
+        return math.prod(Plan.from_json(made).axes[0])
 
-    return keep_running(lambda ranks: _torchrun(["--standalone", f"--nproc-per-node={ranks}", *rest]), count, min_ranks,
-                        max_restarts, left)
+    with TemporaryDirectory() as folder:
+        return keep_running(lambda ranks: _torchrun(["--standalone", f"--nproc-per-node={ranks}", *rest]), count,
+                            min_ranks, max_restarts, left)
 
 
 def _roll_call(nodes: int, least: int, number: int, master: str | None, timeout_s: float) -> RollCall:

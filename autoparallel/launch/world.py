@@ -87,7 +87,8 @@ def init(mesh_shape: Sequence[int] | None = None, axis_names: Sequence[str] | No
     identity = identity_of(os.environ, launcher)
     size = _size(identity)
     chosen = _plan_of(plan, size)
-    replans = plan is None and chosen is None and mesh_shape is None and axis_names is None and MODEL in os.environ
+    replans = plan is None and chosen is None and mesh_shape is None and axis_names is None and (
+        {PLAN_FILE, MODEL} <= os.environ.keys())
     shape, names = _axes(mesh_shape, axis_names, chosen, size)
     local_rank, local_size = _join(identity, kind, backend, timedelta(seconds=timeout_s))
     if replans:
