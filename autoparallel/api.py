@@ -198,7 +198,8 @@ def compile(
         either, the others being global. Tensors without dims are always global.
     check_inputs: ranks compare global tensors in the first three calls and every so many after (0: never), and the
         shapes of local ones in every call (on GPUs without waiting, if the process group has a CPU backend too:
-        "cpu:gloo,cuda:nccl"); in the same calls the gradients that a loss outside of the model gives plain outputs.
+        "cpu:gloo,cuda:nccl"); in the same calls the gradients that a loss outside of the model gives plain outputs,
+        if the process group has a CPU backend.
     outputs: "layout": what the plan shards comes back as a DTensor, other outputs as plain tensors; "whole": each rank
         gets every output whole, as a plain tensor (caches of keys and values stay sharded), for code that does not know
         DTensors: losses of plain targets, metrics. That gathers them at each call. Gradients are right where every rank

@@ -248,7 +248,7 @@ def _ratio(some: Sequence[float], others: Sequence[float]) -> tuple[float, float
     return quartiles([one / other for one, other in zip(some, others, strict=True)])
 
 
-def races(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
+def comparisons(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
     """Of each pair of `PAIRS` that was measured, quartiles of ours over the other's, of wall clock and of CPU time."""
     of = {(row["model"], row["variant"]): row for row in rows}
     return [{"model": model, "ours": ours, "other": other,
@@ -322,14 +322,14 @@ def main(
     for name in models.split(","):
         rows += (made := run([name], repeats, more_plans, compiled, fused))
         console.print(table(made))
-        for race in races(made):
-            console.print(f"{name}: {race['ours']} over {race['other']}: {_told(race['ratio'])}; CPU "
-                          f"{_told(race['cpu_ratio'])}")
+        for one in comparisons(made):
+            console.print(f"{name}: {one['ours']} over {one['other']}: {_told(one['ratio'])}; CPU "
+                          f"{_told(one['cpu_ratio'])}")
     for model, (best, regret) in regrets(rows).items() if more_plans else ():
         console.print(f"{model}: the chosen plan takes {regret:.2f} times as long as our fastest, {best}")
     console.print(SHARED)
     typer.echo(json.dumps({"conditions": conditions(), "sharing": SHARED, "step_time": as_json(rows),
-                           "races": races(rows), "regret": regrets(rows)}))
+                           "comparisons": comparisons(rows), "regret": regrets(rows)}))
 
 
 if __name__ == "__main__":

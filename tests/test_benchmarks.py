@@ -88,8 +88,8 @@ def test_ratios_are_of_the_same_round() -> None:
     rounds = {"autoparallel, baseline ddp": [1.0, 3.0, 40.0], "DDP": [2.0, 2.0, 100.0]}
     rows = [{"model": "net", "variant": name, "rounds_s": seconds, "rounds_cpu_s": [1.0, 1.0, 1.0]}
             for name, seconds in rounds.items()]
-    (race,) = step_time.races(rows)
-    assert race == {"model": "net", "ours": "autoparallel, baseline ddp", "other": "DDP",
+    (one,) = step_time.comparisons(rows)
+    assert one == {"model": "net", "ours": "autoparallel, baseline ddp", "other": "DDP",
                     "ratio": pytest.approx((0.45, 0.5, 1.0)), "cpu_ratio": (1, 1, 1)}
 
 

@@ -30,8 +30,8 @@ def compare(output: torch.Tensor, together: Together) -> None:
                     f"the ranks' gradients of an output of shape {shape} differ: this output is whole on "
                     "every rank, with the rows of all ranks, and all ranks must compute the same loss from it\n  Give "
                     "the loss the targets of all ranks, not this rank's: x, y = parallel.shard_batch((x, y)) takes "
-                    "targets with the batch (with inputs=\"local\" those of the rank's rows). Draw random numbers "
-                    "alike on all ranks.")
+                    "targets with the batch (with inputs=\"local\" those of the rank's rows). Draw the "
+                    "same random numbers on all ranks.")
 
     if output.grad_fn is not None:
         output.register_hook(check)
