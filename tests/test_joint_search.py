@@ -115,6 +115,19 @@ def test_a_plan_with_a_stage_on_three_ranks() -> None:
         planned(stage_replicas=(1, 2), micro_batches=6)
 
 
+class _Layers(torch.nn.Module):
+    """Each layer's activation is outside of it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = torch.nn.ModuleList(torch.nn.Linear(64, 64) for _ in range(4))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for layer in self.layers:
+            x = torch.relu(layer(x))
+        return x.square().mean()
+
+
 class _Sum(torch.nn.Module):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return x.square().sum()
@@ -304,6 +317,13 @@ def test_an_empty_batch_is_one_micro_batch() -> None:
     cluster, model = Cluster.load("h100-sxm", num_devices=6), torch.nn.Sequential(torch.nn.Linear(8, 8), _Sum())
     plan = autoparallel.plan(model, cluster, example_inputs=(torch.zeros(0, 8),), joint=True, time_limit_s=1)
     assert plan.hybrid.micro_batches == 1 and 0 < plan.prediction.step_s < math.inf
+
+
+def test_recompute_that_takes_no_time_is_left_out() -> None:
+    """Each layer is a block in which nothing is left to be recomputed."""
+    cluster = Cluster.load("h100-sxm", num_devices=8)
+    plan = autoparallel.plan(_Layers(), cluster, example_inputs=(torch.zeros(8, 64),), joint=True, time_limit_s=1)
+    assert plan.hybrid.recompute == "none"
 
 
 def test_a_plan_outside_of_the_combinations_is_not_below_the_bound() -> None:

@@ -22,6 +22,7 @@ from autoparallel.pricing import ExecutionCounts, Prices, SpacePricer
 from autoparallel.pricing.alike_stages import alike_stages
 from autoparallel.pricing.hidden import hidden
 from autoparallel.pricing.overlap_simulation import RankStep
+from autoparallel.pricing.prediction import estimate
 from autoparallel.pricing.rank_reads import COMPUTE, Message, Timed
 from autoparallel.pricing.step_cost import ALL_EXPOSED, Exposed
 from autoparallel.pricing.step_tasks import StepTasks
@@ -29,6 +30,20 @@ from autoparallel.schedule.async_windows import starts
 from autoparallel.strategies.space import StrategySpace
 from cost_models import Cluster, Device, Link
 from tests.support.captured import graph_of, plan_of
+
+
+@pytest.mark.parametrize("slower", [1, 1000])
+def test_an_estimate_of_one_micro_batch_is_its_step(slower: float) -> None:
+    """On a link that takes far longer than compute, too, where more is hidden than micro-batches take without
+    communication of parameters."""
+    cluster = Cluster.load("h100-sxm", num_devices=8, software="none")
+    links = (replace(link, bandwidth_bytes_per_s=link.bandwidth_bytes_per_s / slower) for link in cluster.links)
+    cluster = replace(cluster, links=tuple(links))
+    made = plan_of("llama", cluster, mesh_shape=(8,), baseline="fsdp", bucket_bytes=20_000)
+    space = StrategySpace(split_batch(graph_of("llama"), 1).body, (8,))
+    pricer = SpacePricer(Prices(space, cluster, direct=made.direct), counts=ExecutionCounts(space, made.hybrid))
+    assert made.prediction.hidden_s > 0
+    assert estimate(pricer, made.strategies_on(space)) == pytest.approx(made.prediction.step_s)
 
 
 @pytest.mark.parametrize(("mesh_shape", "options"), [

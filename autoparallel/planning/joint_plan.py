@@ -82,6 +82,17 @@ class _Whole:
         blocks = stages_of(space, loss, plan.hybrid).blocks(space)
         return less_recomputed(plan, blocks, made, deadline, self.options.saved_tiers)
 
+    def without_idle_recompute(self, plan: Plan) -> Plan:
+        """The plan; where its recompute takes no time, without it, if that fits and takes no longer."""
+        h = plan.hybrid
+        if h.recompute == "none" or h.saved_on != "device" or plan.prediction.recompute_s > 0:
+            return plan
+        bare = Candidate(replace(h, recompute="none", recompute_blocks=None), plan.mesh_shape, first=plan.strategies_on)
+        with suppress(InfeasibleError, SearchError):
+            made = self.plan(bare, ROUGH_S, "local")
+            return min(made, plan, key=lambda one: one.prediction.step_s)
+        return plan
+
 
 def plan_jointly(split: Splits, cluster: Cluster, mesh_shape: Sequence[int] | None, options: Options,
                  starts: Sequence[Plan] = (), by_hand: Sequence[Candidate] = (), bounding: Bounding | None = None
@@ -108,6 +119,8 @@ def plan_jointly(split: Splits, cluster: Cluster, mesh_shape: Sequence[int] | No
     if open_ and best.hybrid.recompute != "none" and not found.tried_less and not found.interrupted:
         ends = min(deadline, clock.now() + FEWER_S)
         best = whole.recompute_less(best, ends, options.time_limit_s / RECOMPUTE_TRIES)
+    if open_ and not found.interrupted:
+        best = whole.without_idle_recompute(best)
     evidence, seen = best.evidence, found.survey
     bound_s = None if open_ and best.hybrid.saved_on != "device" else seen.bound_s    # of other combinations
     counts = Combinations(len(seen.candidates), seen.without_plan, found.planned, seen.pruned, seen.left)

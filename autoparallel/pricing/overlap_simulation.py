@@ -104,6 +104,8 @@ class RankStep:
             early = self._hidden_early_s(slowdown)
             each = self.count * min(early, total) if self.copies == 1 else 0.0
             return Hidden(each, total + (self.count - 1) * early - each)
+        if self.rounds == 1:    # all communication of parameters is once per step
+            return Hidden(once=total)
         if not self.gathers_once:
             return Hidden(total)
         later = StepTasks()
