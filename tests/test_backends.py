@@ -293,12 +293,12 @@ def test_recompute(ranks: Any, recompute: str, backend: str) -> None:
     (aten.alpha_dropout.default, (torch.randn(8, 16), 0.5, True)),    # the default of bernoulli_, not of bernoulli
 ])
 def test_a_traced_random_op_draws_what_the_op_draws(op: Any, args: tuple[Any, ...]) -> None:
-    draws = [(3, 1)]
-    traced = make_fx(lambda seeds, *given: seeded.seeded_op(op, seeds, 0, *given))(seeded.seeds_of(0, draws), *args)
+    draws = [(0, 3, 1)]
+    traced = make_fx(lambda seeds, *given: seeded.seeded_op(op, seeds, 0, *given))(seeded.seeds_of([0], draws), *args)
     for call_seed in (5, 6):
         with rng.use_seed(call_seed):
             expected = rng.random_op(op, 3, 1, *args)
-        assert torch.equal(traced(seeded.seeds_of(call_seed, draws), *args), expected)
+        assert torch.equal(traced(seeded.seeds_of([call_seed], draws), *args), expected)
 
 
 def test_ranks_with_the_same_graph_compile_in_turn(mesh_of_one: DeviceMesh, monkeypatch: pytest.MonkeyPatch) -> None:

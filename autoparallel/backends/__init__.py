@@ -42,9 +42,6 @@ def check(backend: str, hybrid: Hybrid, sparse: Collection[str] = ()) -> None:
     gradients."""
     if backend == EAGER:
         return
-    if hybrid.copies > 1:
-        raise PlanError(f"copies={hybrid.copies} alternates micro-batches op by op, and backend={backend!r} orders "
-                        "the ops of its graphs itself: take copies=1, or backend='eager'")
     if hybrid.offload.moves_parameters:
         raise PlanError(f"offload={hybrid.offload.place!r} fetches parameters op by op, and backend={backend!r} reads "
                         "all at the beginning of its graphs: take offload='host', or backend='eager'")

@@ -36,8 +36,9 @@ class Lowering:
     """How a program is compiled.
 
     ``generates``: by Inductor, else run as it is traced. ``regathers``: backward gathers parameters again (ZeRO-3).
-    ``recompute``: as in `Hybrid`, of the blocks that ``block_of`` names (None: as they are). ``saved_on``: where what
-    these blocks save waits for backward; if not "device", of parts that are these blocks.
+    ``recompute``: as in `Hybrid`, of the blocks that ``block_of`` names (None: as they are; of several micro-batches at
+    a time each has its own). ``saved_on``: where what these blocks save waits for backward; if not "device", of parts
+    that are these blocks.
     ``bucket_bytes``: of gathers and reductions of parameters, at most. ``made``: what has been compiled, by what it is,
     with the order of its collectives.
     """
@@ -45,7 +46,7 @@ class Lowering:
     generates: bool
     regathers: bool
     recompute: str
-    block_of: Callable[[FxNode], str | None]
+    block_of: Callable[[FxNode], object]
     bucket_bytes: float
     saved_on: str = "device"
     made: dict[Any, tuple[Callable[..., Sequence[Tensor]], Sequence[Collective]]] = field(default_factory=dict)
@@ -107,7 +108,7 @@ class CompiledPart(nn.Module):
     def forward(self, *placeholders: Tensor) -> Any:
         if not self.flat.returns:
             return self.flat.structured(())
-        inputs = self.flat.inputs([x.contiguous() for x in placeholders], rng.call_seed())
+        inputs = self.flat.inputs([x.contiguous() for x in placeholders], rng.call_seeds())
         form = torch.is_grad_enabled(), tuple(map(_form, inputs))
         if form not in self.calls:
             key = self.flat.text, form
@@ -177,7 +178,7 @@ class _Passes:
         module.recompile()
 
 
-def _runs(program: GraphModule, block_of: Callable[[FxNode], str | None]) -> dict[FxNode, int]:
+def _runs(program: GraphModule, block_of: Callable[[FxNode], object]) -> dict[FxNode, int]:
     """The nodes of recomputed blocks, by contiguous run. Steps on the paths of parameters belong to none: what they
     make is kept, unless ZeRO-3 gathers it again."""
     nodes = [n for n in program.graph.nodes if n.op == "call_function" and not ("step" in n.meta and n.meta["reads"])]

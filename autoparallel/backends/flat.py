@@ -14,19 +14,19 @@ from torch.fx import Node as FxNode
 from torch.fx.node import map_arg
 
 from autoparallel.kernels.rng import random_op
-from autoparallel.kernels.seeded import seeded_op, seeds_of
+from autoparallel.kernels.seeded import Draw, seeded_op, seeds_of
 
 
 @dataclass(frozen=True)
 class FlatProgram:
     """``module(*seeds, *placeholders)`` returns the tensors among the program's results, in order.
 
-    ``draws``: (decision, shard) of each random op; their seeds are one int64 tensor, left out if there are none.
+    ``draws``: of each random op; their seeds are one int64 tensor, left out if there are none.
     ``results``: the results, with a `Position` in place of each tensor. ``text``: equal for programs of the same ops.
     """
 
     module: GraphModule
-    draws: tuple[tuple[int, int], ...]
+    draws: tuple[Draw, ...]
     results: Any
     text: str
 
@@ -41,9 +41,9 @@ class FlatProgram:
         """Whether the graph has a result."""
         return bool(self.module.graph.output_node().all_input_nodes)
 
-    def inputs(self, placeholders: Sequence[Tensor], call_seed: int) -> list[Tensor]:
-        """The inputs of ``module``."""
-        return [seeds_of(call_seed, self.draws), *placeholders] if self.draws else list(placeholders)
+    def inputs(self, placeholders: Sequence[Tensor], call_seeds: Sequence[int]) -> list[Tensor]:
+        """The inputs of ``module``. ``call_seeds``: by copy."""
+        return [seeds_of(call_seeds, self.draws), *placeholders] if self.draws else list(placeholders)
 
     def structured(self, tensors: Sequence[Tensor]) -> Any:
         """The program's results from the tensors that ``module`` returned."""
@@ -63,7 +63,8 @@ def flat(program: GraphModule, recomputed: Mapping[FxNode, int]) -> FlatProgram:
     """The program with flat results, and random ops that read their seeds. The numbers of
     ``recomputed`` nodes are kept as ``meta["custom"]["recomputed"]``, which AOTAutograd copies to what it traces."""
     graph, made = Graph(), dict[FxNode, FxNode]()
-    draws = tuple((node.args[1], node.args[2]) for node in program.graph.nodes if node.target is random_op)
+    draws = tuple((node.kwargs.get("of_copy", 0), node.args[1], node.args[2]) for node in program.graph.nodes
+                  if node.target is random_op)
     seeds = graph.placeholder("seeds") if draws else None
     numbers = iter(range(len(draws)))
     for node in program.graph.nodes:
@@ -73,6 +74,7 @@ def flat(program: GraphModule, recomputed: Mapping[FxNode, int]) -> FlatProgram:
         if node.target is random_op:
             op, _, _, *rest = copy.args
             copy.target, copy.args = seeded_op, (op, seeds, next(numbers), *rest)
+            copy.kwargs = {name: value for name, value in copy.kwargs.items() if name != "of_copy"}
         copy.meta = {"custom": {"recomputed": recomputed[node]}} if node in recomputed else {}
     tensors = list[FxNode]()
 

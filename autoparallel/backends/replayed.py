@@ -66,7 +66,7 @@ class CudaRecorder:
 def why_not_recorded(program: GraphModule) -> str | None:
     """Why a program cannot be recorded: each call would replay what one call decided. None if it can be."""
     for node in program.graph.nodes:
-        if node.target in (rng.random_op, rng.random_op_of_copy):
+        if node.target is rng.random_op:
             return f"it draws random numbers ({node.args[0]}), which a recording would repeat"
         if (reason := why_data_decide(node)) is not None:
             return reason

@@ -27,11 +27,6 @@ def use_seed(*seeds: int) -> Iterator[None]:
         _call_seeds.reset(token)
 
 
-def call_seed() -> int:
-    """The seed set by `use_seed`, or its first; 0 outside."""
-    return call_seeds()[0]
-
-
 def call_seeds() -> tuple[int, ...]:
     """The seeds set by `use_seed`; (0,) outside."""
     return _call_seeds.get()
@@ -43,14 +38,10 @@ def mix(*parts: int) -> int:
     return int.from_bytes(digest, "little") >> 1
 
 
-def random_op(op: Any, decision: int, local_shard: int, *args: Any, **kwargs: Any) -> Any:
-    """Run a random op with the seed of (call, decision, shard)."""
-    return random_op_of_copy(0, op, decision, local_shard, *args, **kwargs)
-
-
-def random_op_of_copy(copy: int, op: Any, decision: int, local_shard: int, *args: Any, **kwargs: Any) -> Any:
-    """`random_op` of one of the micro-batches that multi-copy runs at a time."""
-    return with_seed(mix(_call_seeds.get()[copy], decision, local_shard), op, *args, **kwargs)
+def random_op(op: Any, decision: int, local_shard: int, *args: Any, of_copy: int = 0, **kwargs: Any) -> Any:
+    """Run a random op with the seed of (call, decision, shard). ``of_copy``: the number of the call among the
+    micro-batches that multi-copy runs at a time."""
+    return with_seed(mix(_call_seeds.get()[of_copy], decision, local_shard), op, *args, **kwargs)
 
 
 def with_seed(seed: int, op: Any, *args: Any, **kwargs: Any) -> Any:

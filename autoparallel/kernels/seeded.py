@@ -32,9 +32,13 @@ _GENERATOR = re.compile(r"(\*, )?Generator\? generator=None(, )?")
 _library = torch.library.Library("autoparallel", "FRAGMENT")
 
 
-def seeds_of(call_seed: int, draws: Sequence[tuple[int, int]]) -> torch.Tensor:
-    """The seeds of one call's random ops, int64 [len(draws)], in host memory; ``draws``: (decision, shard) of each."""
-    return torch.tensor([rng.mix(call_seed, *draw) for draw in draws], dtype=torch.int64)
+#: A random op's numbers: of its copy (0 without multi-copy), of its decision and of its shard.
+Draw = tuple[int, int, int]
+
+
+def seeds_of(call_seeds: Sequence[int], draws: Sequence[Draw]) -> torch.Tensor:
+    """The seeds of one call's random ops, int64 [len(draws)], in host memory. ``call_seeds``: by copy."""
+    return torch.tensor([rng.mix(call_seeds[copy], *draw) for copy, *draw in draws], dtype=torch.int64)
 
 
 def seeded_op(op: Any, seeds: torch.Tensor, number: int, *args: Any, **kwargs: Any) -> Any:

@@ -29,29 +29,31 @@ from autoparallel.kernels.async_communication import (
     end,
     end_step,
 )
-from autoparallel.kernels.rng import random_op, random_op_of_copy
+from autoparallel.kernels.rng import random_op
 from autoparallel.layout import COLLECTIVES
 from autoparallel.schedule.multi_copy import block_ends, rounds_of, runs_by_block, segment_order
 from autoparallel.schedule.step_config import Hybrid
 
 
-def in_copies(module: GraphModule, shared: int, hybrid: Hybrid) -> GraphModule:
+def in_copies(module: GraphModule, shared: int, hybrid: Hybrid, asynchronous: bool = True, by_block: bool = False
+              ) -> GraphModule:
     """The program of `Hybrid.copies` micro-batches at a time, whose results are a tuple of the micro-batches' results.
 
     ``shared``: the number of leading placeholders that the copies share, the values of parameters. The others are
     given for each copy: ``module(*shared, *others of copy 0, *others of copy 1, ...)``. A node's ``meta["copy"]`` is
-    the number of its copy.
+    the number of its copy. Without ``asynchronous`` a step that ends a segment is awaited at once, for a backend that
+    moves the wait of its graphs (`backends.moving`); ``by_block``: each block is compiled by itself, for all copies.
     """
     nodes, copies = list(module.graph.nodes), hybrid.copies
     placeholders = [node for node in nodes if node.op == "placeholder"]
-    writer = _Writer(copies, _common(nodes, placeholders[:shared], hybrid.alternates))
+    writer = _Writer(copies, _common(nodes, placeholders[:shared], hybrid.alternates), asynchronous)
     for node in placeholders[:shared]:
         writer.share(node)
     for copy in range(copies):
         for node in placeholders[shared:]:
             writer.copy(node, copy, f"{node.name}_{copy}")
     ops = [node for node in nodes if node.op == "call_function"]
-    segments = _segments(ops, writer.common, hybrid)
+    segments = _segments(ops, writer.common, hybrid, by_block)
     for number, copy in segment_order(len(segments), copies):
         writer.write(segments[number], copy)
     results = module.graph.output_node().args[0]
@@ -81,16 +83,17 @@ def _common(nodes: Sequence[FxNode], shared: Sequence[FxNode], views: bool) -> s
     return found
 
 
-def _segments(nodes: Sequence[FxNode], common: set[FxNode], hybrid: Hybrid) -> list[_Segment]:
+def _segments(nodes: Sequence[FxNode], common: set[FxNode], hybrid: Hybrid, by_block: bool) -> list[_Segment]:
     """The program of one copy. Of each decision first its nodes ``common`` to all copies, then its redistribution steps
-    of activations, which end segments."""
-    if not runs_by_block(hybrid):
+    of activations, which end segments. ``by_block``: so do all blocks."""
+    if not (by_block or runs_by_block(hybrid)):
         return _alternating(nodes, common)
     if not hybrid.alternates:
         return [_Segment(body=run) for run in _runs_of_blocks(nodes, lambda members: False)]
 
     def sends(members: Sequence[FxNode]) -> bool:
-        return any(together for _, together in rounds_of(_paths(_steps(members, common)), communicates))
+        rounds = [] if by_block else rounds_of(_paths(_steps(members, common)), communicates)
+        return any(together for _, together in rounds)
 
     return [segment for run in _runs_of_blocks(nodes, sends) for segment in _alternating(run, common)]
 
@@ -158,11 +161,12 @@ def communicates(step: FxNode) -> bool:
 
 
 class _Writer:
-    """Writes the program of all copies. ``common``: nodes that are written once for all of them; ``shared``, ``own``:
-    old node -> new node, of all and of each copy."""
+    """Writes the program of all copies. ``common``: nodes that are written once for all of them; ``asynchronous``: as
+    of `in_copies`; ``shared``, ``own``: old node -> new node, of all and of each copy."""
 
-    def __init__(self, copies: int, common: set[FxNode]) -> None:
+    def __init__(self, copies: int, common: set[FxNode], asynchronous: bool) -> None:
         self.graph, self.common, self.shared = Graph(), common, dict[FxNode, FxNode]()
+        self.asynchronous = asynchronous
         self.own: list[dict[FxNode, FxNode]] = [{} for _ in range(copies)]
         self.begun: list[dict[FxNode, FxNode]] = [{} for _ in range(copies)]
 
@@ -174,7 +178,7 @@ class _Writer:
         if name is not None:
             made.target = made.name = name
         if node.target is random_op:
-            made.target, made.args = random_op_of_copy, (copy, *made.args)
+            made.update_kwarg("of_copy", copy)
         made.meta["copy"] = copy
         self.own[copy][node] = made
 
@@ -183,7 +187,7 @@ class _Writer:
         return map_arg(values, lambda value: self._value(value, copy))
 
     def write(self, segment: _Segment, copy: int) -> None:
-        for step in segment.awaited:
+        for step in segment.awaited if self.asynchronous else ():
             self.own[copy][step] = self._described(
                 self.graph.call_function(end_step, (self.begun[copy].pop(step),)), step)
         for node in segment.body:
@@ -192,6 +196,9 @@ class _Writer:
             elif copy == 0:
                 self.share(node)
         for step in segment.begun:
+            if not self.asynchronous:
+                self.copy(step, copy)
+                continue
             args = (self._value(step.all_input_nodes[0], copy), *step.args[1:])
             self.begun[copy][step] = self._described(self.graph.call_function(begin_step, args, step.kwargs), step)
 

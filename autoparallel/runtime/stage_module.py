@@ -50,14 +50,14 @@ def split_step(program: Program, hybrid: Hybrid, backend: str = EAGER) -> SplitP
     """The program split into parameter reads and the part per micro-batch, the latter with prefetch, ZeRO-3 gathers and
     recompute as ``hybrid`` says (which a backend that compiles does by itself)."""
     split = split_reads(program, communicates if hybrid.reads_each else lambda node: False)
+    values = len(split.reads.graph.output_node().args[0])  # type: ignore[arg-type]
     if backend != EAGER:
-        return replace(split, micro_batch=compiled_by(backend, split.micro_batch, hybrid, hybrid.overlaps_each))
+        return replace(split, micro_batch=compiled_by(backend, split.micro_batch, hybrid, hybrid.overlaps_each, values))
     micro_batch = split.micro_batch
     if hybrid.overlaps_each:
         micro_batch = overlap(micro_batch, hybrid, gathered_blocks(hybrid))
     micro_batch = activations_overlapped(norm_kernels(micro_batch), hybrid)
     if hybrid.copies > 1:
-        values = len(split.reads.graph.output_node().args[0])  # type: ignore[arg-type]
         micro_batch = in_copies(micro_batch, values, hybrid)
     return replace(split, micro_batch=_kept_less(micro_batch, hybrid))
 
@@ -74,28 +74,29 @@ def in_blocks(program: GraphModule, hybrid: Hybrid) -> bool:
     return len({node.meta.get("block") for node in program.graph.nodes} - {None}) > (0 if leave else WHOLE_UP_TO)
 
 
-def compiled_by(backend: str, program: GraphModule, hybrid: Hybrid, overlaps: bool) -> GraphModule:
+def compiled_by(backend: str, program: GraphModule, hybrid: Hybrid, overlaps: bool, shared: int | None = None
+                ) -> GraphModule:
     """The program, compiled by a backend, with ZeRO-3 gathers and recompute as ``hybrid`` says; ``overlaps``: parameter
-    communication is overlapped with compute."""
-    made = _compiled_by(backend, program, hybrid, overlaps)
-    note_reads(program, made)
-    return made
-
-
-def _compiled_by(backend: str, program: GraphModule, hybrid: Hybrid, overlaps: bool) -> GraphModule:
-    regathers = hybrid.zero_stage == 3
-    how = Lowering(backend == INDUCTOR, regathers, hybrid.recompute, _recomputed(hybrid), hybrid.bucket_bytes,
-                   hybrid.saved_on)
-    program = sum_numbers_together(in_pieces(program, hybrid))
+    communication is overlapped with compute. With ``shared``, as of `in_copies`, it runs per micro-batch, several at a
+    time with multi-copy."""
     in_parts = in_blocks(program, hybrid)
-    if not in_parts and not hybrid.gathers_once:
-        return compiled(overlap_experts(program, hybrid), how)
-    if overlaps:
+    between = in_parts or hybrid.gathers_once    # parameters' communication runs between graphs
+    program = sum_numbers_together(in_pieces(program, hybrid))
+    if between and overlaps:
         program = overlap(program, hybrid, lambda node: node.meta.get("block") if in_parts else "all")
     program = overlap_experts(program, hybrid)
-    program = _gathered_as(hybrid, program, gathers_parameter)
-    together = hybrid.saved_on == "device"    # else blocks leave one by one
-    return compiled(program, replace(how, regathers=False), parts_of(program.graph, in_parts, together))
+    if shared is not None and hybrid.copies > 1:
+        program = in_copies(program, shared, hybrid, asynchronous=False, by_block=in_parts)
+    how = Lowering(backend == INDUCTOR, hybrid.zero_stage == 3 and not between, hybrid.recompute,
+                   _recomputed_run(hybrid), hybrid.bucket_bytes, hybrid.saved_on)
+    if between:
+        program = _gathered_as(hybrid, program, gathers_parameter)
+        together = hybrid.saved_on == "device"    # else blocks leave one by one
+        made = compiled(program, how, parts_of(program.graph, in_parts, together))
+    else:
+        made = compiled(program, how)
+    note_reads(program, made)
+    return made
 
 
 def _gathered_as(hybrid: Hybrid, module: GraphModule, again: Callable[[FxNode], bool]) -> GraphModule:
@@ -111,14 +112,19 @@ def _kept_less(module: GraphModule, hybrid: Hybrid) -> GraphModule:
     module = _gathered_as(hybrid, module, repeats)
     if hybrid.recompute == "none":
         return module
+    return with_recompute(module, hybrid.recompute, _recomputed_run(hybrid), hybrid.puts_off_weights, hybrid.saved_on)
+
+
+def _recomputed_run(hybrid: Hybrid) -> Callable[[FxNode], object]:
+    """Returns a function: node -> its block, and its micro-batch of several at a time, if that is recomputed, else
+    None."""
     block_of = _recomputed(hybrid)
 
-    def part_of(node: FxNode) -> object:
-        """The block of a node, and the micro-batch of several at a time."""
+    def run_of(node: FxNode) -> object:
         block = block_of(node)
         return block if block is None or "copy" not in node.meta else (block, node.meta["copy"])
 
-    return with_recompute(module, hybrid.recompute, part_of, hybrid.puts_off_weights, hybrid.saved_on)
+    return run_of
 
 
 def gathered_blocks(hybrid: Hybrid) -> Callable[[FxNode], str | None]:
