@@ -1,4 +1,4 @@
-"""GELU, SiLU and RMS norms that a model writes out are one op, and nothing that only looks like one is."""
+"""GELU, SiLU, RMS and layer norms that a model writes out are one op, and nothing that only looks like one is."""
 
 from __future__ import annotations
 
@@ -43,6 +43,59 @@ def cast_norm(x: Tensor, w: Tensor) -> Tensor:
     return w * (wide * torch.rsqrt(squares(wide))).to(x.dtype)
 
 
+def bert_norm(x: Tensor, w: Tensor) -> Tensor:
+    u = x.mean(-1, keepdim=True)
+    s = (x - u).pow(2).mean(-1, keepdim=True)
+    return w * ((x - u) / torch.sqrt(s + 1e-12)) + w
+
+
+def centred_once(x: Tensor, w: Tensor) -> Tensor:
+    centred = x - x.mean(-1, keepdim=True)
+    return centred * torch.rsqrt((centred * centred).mean(-1, keepdim=True) + 1e-5) * w
+
+
+def weight_first(x: Tensor, w: Tensor) -> Tensor:
+    u = x.mean(-1, keepdim=True)
+    return w + w * (x - u) / torch.sqrt(((x - u) ** 2).mean(-1, keepdim=True) + 1e-6)
+
+
+def of_variance(x: Tensor, w: Tensor) -> Tensor:
+    return w * ((x - x.mean(-1, keepdim=True)) * torch.rsqrt(x.var(-1, keepdim=True, unbiased=False) + 1e-5)) + w
+
+
+def of_corrected_variance(x: Tensor, w: Tensor) -> Tensor:
+    variance = torch.var(x, (-2, -1), correction=0, keepdim=True)
+    return (x - x.mean((-2, -1), keepdim=True)) / torch.sqrt(variance + 1e-5)
+
+
+def cast_layer_norm(x: Tensor, w: Tensor) -> Tensor:
+    wide = x.float()
+    u = wide.mean(-1, keepdim=True)
+    return w * ((wide - u) * torch.rsqrt((wide - u).pow(2).mean(-1, keepdim=True) + 1e-5)).to(x.dtype) + w
+
+
+def annotated_transformer(x: Tensor, w: Tensor) -> Tensor:
+    return w * (x - x.mean(-1, keepdim=True)) / (x.std(-1, keepdim=True) + 1e-6) + w
+
+
+def of_a_sample(x: Tensor, w: Tensor) -> Tensor:
+    return (x - x.mean(-1, keepdim=True)) * torch.rsqrt(x.var(-1, keepdim=True) + 1e-5)
+
+
+def of_another_mean(x: Tensor, w: Tensor) -> Tensor:
+    u = x.mean(-1, keepdim=True)
+    return (x - u) * torch.rsqrt((x - u.tanh()).pow(2).mean(-1, keepdim=True) + 1e-5)
+
+
+def mean_read_twice(x: Tensor, w: Tensor) -> Tensor:
+    u = x.mean(-1, keepdim=True)
+    return (x - u) * torch.rsqrt(x.var(-1, keepdim=True, unbiased=False) + 1e-5) + u
+
+
+def centred_along_rows(x: Tensor, w: Tensor) -> Tensor:
+    return (x - x.mean(0, keepdim=True)) * torch.rsqrt(x.var(0, keepdim=True, unbiased=False) + 1e-5)
+
+
 FUNCTIONS: dict[str, tuple[Callable[..., Tensor], Any]] = {
     "gelu_new":
         (lambda x, w: 0.5 * x * (1.0 + torch.tanh(math.sqrt(2.0 / math.pi) * (x + 0.044715 * torch.pow(x, 3.0)))),
@@ -59,7 +112,15 @@ FUNCTIONS: dict[str, tuple[Callable[..., Tensor], Any]] = {
     "rms + 1": (lambda x, w: x * torch.rsqrt(squares(x)) * (1.0 + w), aten.rms_norm.default),
     "rms of two dims": (lambda x, w: x * torch.rsqrt(x.square().mean((-2, -1), keepdim=True) + 1e-5),
                         aten.rms_norm.default),
+    "layer norm of BERT": (bert_norm, aten.layer_norm.default),
+    "layer norm, centred once": (centred_once, aten.layer_norm.default),
+    "layer norm, weight first": (weight_first, aten.layer_norm.default),
+    "layer norm, variance": (of_variance, aten.layer_norm.default),
+    "layer norm of two dims": (of_corrected_variance, aten.layer_norm.default),
+    "layer norm, cast": (cast_layer_norm, aten.layer_norm.default),
 }
+#: Ops that are not rounded in 16 bits as their parts are.
+NORMS = (aten.rms_norm.default, aten.layer_norm.default)
 
 OTHERS: dict[str, tuple[Callable[..., Tensor], torch.dtype]] = {
     "other coefficient": (lambda x, w: 0.5 * x * (1 + torch.tanh(0.7979 * (x + 0.044715 * x ** 3))), torch.float32),
@@ -77,6 +138,11 @@ OTHERS: dict[str, tuple[Callable[..., Tensor], torch.dtype]] = {
     "cubes": (lambda x, w: x * torch.rsqrt(x.abs().pow(3).mean(-1, keepdim=True) + 1e-5), torch.float32),
     "in 16 bits": (lambda x, w: x * torch.rsqrt(squares(x)), torch.bfloat16),
     "multiplied by the root": (lambda x, w: x * torch.sqrt(squares(x)), torch.float32),
+    "annotated transformer": (annotated_transformer, torch.float32),
+    "variance of a sample": (of_a_sample, torch.float32),
+    "variance around another": (of_another_mean, torch.float32),
+    "mean read twice": (mean_read_twice, torch.float32),
+    "centred along rows": (centred_along_rows, torch.float32),
     "root over it": (lambda x, w: torch.sqrt(squares(x)) / x, torch.float32),
 }
 
@@ -92,17 +158,18 @@ def ops(model: nn.Module, x: Tensor) -> list[Any]:
 def test_a_function_written_out_is_one_op(name: str, dtype: torch.dtype) -> None:
     function, op = FUNCTIONS[name]
     found = ops(Model(function, dtype), torch.randn(3, 4, dtype=dtype))
-    stays = dtype is torch.bfloat16 and op is aten.rms_norm.default and name != "rms, cast"
+    stays = dtype is torch.bfloat16 and op in NORMS and "cast" not in name
     assert (op in found) != stays
     if not stays:
-        apart = {"rms, cast": dtype is torch.bfloat16, "rms + 1": True}.get(name, False)
+        in_16 = dtype is torch.bfloat16    # a cast norm's weight and bias stay apart
+        apart = {"rms, cast": in_16, "layer norm, cast": 2 * in_16, "rms + 1": True}.get(name, False)
         assert len(found) == 2 + apart, found
 
 
 @pytest.mark.parametrize("name", OTHERS)
 def test_what_only_looks_like_one_stays(name: str) -> None:
     function, dtype = OTHERS[name]
-    fused = {aten.gelu.default, aten.silu.default, aten.rms_norm.default}
+    fused = {aten.gelu.default, aten.silu.default, *NORMS}
     assert fused.isdisjoint(ops(Model(function, dtype), torch.randn(3, 4, dtype=dtype)))
 
 

@@ -1,19 +1,22 @@
-"""Functions that torch has as one op and models write out: GELU, SiLU and RMS norm.
+"""Functions that torch has as one op and models write out: GELU, SiLU, RMS norm and layer norm.
 
     0.5 x (1 + tanh(sqrt(2/pi) (x + 0.044715 x^3)))  -> aten.gelu(x, "tanh")        "gelu_new", "gelu_fast"
     0.5 x (1 + erf(x / sqrt(2)))                     -> aten.gelu(x)
     x sigmoid(x)                                     -> aten.silu(x)
     x rsqrt(mean(x^2) + eps) [* weight]              -> aten.rms_norm(x, shape, weight, eps)
+    (x - mean(x)) rsqrt(var(x) + eps) [* weight [+ bias]]
+                                                     -> aten.layer_norm(x, shape, weight, bias, eps)
 
 One op reads and writes memory once and keeps its input for backward, where its parts keep up to six tensors. In 16 bits
-GELU and SiLU are rounded once, not after each part. An RMS norm is rounded where the model rounds it: one that the
-model computes in 16 bits stays as it is, and a weight behind a cast to 16 bits stays apart.
+GELU and SiLU are rounded once, not after each part. A norm is rounded where the model rounds it: one that the model
+computes in 16 bits stays as it is, and a weight behind a cast to 16 bits stays apart. Norms with eps added to the
+deviation, not to the variance, or with the deviation of a sample (n - 1), are no layer norms and stay.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -78,9 +81,11 @@ def _is_without_gradient(node: Node) -> bool:
 def gather_functions(graph: Graph, mutations: dict[str, Node]) -> None:
     """Replace each such function by its op."""
     for node in list(graph.nodes):
-        found = _FINDERS[node.target](node) if node.target in _FINDERS else None
-        if found is not None and found.is_alone(mutations.values()):
-            found.put(graph, mutations)
+        for finder in _FINDERS.get(node.target, ()):
+            found = finder(node)
+            if found is not None and found.is_alone(mutations.values()):
+                found.put(graph, mutations)
+                break
 
 
 # --- activations -------------------------------------------------------------------------------------------------
@@ -181,28 +186,85 @@ def _is_near(found: _Powers | None, wanted: _Powers, result: Node) -> bool:
     return all(math.isclose(found[power], c, rel_tol=tolerance) for power, c in wanted.items())
 
 
-# --- RMS norm ----------------------------------------------------------------------------------------------------
+# --- norms -------------------------------------------------------------------------------------------------------
 
 def _rms_norm(root: Node) -> _Found | None:
     """The RMS norm of which this is the rsqrt, or the sqrt that divides."""
     mean, eps = _arguments(root.args[0], aten.add.Tensor)
-    total, share = _arguments(mean, aten.mul.Tensor)
-    squares, dims, kept = _arguments(total, aten.sum.dim_IntList, 3)
+    squares, dims, nodes = _mean(mean)
     x = _squared(squares)
-    if x is None or not kept or not dims or not isinstance(eps, float) or len(root.users) != 1:
+    if x is None or not isinstance(eps, float) or len(root.users) != 1:
         return None
-    value, (last,) = x.meta["val"], root.users
-    shape = list(value.shape[value.dim() - len(dims):])
-    trailing = sorted(d % value.dim() for d in dims) == list(range(value.dim() - len(dims), value.dim()))
-    count = math.prod(shape)
-    if not trailing or not count or share != 1.0 / count or value.dtype not in (torch.float32, torch.float64):
-        return None
+    (last,), shape = root.users, _normalised_shape(x, dims)
     is_cast = x.target is aten.to.dtype and _is_without_gradient(x) == _is_without_gradient(root)
     sources = (x, x.args[0]) if is_cast else (x,)
-    if _normed(last, root) not in sources or last.meta["val"].dtype != value.dtype:
+    if shape is None or _normed(last, root) not in sources or last.meta["val"].dtype != x.meta["val"].dtype:
         return None
-    inside = {root, root.args[0], mean, total, squares}
-    return _rounded(_scaled(_Found(last, frozenset(inside), aten.rms_norm.default, x, (shape, None, eps))))
+    found = _Found(last, frozenset({root, root.args[0], squares, *nodes}), aten.rms_norm.default, x, (shape,))
+    found, weight = _scaled(found)
+    return _rounded(replace(found, args=(shape, weight, eps)))
+
+
+def _layer_norm(root: Node) -> _Found | None:
+    """The layer norm of which this is the rsqrt, or the sqrt that divides. The weight may be a factor of the
+    numerator."""
+    variance, eps = _arguments(root.args[0], aten.add.Tensor)
+    if not isinstance(eps, float) or len(root.users) != 1:
+        return None
+    (last,) = root.users
+    numerator, weight, inside = _normed(last, root), None, {root, root.args[0]}
+    if numerator is not None and numerator.target is aten.mul.Tensor:
+        inside.add(numerator)
+        a, b = numerator.args
+        numerator, weight = (a, b) if _is_node(a) and a.target is aten.sub.Tensor else (b, a)
+    x, mean = _arguments(numerator, aten.sub.Tensor)
+    source, dims, of_mean = _mean(mean)
+    if x is None or source is not x:
+        return None
+    of_variance, shape = _variance(variance, x, mean, dims), _normalised_shape(x, dims)
+    if of_variance is None or shape is None or last.meta["val"].dtype != x.meta["val"].dtype \
+            or (weight is not None and not _fits(weight, shape, last)):
+        return None
+    found = _Found(last, frozenset({*inside, numerator, *of_mean, *of_variance}), aten.layer_norm.default, x, (shape,))
+    bias = None
+    if weight is None:
+        found, weight = _scaled(found)
+    if weight is not None:
+        found, bias = _joined(found, aten.add.Tensor)
+    return _rounded(replace(found, args=(shape, weight, bias, eps)))
+
+
+def _mean(mean: Any) -> tuple[Any, Any, tuple[Node, ...]]:
+    """The tensor of which this is the mean, the dims, which it keeps, and the nodes; (None, None, ()) for another."""
+    total, share = _arguments(mean, aten.mul.Tensor)
+    source, dims, kept = _arguments(total, aten.sum.dim_IntList, 3)
+    if source is None or not kept or not dims:
+        return None, None, ()
+    count = math.prod(source.meta["val"].shape[d] for d in dims)
+    return (source, dims, (mean, total)) if count and share == 1.0 / count else (None, None, ())
+
+
+def _variance(variance: Any, x: Node, mean: Node, dims: Sequence[int]) -> tuple[Node, ...] | None:
+    """The nodes of the variance of all elements (not of a sample) of x along dims; None for something else."""
+    if _is_node(variance) and variance.target in (aten.var.dim, aten.var.correction):
+        given = dict(zip(("x", "dim", "unbiased", "keepdim"), variance.args, strict=False)) | variance.kwargs
+        whole = given.get("unbiased", given.get("correction", True)) in (False, 0)
+        return (variance,) if given["x"] is x and given["dim"] == dims and whole and given.get("keepdim") else None
+    squares, along, nodes = _mean(variance)
+    centred = _squared(squares)
+    if centred is None or along != dims or _arguments(centred, aten.sub.Tensor) != (x, mean):
+        return None
+    return *nodes, squares, centred
+
+
+def _normalised_shape(x: Node, dims: Sequence[int] | None) -> list[int] | None:
+    """The sizes of the dims, if these are the last ones of x, which has 32 or 64 bits; else None."""
+    value = x.meta["val"]
+    if not dims or value.dtype not in (torch.float32, torch.float64):
+        return None
+    first = value.dim() - len(dims)
+    is_last = sorted(d % value.dim() for d in dims) == list(range(first, value.dim()))
+    return list(value.shape[first:]) if is_last else None
 
 
 def _arguments(node: Any, target: Any, count: int = 2) -> tuple[Any, ...]:
@@ -230,16 +292,25 @@ def _normed(last: Node, root: Node) -> Node | None:
     return x if scale is root and _is_node(x) else None
 
 
-def _scaled(norm: _Found) -> _Found:
-    """The norm with its weight, if a product with one, of the same type, is all that reads it."""
-    shape, _, eps = norm.args
+def _scaled(norm: _Found) -> tuple[_Found, Node | None]:
+    """The norm with its weight, if a product with one is all that reads it; else as it is, and None."""
+    return _joined(norm, aten.mul.Tensor)
+
+
+def _joined(norm: _Found, op: Any) -> tuple[_Found, Node | None]:
+    """The norm and a tensor of its shape and type, if ``op`` of the two is all that reads the norm."""
     last = norm.last
     user = next(iter(last.users)) if len(last.users) == 1 else None
-    weight: Any = next((one for one in _arguments(user, aten.mul.Tensor) if one is not last), None)
-    if not _is_node(weight) or list(weight.meta["val"].shape) != shape \
-            or weight.meta["val"].dtype != last.meta["val"].dtype:
-        return norm
-    return replace(norm, last=user, inside=norm.inside | {last}, args=(shape, weight, eps))
+    other: Any = next((one for one in _arguments(user, op) if one is not last), None)
+    if user is None or not _fits(other, norm.args[0], last):
+        return norm, None
+    return replace(norm, last=user, inside=norm.inside | {last}), other
+
+
+def _fits(weight: Any, shape: Sequence[int], norm: Node) -> bool:
+    """Whether this is a weight, or bias, of a norm."""
+    return (_is_node(weight) and list(weight.meta["val"].shape) == list(shape)
+            and weight.meta["val"].dtype == norm.meta["val"].dtype)
 
 
 def _rounded(norm: _Found) -> _Found:
@@ -257,7 +328,9 @@ def _rounded(norm: _Found) -> _Found:
     return replace(norm, last=user, source=cast.args[0], inside=norm.inside | {last} | (set() if others else {cast}))
 
 
-_FINDERS: Mapping[Any, Callable[[Node], _Found | None]] = {
-    **dict.fromkeys(_ARGUMENTS, _activation), aten.rsqrt.default: _rms_norm, aten.sqrt.default: _rms_norm}
+#: In order: the first that finds one is taken.
+_FINDERS: Mapping[Any, tuple[Callable[[Node], _Found | None], ...]] = {
+    **dict.fromkeys(_ARGUMENTS, (_activation,)),
+    **dict.fromkeys((aten.rsqrt.default, aten.sqrt.default), (_layer_norm, _rms_norm))}
 
 __all__ = ["gather_functions"]
