@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Mapping, Sequence
 from copy import deepcopy
 from typing import Any
 from unittest import mock
@@ -25,77 +24,15 @@ from autoparallel.errors import InputError, PlanError
 from autoparallel.kernels import groups, rng, seeded
 from autoparallel.plans import Hybrid
 from autoparallel.runtime import stage_module
+from autoparallel.schedule.tiers import Offload
+from tests.support.compiled import DDP, FSDP, Way, check
 from tests.support.models import CASES
 from tests.support.offloaded import local
-from tests.support.plans import random_plan
 from tests.support.ranks import mesh_of, restores
-from tests.support.reference import gathered, gradients_of, scalar
+from tests.support.reference import gradients_of
 from tests.support.tiers import slow
 
 aten, c10d = torch.ops.aten, torch.ops._c10d_functional
-Way = tuple[tuple[int, ...], Mapping[str, Any]]
-STEPS = 2
-#: Way of a step in micro-batches or stages, where `parallel.step` runs it.
-BY_STEP = ("micro_batches", "pipeline_stages")
-
-
-@restores(stage_module, "WHOLE_UP_TO")
-def run(case_name: str, way: Way, backend: str) -> dict[str, torch.Tensor]:
-    """What two steps leave: losses, the second's gradients, parameters, buffers; and a loss without gradients."""
-    case, (shape, options) = CASES[case_name], way
-    mesh, (args, kwargs) = mesh_of(*shape), case.inputs(8)
-    given = {k: v for k, v in options.items() if k not in ("random", "by_block")}
-    if "by_block" in options:
-        stage_module.WHOLE_UP_TO = 0
-    if "random" in options:
-        given["plan"] = random_plan(case, shape, mesh.mesh_dim_names or (), options["random"])
-    parallel = autoparallel.compile(case.build(), mesh, example_inputs=args, example_kwargs=kwargs, backend=backend,
-                                    **given)
-    parallel.manual_seed(3)
-    stepped = any(name in options for name in BY_STEP)
-    optimizer, losses = torch.optim.SGD(parallel.parameters(), lr=0.1), []
-    for _ in range(STEPS):
-        optimizer.zero_grad()
-        if stepped:
-            loss = parallel.step(*args, **kwargs)
-        else:
-            loss = case.loss(parallel(*args, **kwargs))
-            loss.backward()
-        losses.append(scalar(loss))
-        optimizer.step()
-    gradients = gradients_of(parallel)
-    with torch.no_grad():
-        again = parallel.step(*args, **kwargs) if stepped else case.loss(parallel(*args, **kwargs))
-    losses.append(scalar(again))
-    found = {f"gradient of {name}": value for name, value in gradients.items()}
-    found |= gathered(parallel.named_parameters()) | gathered(parallel.named_buffers())
-    return {"losses": torch.tensor(losses, dtype=torch.float64), **found}
-
-
-def differences(case_name: str, ways: Sequence[Way], backend: str) -> list[str]:
-    """Run on each rank: what differs from the same way node by node."""
-    found = []
-    for way in ways:
-        expected, actual = run(case_name, way, "eager"), run(case_name, way, backend)
-        assert expected.keys() == actual.keys()
-        largest = max(float(v.abs().max()) for k, v in expected.items() if k.startswith("gradient") and v.numel())
-        for name, value in expected.items():
-            scale = largest if name.startswith("gradient") else float(value.abs().max()) if value.numel() else 1.0
-            error = float((value.double() - actual[name].double()).abs().max()) if value.numel() else 0.0
-            if not error <= 1e-5 * max(scale, 1e-6):
-                found.append(f"{case_name} by {way}: {name} differs by {error:.2e}, its scale is {scale:.2e}")
-    return found
-
-
-def check(ranks: Any, case_name: str, *ways: Way, backend: str = "aot_eager", timeout_s: float = 280) -> None:
-    for found in ranks(4).run(differences, case_name, ways, backend, timeout_s=timeout_s):
-        assert not found, "\n".join(found)
-
-
-DDP: Way = ((4,), {"baseline": "ddp"})
-FSDP: Way = ((4,), {"baseline": "fsdp"})
-
-
 RECOMPUTED: Way = ((2, 2), {"baseline": "fsdp", "recompute": "full", "zero_stage": 3})
 SELECTIVE: Way = ((4,), {"baseline": "ddp", "recompute": "selective"})    # attention is one op of several results
 OFFLOADED: Way = ((2, 2), {"baseline": "fsdp", "recompute": "offload", "zero_stage": 3})
@@ -235,39 +172,12 @@ def test_dropout_draws_the_numbers_of_eager(ranks: Any) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(3700)
-@pytest.mark.parametrize("case_name", ["mlp", "transformer_encoder", "gpt2", "llama", "bert", "vit", "resnet"])
-@pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
-def test_the_whole_table(ranks: Any, case_name: str, backend: str) -> None:
-    check(ranks, case_name, DDP, FSDP, ((4,), {"baseline": "tensor_parallel"}), ((2, 2), {}), ((2, 2), {"random": 0}),
-          backend=backend, timeout_s=3600)
-
-
-@pytest.mark.slow
-@pytest.mark.timeout(3700)
-@pytest.mark.parametrize("case_name", ["llama", "gpt2", "bert", "resnet"])
-def test_random_plans(ranks: Any, case_name: str) -> None:
-    check(ranks, case_name, *(((4,), {"random": seed}) for seed in range(10)),
-          *(((2, 2), {"random": seed}) for seed in range(10)), timeout_s=3600)
-
-
-@pytest.mark.slow
 @pytest.mark.timeout(1600)
 @pytest.mark.parametrize("zero_stage", [0, 1, 2, 3])
 def test_zero_stages(ranks: Any, zero_stage: int) -> None:
     check(ranks, "llama", ((4,), {"micro_batches": 2, "zero_stage": zero_stage}),
           ((2, 2), {"zero_stage": zero_stage, "reduce_dtype": "float32"}),
           ((2, 2), {"pipeline_stages": 2, "micro_batches": 4, "zero_stage": zero_stage}))
-
-
-@pytest.mark.slow
-@pytest.mark.timeout(1600)
-@pytest.mark.parametrize("options", [{"schedule": "gpipe"}, {"schedule": "1f1b"},
-                                     {"schedule": "interleaved", "pipeline_stages": 4},
-                                     {"schedule": "1f1b", "recompute": "full"},
-                                     {"schedule": "1f1b", "recompute": "selective"}])
-def test_pipelines(ranks: Any, options: dict[str, Any]) -> None:
-    check(ranks, "gpt2_dropout", ((2, 2), {"pipeline_stages": 2, "micro_batches": 4, **options}))
 
 
 @pytest.mark.slow
@@ -374,8 +284,8 @@ def test_other_backends_are_refused_by_name() -> None:
 
 
 @pytest.mark.parametrize(("hybrid", "message"), [
-    (Hybrid(4, copies=2), "copies=2"),
     (Hybrid(4, 2, 2, "zero_bubble", zero_stage=1), "zero_bubble"),
+    (Hybrid(zero_stage=3, offload=Offload("host", parameters="host")), "fetches parameters op by op"),
 ])
 def test_steps_that_graphs_cannot_run_are_refused(hybrid: Hybrid, message: str) -> None:
     backends.check("eager", hybrid)

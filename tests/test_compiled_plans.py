@@ -1,0 +1,129 @@
+"""Compiled programs under many plans: drawn and by hand, pipelines, several micro-batches at a time."""
+
+from __future__ import annotations
+
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+from torch._functorch.aot_autograd import make_boxed_func
+from torch.fx import GraphModule
+
+import autoparallel
+from autoparallel.backends import aot
+from autoparallel.backends.traced import STARTS
+from tests.support.compiled import DDP, FSDP, Way, check
+from tests.support.models import CASES
+from tests.support.ranks import mesh_of
+from tests.support.tiers import slow
+
+aten = torch.ops.aten
+BOTH = ("aot_eager", "inductor")
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(3700)
+@pytest.mark.parametrize("case_name", ["mlp", "transformer_encoder", "gpt2", "llama", "bert", "vit", "resnet"])
+@pytest.mark.parametrize("backend", BOTH)
+def test_the_whole_table(ranks: Any, case_name: str, backend: str) -> None:
+    check(ranks, case_name, DDP, FSDP, ((4,), {"baseline": "tensor_parallel"}), ((2, 2), {}), ((2, 2), {"random": 0}),
+          backend=backend, timeout_s=3600)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(10900)
+@pytest.mark.parametrize("case_name", ["mlp", "llama", "gpt2", "bert", "resnet"])
+@pytest.mark.parametrize("backend", BOTH)
+def test_random_plans(ranks: Any, case_name: str, backend: str) -> None:
+    """Twenty of each model, against one process."""
+    check(ranks, case_name, *(((4,), {"random": seed}) for seed in range(10)),
+          *(((2, 2), {"random": seed}) for seed in range(10)), backend=backend, alone=True, timeout_s=10800)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1900)
+@pytest.mark.parametrize("way", [
+    ((2, 2), {}), ((2, 2), {"by_hand": "dp=2,tp=2"}), ((2, 2), {"by_hand": "dp=2,tp=2,zero=3,sequence_parallel"}),
+    ((2, 2), {"by_hand": "dp=4,zero=3", "recompute": "full"})], ids=str)
+def test_two_axes_by_inductor(ranks: Any, way: Way) -> None:
+    check(ranks, "llama", way, backend="inductor", alone=True, timeout_s=1800)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1900)
+@pytest.mark.parametrize("options", [{"schedule": "gpipe"}, {"schedule": "1f1b"},
+                                     {"schedule": "interleaved", "pipeline_stages": 4},
+                                     {"schedule": "1f1b", "zero_stage": 3},
+                                     {"schedule": "1f1b", "recompute": "full"},
+                                     {"schedule": "1f1b", "recompute": "selective"}], ids=str)
+@pytest.mark.parametrize("backend", BOTH)
+def test_pipelines(ranks: Any, options: dict[str, Any], backend: str) -> None:
+    way: Way = ((2, 2), {"pipeline_stages": 2, "micro_batches": 4, **options})
+    check(ranks, "gpt2", way, backend=backend, alone=True, timeout_s=1800)
+    if backend == "aot_eager":
+        check(ranks, "gpt2_dropout", way, backend=backend)
+
+
+# ------------------------------------------------------------------------------ several micro-batches at a time
+
+
+@pytest.mark.parametrize(("case_name", "way"), [
+    ("gpt2_dropout", ((2, 2), {"micro_batches": 2, "copies": 2, "baseline": "tensor_parallel"})),
+    ("mlp", ((4,), {"micro_batches": 4, "copies": 2, "baseline": "fsdp", "zero_stage": 3})),
+    slow("gpt2_dropout", ((2, 2), {"micro_batches": 4, "copies": 2, "baseline": "tensor_parallel", "by_block": True})),
+    slow("gpt2_dropout", ((4,), {"micro_batches": 4, "copies": 2, "baseline": "fsdp", "zero_stage": 3,
+                                 "by_block": True})),
+    slow("gpt2_dropout", ((4,), {"micro_batches": 4, "copies": 4, "baseline": "fsdp", "zero_stage": 3,
+                                 "recompute": "full"})),
+    slow("gpt2_dropout", ((2, 2), {"micro_batches": 4, "copies": 4, "zero_stage": 2, "recompute": "selective"})),
+    slow("llama", ((4,), {"micro_batches": 4, "copies": 2, "baseline": "fsdp", "zero_stage": 3})),
+    slow("llama", ((2, 2), {"micro_batches": 4, "copies": 2, "zero_stage": 1, "recompute": "offload"})),
+    slow("llama", ((2, 2), {"micro_batches": 4, "copies": 2, "zero_stage": 2, "baseline": "fsdp", "by_block": True})),
+    slow("llama", ((2, 2), {"micro_batches": 4, "copies": 2, "zero_stage": 3, "recompute": "full", "by_block": True})),
+    slow("bert", ((2, 2), {"micro_batches": 4, "copies": 4, "zero_stage": 1, "baseline": "sequence_parallel"})),
+    slow("deepseek_v3", ((2, 2), {"micro_batches": 4, "copies": 4, "zero_stage": 2})),
+    slow("mixtral", ((2, 2), {"micro_batches": 2, "copies": 2, "baseline": "tensor_parallel"})),
+], ids=str)
+def test_copies(ranks: Any, case_name: str, way: Way) -> None:
+    """Node by node they compute the result of one micro-batch after the other (`test_copies.py`)."""
+    check(ranks, case_name, way)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1900)
+@pytest.mark.parametrize("options", [{"baseline": "tensor_parallel"}, {"baseline": "fsdp", "zero_stage": 3},
+                                     {"baseline": "sequence_parallel", "zero_stage": 0}], ids=str)
+def test_copies_by_inductor(ranks: Any, options: dict[str, Any]) -> None:
+    check(ranks, "gpt2", ((4,), {"micro_batches": 4, "copies": 2, **options}), backend="inductor", alone=True,
+          timeout_s=1800)
+
+
+def order_of_copies(copies: int) -> list[list[str]]:
+    """Of the forward and the backward graph of a tensor-parallel MLP: products, and large collectives as they are
+    issued and awaited."""
+    case, found = CASES["mlp"], list[list[str]]()
+
+    def noted(graph: GraphModule) -> Any:
+        names = list[str]()
+        large = [node for node in graph.graph.nodes if node.target in STARTS and node.args[0].meta["val"].numel() > 1]
+        for node in graph.graph.nodes:
+            if node in large or node.target in (aten.mm.default, aten.addmm.default):
+                names.append("issue" if node in large else "product")
+            elif any(start in large for start in node.all_input_nodes):
+                names.append("await")
+        found.append(names)
+        return make_boxed_func(graph.forward)
+
+    args, kwargs = case.inputs(8)
+    parallel = autoparallel.compile(case.build(), mesh_of(2), example_inputs=args, example_kwargs=kwargs,
+                                    backend="aot_eager", baseline="tensor_parallel", micro_batches=2, copies=copies)
+    with mock.patch.object(aot, "_as_it_is", noted):
+        parallel.step(*args, **kwargs)
+    return found
+
+
+def test_one_copy_is_sent_while_another_computes(ranks: Any) -> None:
+    (alone, _), (two, _) = (ranks(2).run(order_of_copies, copies) for copies in (1, 2))
+    assert alone[0] == ["product", "product", "issue", "await"]
+    assert two[0] == ["product", "product", "issue", "product", "product", "issue", "await", "await"]
