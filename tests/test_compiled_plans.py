@@ -83,7 +83,6 @@ def test_pipelines(ranks: Any, options: dict[str, Any], backend: str) -> None:
     slow("llama", ((2, 2), {"micro_batches": 4, "copies": 2, "zero_stage": 3, "recompute": "full", "by_block": True})),
     slow("bert", ((2, 2), {"micro_batches": 4, "copies": 4, "zero_stage": 1, "baseline": "sequence_parallel"})),
     slow("deepseek_v3", ((2, 2), {"micro_batches": 4, "copies": 4, "zero_stage": 2})),
-    slow("mixtral", ((2, 2), {"micro_batches": 2, "copies": 2, "baseline": "tensor_parallel"})),
 ], ids=str)
 def test_copies(ranks: Any, case_name: str, way: Way) -> None:
     """Node by node they compute the result of one micro-batch after the other (`test_copies.py`)."""
