@@ -8,10 +8,11 @@ from unittest import mock
 import pytest
 import torch
 from torch._functorch.aot_autograd import make_boxed_func
-from torch.fx import GraphModule
+from torch.fx import Graph, GraphModule
+from torch.fx.experimental.proxy_tensor import make_fx
 
 import autoparallel
-from autoparallel.backends import aot
+from autoparallel.backends import aot, two_parts
 from autoparallel.backends.traced import STARTS
 from tests.support.compiled import DDP, FSDP, Way, check
 from tests.support.models import CASES
@@ -126,3 +127,40 @@ def test_one_copy_is_sent_while_another_computes(ranks: Any) -> None:
     (alone, _), (two, _) = (ranks(2).run(order_of_copies, copies) for copies in (1, 2))
     assert alone[0] == ["product", "product", "issue", "await"]
     assert two[0] == ["product", "product", "issue", "product", "product", "issue", "await", "await"]
+
+
+# ------------------------------------------------------------------------------------------- backward in two parts
+
+
+@pytest.mark.parametrize("generates", [False, slow(True)])
+def test_gradients_of_weights_are_a_part_of_their_own(generates: bool) -> None:
+    """The second part reads what backward saved after the first one ran."""
+    def forward(x: torch.Tensor, *weights: torch.Tensor) -> tuple[torch.Tensor]:
+        for weight in weights:
+            x = (x @ weight).tanh()
+        return (x,)
+
+    torch.manual_seed(0)
+    given = [torch.randn(4, 6, requires_grad=True), *(torch.randn(6, 6, requires_grad=True) for _ in range(3))]
+    expected = torch.autograd.grad(forward(*given)[0].square().sum(), given)
+    traced = make_fx(forward, tracing_mode="fake")(*(x.detach() for x in given))
+    made = aot.compile_graph(traced, given, aot.Passes(lambda joint: None, lambda module, backward: None,
+                                                       lambda module: None), generates, put_off=(1, 2, 3))
+    loss = made(*given)[0].square().sum()
+    with two_parts.putting_off() as put_off:
+        loss.backward()
+    torch.testing.assert_close(given[0].grad, expected[0])
+    assert all(weight.grad is None for weight in given[1:])
+    ((_, gradients),) = put_off.later
+    torch.testing.assert_close(tuple(gradients()), expected[1:])
+    made(*given)[0].square().sum().backward()
+    torch.testing.assert_close(tuple(weight.grad for weight in given[1:]), expected[1:])
+
+
+def test_no_second_part_where_the_first_computes_everything() -> None:
+    graph = Graph()
+    x = graph.placeholder("x")
+    first = graph.call_function(torch.sin, (x,))
+    graph.output((first, first, None))
+    assert two_parts.halves(GraphModule({}, graph), (1, 2)) is None
+    assert two_parts.halves(GraphModule({}, graph), ()) is None

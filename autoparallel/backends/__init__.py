@@ -51,9 +51,10 @@ def check(backend: str, hybrid: Hybrid, sparse: Collection[str] = ()) -> None:
     if sparse:
         raise PlanError(f"{next(iter(sparse))} has sparse gradients (sparse=True), whose sizes depend on the ids, and "
                         f"graphs of backend={backend!r} have fixed ones: take backend='eager', or sparse=False")
-    if hybrid.puts_off_weights:
-        raise PlanError(f"schedule {hybrid.schedule!r} runs backward in two parts, and a graph of backend={backend!r} "
-                        f"is one: take schedule={names_of(lambda how: not how.splits_backward)}, or backend='eager'")
+    if hybrid.puts_off_weights and hybrid.zero_stage == 3:
+        raise PlanError(f"schedule {hybrid.schedule!r} with ZeRO-3 gathers parameters in both parts of backward, and "
+                        f"graphs of backend={backend!r} gather once: take zero_stage=2, or another schedule: "
+                        f"{names_of(lambda how: not how.splits_backward)}, or backend='eager'")
 
 
 def check_replays(hybrid: Hybrid, position: MeshPosition, sparse: Collection[str] = ()) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -24,6 +24,7 @@ from torch.fx.experimental.symbolic_shapes import ShapeEnv
 from autoparallel.backends.agreement import one_first
 from autoparallel.backends.generated import misuse_of_memory
 from autoparallel.backends.traced import STARTS
+from autoparallel.backends.two_parts import halves
 from autoparallel.errors import LoweringError
 from autoparallel.kernels import collectives
 
@@ -127,16 +128,25 @@ def fake_inputs(inputs: Sequence[torch.Tensor], graded: bool) -> list[torch.Tens
                                     requires_grad=graded and x.requires_grad) for x in inputs]
 
 
-def compile_graph(module: GraphModule, inputs: Sequence[torch.Tensor], passes: Passes, generates: bool) -> Compiled:
+def compile_graph(module: GraphModule, inputs: Sequence[torch.Tensor], passes: Passes, generates: bool,
+                  put_off: Collection[int] = ()) -> Compiled:
     """``module``, a graph of flat tensors in and out, traced into forward and backward, rewritten by ``passes`` and
     compiled: by Inductor if ``generates`` is true, else run node by node.
 
-    ``inputs``: shapes, strides and requires_grad of a call, with gradients if they are enabled now. Torch's settings
-    are as before when this returns. Raises LoweringError if the code uses memory that a collective still uses.
+    ``inputs``: shapes, strides and requires_grad of a call, with gradients if they are enabled now; ``put_off``: the
+    numbers of those whose gradients are a second part of backward (`two_parts`). Torch's settings are as before when
+    this returns. Raises LoweringError if the code uses memory that a collective still uses.
     """
     def inner(graph: GraphModule, examples: Sequence[Any], **kwargs: Any) -> Any:
         if kwargs.get("is_inference"):
             passes.alone(graph)
+        if kwargs.get("is_backward") and (both := halves(graph, put_off)) is not None:
+            first, second = both.first, both.second
+            return both.call(coded(first, examples, **kwargs),
+                             coded(second, both.examples(), **{**kwargs, "static_input_idxs": ()}))
+        return coded(graph, examples, **kwargs)
+
+    def coded(graph: GraphModule, examples: Sequence[Any], **kwargs: Any) -> Any:
         if not generates:
             return _as_it_is(graph)
         with one_first(graph):
@@ -148,7 +158,9 @@ def compile_graph(module: GraphModule, inputs: Sequence[torch.Tensor], passes: P
                 "reorder_for_locality": False, "graph_partition": False}
     wrong = list[str | None]()
     looks = mock.patch.object(GraphLowering, "save_output_code", lambda code: wrong.append(misuse_of_memory(code)))
-    whole = functorch_config.patch(enable_autograd_cache=False, force_non_lazy_backward_lowering=True)
+    # Donated is what backward saved, whose memory its code may take: a second part still reads it.
+    whole = functorch_config.patch(enable_autograd_cache=False, force_non_lazy_backward_lowering=True,
+                                   donated_buffer=not put_off)
     graded = torch.is_grad_enabled()
     with whole, looks, torch.inference_mode(False), torch.set_grad_enabled(graded):
         fakes = fake_inputs(inputs, graded)

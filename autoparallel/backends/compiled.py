@@ -6,6 +6,7 @@ import itertools
 import logging
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from operator import attrgetter
 from typing import Any
 
@@ -14,7 +15,7 @@ from torch import Tensor, nn
 from torch.fx import GraphModule
 from torch.fx import Node as FxNode
 
-from autoparallel.backends import agreement
+from autoparallel.backends import agreement, two_parts
 from autoparallel.backends.buckets import bucket_gathers, bucket_reductions
 from autoparallel.backends.flat import FlatProgram, flat
 from autoparallel.backends.left_out import views_left_out
@@ -39,6 +40,7 @@ class Lowering:
     ``recompute``: as in `Hybrid`, of the blocks that ``block_of`` names (None: as they are; of several micro-batches at
     a time each has its own). ``saved_on``: where what these blocks save waits for backward; if not "device", of parts
     that are these blocks.
+    ``puts_off``: gradients of leaves among the parameters are a second part of backward (zero bubble).
     ``bucket_bytes``: of gathers and reductions of parameters, at most. ``made``: what has been compiled, by what it is,
     with the order of its collectives.
     """
@@ -49,6 +51,7 @@ class Lowering:
     block_of: Callable[[FxNode], object]
     bucket_bytes: float
     saved_on: str = "device"
+    puts_off: bool = False
     made: dict[Any, tuple[Callable[..., Sequence[Tensor]], Sequence[Collective]]] = field(default_factory=dict)
 
     @property
@@ -109,25 +112,39 @@ class CompiledPart(nn.Module):
         if not self.flat.returns:
             return self.flat.structured(())
         inputs = self.flat.inputs([x.contiguous() for x in placeholders], rng.call_seeds())
-        form = torch.is_grad_enabled(), tuple(map(_form, inputs))
+        late = self._put_off(inputs)
+        form = torch.is_grad_enabled(), tuple(map(_form, inputs)), late
         if form not in self.calls:
             key = self.flat.text, form
             if key not in self.how.made:
-                self.how.made[key] = self._compiled(inputs)
+                self.how.made[key] = self._compiled(inputs, late)
             self.calls[form], order = self.how.made[key]
             agreement.check_order(order, groups.bound().values())
         made = self.calls[form](*inputs)
         for node in {result.grad_fn for result in made if result.grad_fn is not None}:
             node.register_prehook(_runs_once)
+            if late:
+                node.register_prehook(partial(_runs_next, [inputs[number] for number in late]))
         return self.flat.structured(made)
 
-    def _compiled(self, inputs: Sequence[Tensor]) -> tuple[Callable[..., Sequence[Tensor]], Sequence[Collective]]:
+    def _put_off(self, inputs: Sequence[Tensor]) -> tuple[int, ...]:
+        """The numbers of the inputs whose gradients are a second part of backward: parameters that autograd gives
+        gradients, and not to what they were made of."""
+        return tuple(number for number, x in enumerate(inputs) if self.how.puts_off and number in self.parameters_at
+                     and x.requires_grad and x.is_leaf)
+
+    def _compiled(self, inputs: Sequence[Tensor], late: Sequence[int]
+                  ) -> tuple[Callable[..., Sequence[Tensor]], Sequence[Collective]]:
         from autoparallel.backends import aot  # seconds to import
 
         passes = _Passes(self.how, self.parameters_at)
         call = aot.compile_graph(self.flat.module, inputs, aot.Passes(passes.tag, passes.each, passes.alone),
-                                 self.how.generates)
+                                 self.how.generates, late)
         return call, passes.orders
+
+
+def _runs_next(weights: Sequence[Tensor], _: object) -> None:
+    two_parts.runs_next(weights)
 
 
 def _runs_once(gradients: Sequence[Tensor | None]) -> None:

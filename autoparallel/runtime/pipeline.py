@@ -24,6 +24,7 @@ from torch.distributed.pipelining import _backward as torch_backward
 from torch.distributed.pipelining import schedules as torch_schedules
 from torch.distributed.pipelining._utils import InferenceMode
 
+from autoparallel.backends.two_parts import putting_off
 from autoparallel.errors import LaunchError
 from autoparallel.kernels.groups import sends
 from autoparallel.plans import Hybrid
@@ -109,6 +110,12 @@ class _Stage(torch_pp.PipelineStage):
 
     def backward_maybe_with_nosync(self, backward_type: str, bwd_kwargs: dict[str, Any], last_backward: bool = False
                                    ) -> tuple[tuple[torch.Tensor | None, ...], list[dict[str, Any]] | None]:
+        if self.module.is_compiled and backward_type == "input":
+            return compiled_backward_of_inputs(bwd_kwargs["stage_output"], bwd_kwargs["output_grads"],
+                                               bwd_kwargs["input_values"])
+        if self.module.is_compiled and backward_type == "weight":
+            compiled_backward_of_weights(self.module, bwd_kwargs["param_groups"], self._reduces_now)
+            return (), None
         if backward_type == "input":
             return backward_of_inputs(bwd_kwargs["stage_output"], bwd_kwargs["output_grads"],
                                       bwd_kwargs["input_values"], list(self.submod.parameters()))
@@ -256,6 +263,36 @@ def backward_of_weights(module: StageModule, groups: Sequence[dict[str, Any]], r
     for group, some in zip(groups, nodes, strict=True):
         torch_backward.stage_backward_weight(iter(weights), [group])
         arrived(*(numbers[node] for node in some))
+
+
+def compiled_backward_of_inputs(outputs: Sequence[torch.Tensor], output_grads: Sequence[torch.Tensor | None] | None,
+                                inputs: Sequence[Any]) -> tuple[tuple[torch.Tensor | None, ...], list[Any]]:
+    """`backward_of_inputs` of a compiled stage, whose graphs put off the gradients of weights themselves. In place of
+    groups it returns what `two_parts.putting_off` left."""
+    takes = [x for x in inputs if isinstance(x, torch.Tensor) and x.requires_grad]
+    gives = [(o, torch.ones_like(o) if output_grads is None else output_grads[i])
+             for i, o in enumerate(outputs) if o.requires_grad]
+    with putting_off() as put_off:
+        if gives:
+            torch.autograd.backward([o for o, _ in gives], [g for _, g in gives])
+    found = tuple(x.grad if isinstance(x, torch.Tensor) and x.requires_grad else None for x in inputs)
+    for x in takes:
+        x.grad = None
+    for output in outputs:
+        output.detach_()
+    return found, put_off.later
+
+
+def compiled_backward_of_weights(module: StageModule, later: Sequence[Any], reduces: bool) -> None:
+    """`backward_of_weights` of a compiled stage."""
+    numbers = {id(leaf): number for number, leaf in enumerate(module.leaves)}
+    expected = {numbers[id(weight)] for weights, _ in later for weight in weights} if reduces else set()
+    arrived = module.reduce_weights_overlapped(expected) if reduces else lambda *_: None
+    for weights, gradients in later:
+        for weight, gradient in zip(weights, gradients(), strict=True):
+            summed = gradient.to(weight.grad_dtype or gradient.dtype)
+            weight.grad = summed if weight.grad is None else weight.grad + summed
+        arrived(*(numbers[id(weight)] for weight in weights))
 
 
 def _split(outputs: Sequence[torch.Tensor], inputs: Sequence[torch.Tensor], weights: Sequence[torch.Tensor]

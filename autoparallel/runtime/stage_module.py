@@ -88,7 +88,7 @@ def compiled_by(backend: str, program: GraphModule, hybrid: Hybrid, overlaps: bo
     if shared is not None and hybrid.copies > 1:
         program = in_copies(program, shared, hybrid, asynchronous=False, by_block=in_parts)
     how = Lowering(backend == INDUCTOR, hybrid.zero_stage == 3 and not between, hybrid.recompute,
-                   _recomputed_run(hybrid), hybrid.bucket_bytes, hybrid.saved_on)
+                   _recomputed_run(hybrid), hybrid.bucket_bytes, hybrid.saved_on, hybrid.puts_off_weights)
     if between:
         program = _gathered_as(hybrid, program, gathers_parameter)
         together = hybrid.saved_on == "device"    # else blocks leave one by one
@@ -160,6 +160,7 @@ class StageModule(nn.Module):
         self.on_host: dict[int, torch.Tensor] = {}
         self.program, self.loss, self.axes = program, loss, axes
         self.each_micro_batch, self.copies = hybrid.zero_stage >= 2, hybrid.copies
+        self.is_compiled = backend != EAGER
         self.regathers = hybrid.zero_stage == 3 and (backend == EAGER or in_blocks(program.module, hybrid))
         split = split_step(program, hybrid, backend)
         self.bucket_bytes = hybrid.bucket_bytes
