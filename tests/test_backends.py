@@ -53,7 +53,8 @@ def test_mlp_by_inductor(ranks: Any, way: Way) -> None:
 
 def test_steps_in_micro_batches_and_stages(ranks: Any) -> None:
     check(ranks, "mlp", ((4,), {"micro_batches": 2, "zero_stage": 3}))
-    check(ranks, "gpt2_dropout", ((2, 2), {"pipeline_stages": 2, "micro_batches": 4}))
+    check(ranks, "gpt2_dropout", ((2, 2), {"pipeline_stages": 2, "micro_batches": 4}),
+          ((2, 2), {"pipeline_stages": 2, "micro_batches": 4, "schedule": "zero_bubble"}))
 
 
 def test_block_by_block_with_dropout(ranks: Any) -> None:
@@ -284,7 +285,7 @@ def test_other_backends_are_refused_by_name() -> None:
 
 
 @pytest.mark.parametrize(("hybrid", "message"), [
-    (Hybrid(4, 2, 2, "zero_bubble", zero_stage=1), "zero_bubble"),
+    (Hybrid(4, 2, 2, "zero_bubble", zero_stage=3), "zero_bubble"),
     (Hybrid(zero_stage=3, offload=Offload("host", parameters="host")), "fetches parameters op by op"),
 ])
 def test_steps_that_graphs_cannot_run_are_refused(hybrid: Hybrid, message: str) -> None:

@@ -55,6 +55,9 @@ def test_two_axes_by_inductor(ranks: Any, way: Way) -> None:
 @pytest.mark.timeout(1900)
 @pytest.mark.parametrize("options", [{"schedule": "gpipe"}, {"schedule": "1f1b"},
                                      {"schedule": "interleaved", "pipeline_stages": 4},
+                                     {"schedule": "zero_bubble"}, {"schedule": "zero_bubble", "zero_stage": 2},
+                                     {"schedule": "zero_bubble", "recompute": "full"},
+                                     {"schedule": "zero_bubble", "by_block": True},
                                      {"schedule": "1f1b", "zero_stage": 3},
                                      {"schedule": "1f1b", "recompute": "full"},
                                      {"schedule": "1f1b", "recompute": "selective"}], ids=str)
