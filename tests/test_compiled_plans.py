@@ -14,6 +14,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 import autoparallel
 from autoparallel.backends import aot, two_parts
 from autoparallel.backends.traced import STARTS
+from autoparallel.runtime import pipeline
 from tests.support.compiled import DDP, FSDP, Way, check
 from tests.support.models import CASES
 from tests.support.ranks import mesh_of
@@ -167,3 +168,27 @@ def test_no_second_part_where_the_first_computes_everything() -> None:
     graph.output((first, first, None))
     assert two_parts.halves(GraphModule({}, graph), (1, 2)) is None
     assert two_parts.halves(GraphModule({}, graph), ()) is None
+
+
+def put_off_on_a_stage() -> tuple[int, int]:
+    """Weights whose gradients a rank's second parts gave in a step of four micro-batches, and its trained weights."""
+    case, found = CASES["gpt2"], list[int]()
+    args, kwargs = case.inputs(8)
+    parallel = autoparallel.compile(case.build(), mesh_of(2), example_inputs=args, example_kwargs=kwargs,
+                                    backend="aot_eager", pipeline_stages=2, micro_batches=4, schedule="zero_bubble")
+    second = pipeline.compiled_backward_of_weights
+
+    def counted(module: Any, later: Any, reduces: bool) -> None:
+        found.append(sum(len(weights) for weights, _ in later))
+        second(module, later, reduces)
+
+    with mock.patch.object(pipeline, "compiled_backward_of_weights", counted):
+        parallel.step(*args, **kwargs)
+    return sum(found), sum(p.requires_grad for p in parallel.parameters())
+
+
+def test_a_stage_puts_off_the_gradients_of_its_weights(ranks: Any) -> None:
+    """The first stage has no gradients of inputs to send, and runs backward whole."""
+    (first, _), (last, weights) = ranks(2).run(put_off_on_a_stage)
+    assert first == 0
+    assert last == 4 * weights
