@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import logging
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from operator import attrgetter
@@ -123,8 +123,8 @@ class CompiledPart(nn.Module):
         made = self.calls[form](*inputs)
         for node in {result.grad_fn for result in made if result.grad_fn is not None}:
             node.register_prehook(_runs_once)
-            if late:
-                node.register_prehook(partial(_runs_next, [inputs[number] for number in late]))
+            if late and node.name() == two_parts.NODE:    # not a view of a result
+                node.register_prehook(partial(_runs_next, {number: inputs[number] for number in late}))
         return self.flat.structured(made)
 
     def _put_off(self, inputs: Sequence[Tensor]) -> tuple[int, ...]:
@@ -143,7 +143,7 @@ class CompiledPart(nn.Module):
         return call, passes.orders
 
 
-def _runs_next(weights: Sequence[Tensor], _: object) -> None:
+def _runs_next(weights: Mapping[int, Tensor], _: object) -> None:
     two_parts.runs_next(weights)
 
 

@@ -7,7 +7,7 @@ runs the first, gives no gradient to weights, and leaves the second to the calle
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, field
@@ -17,13 +17,16 @@ from torch import Tensor
 from torch.fx import Graph, GraphModule
 from torch.fx import Node as FxNode
 
+#: Autograd's name of the node that runs a graph which AOTAutograd made (torch 2.13).
+NODE = "CompiledFunctionBackward"
+
 
 @dataclass
 class PutOff:
-    """Second parts that are left. ``weights``: of the node that runs now."""
+    """Second parts that are left. ``weights``: of the node that runs now, by number of the graph's input."""
 
     later: list[tuple[Sequence[Tensor], Callable[[], Sequence[Tensor]]]] = field(default_factory=list)
-    weights: Sequence[Tensor] = ()
+    weights: Mapping[int, Tensor] = field(default_factory=dict)
 
 
 _put_off: ContextVar[PutOff | None] = ContextVar("put_off", default=None)
@@ -40,8 +43,9 @@ def putting_off() -> Iterator[PutOff]:
         _put_off.reset(token)
 
 
-def runs_next(weights: Sequence[Tensor]) -> None:
-    """Say whose backward runs next, by the weights that its second part gives gradients."""
+def runs_next(weights: Mapping[int, Tensor]) -> None:
+    """Say whose backward runs next, by the weights whose gradients are put off. A node of which this is not said runs
+    both parts."""
     if (put_off := _put_off.get()) is not None:
         put_off.weights = weights
 
@@ -70,8 +74,10 @@ class Halves:
             made = list(first(given))
             results = made[: (count := len(made) - self.passed)]
             kept += made[count:]
-            if (put_off := _put_off.get()) is not None:
-                put_off.later.append((put_off.weights, lambda: second(kept)))
+            put_off = _put_off.get()
+            if put_off is not None and put_off.weights:
+                weights, put_off.weights = put_off.weights, {}
+                put_off.later.append(([weights[number] for number in self.weights], lambda: second(kept)))
                 return results
             for number, gradient in zip(self.weights, second(kept), strict=True):
                 results[number] = gradient

@@ -286,13 +286,13 @@ def compiled_backward_of_inputs(outputs: Sequence[torch.Tensor], output_grads: S
 def compiled_backward_of_weights(module: StageModule, later: Sequence[Any], reduces: bool) -> None:
     """`backward_of_weights` of a compiled stage."""
     numbers = {id(leaf): number for number, leaf in enumerate(module.leaves)}
-    expected = {numbers[id(weight)] for weights, _ in later for weight in weights} if reduces else set()
-    arrived = module.reduce_weights_overlapped(expected) if reduces else lambda *_: None
-    for weights, gradients in later:
+    last = {numbers[id(weight)]: part for part, (weights, _) in enumerate(later) for weight in weights}
+    arrived = module.reduce_weights_overlapped(last) if reduces else lambda *_: None
+    for part, (weights, gradients) in enumerate(later):
         for weight, gradient in zip(weights, gradients(), strict=True):
             summed = gradient.to(weight.grad_dtype or gradient.dtype)
             weight.grad = summed if weight.grad is None else weight.grad + summed
-        arrived(*(numbers[id(weight)] for weight in weights))
+        arrived(*(number for number, final in last.items() if final == part))
 
 
 def _split(outputs: Sequence[torch.Tensor], inputs: Sequence[torch.Tensor], weights: Sequence[torch.Tensor]
