@@ -48,12 +48,12 @@ def run(case_name: str, way: Way, backend: str) -> dict[str, torch.Tensor]:
 def trained(case: ModelCase, model: nn.Module) -> dict[str, torch.Tensor]:
     """Losses of two steps, gradients of the second, then parameters, buffers; and a loss without gradients."""
     args, kwargs = case.inputs(8)
-    stepped = isinstance(model, ParallelModule) and not model.plan.hybrid.is_plain
+    step = model.step if isinstance(model, ParallelModule) and not model.plan.hybrid.is_plain else None
     optimizer, losses = torch.optim.SGD(model.parameters(), lr=LEARNING_RATE), []
     for _ in range(STEPS):
         optimizer.zero_grad()
-        if stepped:
-            loss = model.step(*args, **kwargs)
+        if step is not None:
+            loss = step(*args, **kwargs)
         else:
             loss = case.loss(model(*args, **kwargs))
             loss.backward()
@@ -61,7 +61,7 @@ def trained(case: ModelCase, model: nn.Module) -> dict[str, torch.Tensor]:
         optimizer.step()
     gradients = gradients_of(model)
     with torch.no_grad():
-        again = model.step(*args, **kwargs) if stepped else case.loss(model(*args, **kwargs))
+        again = step(*args, **kwargs) if step is not None else case.loss(model(*args, **kwargs))
     losses.append(scalar(again))
     found = {f"gradient of {name}": value for name, value in gradients.items()}
     found |= gathered(model.named_parameters()) | gathered(model.named_buffers())
