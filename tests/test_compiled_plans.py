@@ -151,7 +151,7 @@ def test_gradients_of_weights_are_a_part_of_their_own(generates: bool) -> None:
     made = aot.compile_graph(traced, given, aot.Passes(lambda joint: None, lambda module, backward: None,
                                                        lambda module: None), generates, put_off=(1, 2, 3))
     result = made(*given)[0]
-    assert result.grad_fn.name() == two_parts.NODE
+    assert result.grad_fn is not None and result.grad_fn.name() == two_parts.NODE
     result.grad_fn.register_prehook(lambda _: two_parts.runs_next(dict(enumerate(given))))
     with two_parts.putting_off() as put_off:
         result.square().sum().backward()
