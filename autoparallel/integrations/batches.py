@@ -6,7 +6,7 @@ reads it (the parallel module keeps its part).
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from itertools import islice
 from typing import Any
 
@@ -14,6 +14,8 @@ import torch
 from torch.utils.data import BatchSampler, DataLoader, IterableDataset
 
 from autoparallel.errors import InputError
+from autoparallel.integrations.kept import as_they_were
+from autoparallel.runtime.reading import drawing
 
 
 class JoinedBatches(BatchSampler):
@@ -63,20 +65,26 @@ def joined_loader(loader: DataLoader[Any], count: int, around: Callable[[Any], A
 
 
 def first_batches(loader: DataLoader[Any], count: int) -> list[Any]:
-    """The first ``count`` batches, read beside the loader: its order, and torch's random numbers, stay as they were."""
+    """The first ``count`` batches (of a shuffled loader in an order of their own), read beside the loader: what it
+    gives afterwards, and all random numbers, are as without. Raises InputError for a stream that can be read once."""
     collate: Callable[[list[Any]], Any] = loader.collate_fn
-    with torch.random.fork_rng(devices=[]):
+    with drawing(), as_they_were(loader):
         if isinstance(loader.dataset, IterableDataset):
-            samples, size = iter(loader.dataset), loader.batch_size or 1
+            samples, size = _stream(loader.dataset), loader.batch_size or 1
             parts = [list(islice(samples, size)) for _ in range(count)]
         else:
-            sampler = getattr(loader.batch_sampler, "sampler", None)
-            epoch = getattr(sampler, "epoch", None)
             batches: Any = loader.batch_sampler
             parts = [[loader.dataset[index] for index in batch] for batch in islice(iter(batches), count)]
-            if epoch is not None:  # a sampler that has come to its end goes on to the next
-                sampler.epoch = epoch  # type: ignore[union-attr]
         return [collate(part) for part in parts if part]
+
+
+def _stream(dataset: IterableDataset[Any]) -> Iterator[Any]:
+    samples = iter(dataset)
+    if isinstance(samples, Generator) and iter(dataset) is samples:
+        raise InputError(f"the stream {type(dataset).__name__} can be read once only, as its __iter__ returns the same "
+                         "generator each time: the first batch, for which the model is compiled, would be lost\n"
+                         "  Make a new generator in __iter__, as `def __iter__(self): yield from ...` does.")
+    return samples
 
 
 def rows_of(batch: Any) -> int | None:
