@@ -238,6 +238,9 @@ def test_unknown_names_list_the_known(call: Callable[[], Any], error: type[Autop
     ({"joint": "no"}, PlanError, ("joint is 'no'", "True or False")),
     ({"memory_limit_bytes": 10**400}, PlanError, ("memory_limit_bytes is of type int", "bytes per device")),
     ({"model": torch.jit.script(nn.Linear(32, 32))}, CaptureError, ("torch.jit", "the original module")),
+    ({"model": nn.Sequential(torch.jit.script(nn.Linear(32, 32)))}, CaptureError, ("torch.jit (0)",)),
+    ({"model": torch.ao.quantization.quantize_dynamic(nn.Sequential(nn.Linear(32, 32)))}, CaptureError,
+     ("a quantized Linear (0), of torch.ao.nn.quantized.dynamic", "before it was quantized")),
     ({"model": torch.relu}, CaptureError, ("relu", "an instance of torch.nn.Module", "whose forward calls it")),
 ])
 def test_options_and_arguments_of_other_kinds(options: dict[str, Any], error: type[AutoparallelError], parts: Any

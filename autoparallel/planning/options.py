@@ -496,10 +496,27 @@ _ELSEWHERE = {
 _ERRORS: Mapping[str, type[AutoparallelError]] = {"search": SearchError, "pins": PinError}
 
 
+#: Where torch has modules with packed weights, as quantize_dynamic and convert make them.
+_QUANTIZED = ("torch.ao.nn.quantized", "torch.ao.nn.intrinsic.quantized")
 #: Modules that are distributed already.
 PARALLEL = frozenset({"autoparallel.runtime.module.ParallelModule",
                       "torch.nn.parallel.distributed.DistributedDataParallel",
                       "torch.distributed.fsdp.fully_sharded_data_parallel.FullyShardedDataParallel"})
+
+
+def _check_kinds(model: nn.Module) -> None:
+    """Raises CaptureError for modules of torch.jit, quantized ones, and ones that are on several ranks already."""
+    for name, part in model.named_modules():
+        kind, place = type(part), f" ({name})" if name else ""
+        if issubclass(kind, torch.jit.ScriptModule):
+            raise CaptureError(f"the model has a {kind.__name__} of torch.jit{place}: give the original module")
+        if kind.__module__.startswith(_QUANTIZED):
+            raise CaptureError(f"the model has a quantized {kind.__name__}{place}, of {kind.__module__}, whose weights "
+                               "are packed for one device\n  Give the module before it was quantized (for smaller "
+                               "weights model.to(torch.bfloat16)).")
+        if not PARALLEL.isdisjoint(f"{base.__module__}.{base.__name__}" for base in kind.__mro__):
+            raise CaptureError(f"the model has a {kind.__name__}{place}, which is on several ranks already: give the "
+                               "module that it was made of")
 
 
 def check_call(model: Any, inputs: Any, keywords: Any) -> None:
@@ -508,12 +525,7 @@ def check_call(model: Any, inputs: Any, keywords: Any) -> None:
     if not isinstance(model, nn.Module):
         raise CaptureError(f"the model is {shown(model)}: give an instance of torch.nn.Module; of a function, write a "
                            "module whose forward calls it")
-    for kind in {type(part): None for part in model.modules()}:
-        if issubclass(kind, torch.jit.ScriptModule):
-            raise CaptureError(f"the model has a {kind.__name__} of torch.jit: give the original module")
-        if not PARALLEL.isdisjoint(f"{base.__module__}.{base.__name__}" for base in kind.__mro__):
-            raise CaptureError(f"the model has a {kind.__name__}, which is on several ranks already: give the module "
-                               "that it was made of")
+    _check_kinds(model)
     lazy = [name for name, t in (*model.named_parameters(), *model.named_buffers()) if is_lazy(t)]
     if lazy:
         raise CaptureError(f"the shapes of {', '.join(lazy[:3])} are not known before the model's first call\n"

@@ -37,7 +37,8 @@ def check_mesh(mesh: DeviceMesh | int, plan: Plan | None = None) -> DeviceMesh:
     world = dist.get_world_size()
     if isinstance(mesh, int):
         if mesh != world:
-            raise MeshError(f"{mesh} devices were asked for and the world has {world} ranks: start {mesh} processes")
+            raise MeshError(f"{mesh} devices were asked for and the world has {world} ranks: give {world}"
+                            f"{f', or start {mesh} processes' if mesh > 0 else ''}")
         shape, names = ((mesh,), ("devices",)) if plan is None else plan.axes
         if math.prod(shape) != mesh:
             raise MeshError(f"the plan is for a mesh of {shape}, and {mesh} devices were asked for: start "
