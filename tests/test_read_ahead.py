@@ -1,4 +1,4 @@
-"""A loader's first batch, for which a model is compiled before the loop begins: the loop gets the same batches."""
+"""Loaders of scripts of other libraries: a batch read ahead, to compile for, and batches joined for all ranks."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import torch
 from torch.utils.data import DataLoader, Dataset, IterableDataset, Subset
 
 from autoparallel.errors import InputError
-from autoparallel.integrations.batches import first_batches
+from autoparallel.integrations.batches import first_batches, joined_loader
 
 
 class Rows(Dataset[torch.Tensor]):
@@ -104,3 +104,17 @@ def test_a_stream_that_can_be_read_once_only_is_refused() -> None:
     assert torch.equal(first_batches(loader, 1)[0], next(iter(loader)))
     with pytest.raises(InputError, match="the stream Stream can be read once only"):
         first_batches(DataLoader(Stream(once=True), 4), 1)
+
+
+def test_joined_batches_of_like_lengths_are_those_of_one_process() -> None:
+    """transformers' sampler sorts by length within so many batches."""
+    from transformers.trainer_pt_utils import LengthGroupedSampler
+
+    lengths = [int(n) for n in torch.randint(1, 30, (44,), generator=torch.Generator().manual_seed(0))]
+
+    def batches(size: int, count: int) -> list[list[int]]:
+        sampler = LengthGroupedSampler(size, lengths=lengths, generator=torch.Generator().manual_seed(1))
+        loader = DataLoader(range(44), size, sampler=sampler)  # type: ignore[arg-type]
+        return [batch.tolist() for batch in joined_loader(loader, count)]
+
+    assert batches(2, 4) == batches(8, 1)

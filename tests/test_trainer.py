@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.utils.data import IterableDataset
 
 from autoparallel import integrations
 from autoparallel.errors import AutoparallelError, InputError
@@ -67,6 +69,25 @@ class Routed(Classified):
         return {**found, "loss": found["loss"] * len(labels) / kwargs.get("num_items_in_batch", len(labels)) + balance}
 
 
+class Streamed(IterableDataset[dict[str, Tensor]]):
+    """Sentences whose number is not known: three batches of 8 in an epoch."""
+
+    def __iter__(self) -> Iterator[dict[str, Tensor]]:
+        return (Text()[index] for index in range(24))
+
+
+class Masking:
+    """Masks with random numbers of its own, as DataCollatorForLanguageModeling(seed=...)."""
+
+    generator = None
+
+    def __call__(self, samples: list[dict[str, Tensor]]) -> dict[str, Tensor]:
+        self.generator = self.generator or torch.Generator().manual_seed(1)
+        batch = collated(samples)
+        kept = torch.rand(batch["labels"].shape, generator=self.generator) < 0.5
+        return {**batch, "labels": torch.where(kept, batch["labels"], -100)}
+
+
 def trainer_of(cls: Any, folder: Path, ranks: int, options: dict[str, Any], **more: Any) -> Any:
     """A Trainer; ``ranks``: among how many the same batch is divided."""
     arguments = {
@@ -75,13 +96,15 @@ def trainer_of(cls: Any, folder: Path, ranks: int, options: dict[str, Any], **mo
         "save_strategy": "no", "seed": 3, "use_cpu": True, "dataloader_drop_last": True, "adam_epsilon": 1e-4}
     build, given = options.pop("build", llama), options.pop("given", False)
     more = {**more, **{name: options.pop(name) for name in ("data_collator", "compute_loss_func") if name in options}}
-    padded = options.pop("padded", True)
+    if options.pop("masking", False):
+        more["data_collator"] = Masking()
+    padded, streamed = options.pop("padded", True), options.pop("streamed", False)
     arguments.update(options)
-    model = build()
+    model, texts = build(), Streamed() if streamed else Text(padded)
     if given:
         optimizer = torch.optim.SGD(model.parameters(), lr=0.5, momentum=0.9)
         more["optimizers"] = optimizer, torch.optim.lr_scheduler.StepLR(optimizer, 2, 0.1)
-    return cls(model=model, args=transformers.TrainingArguments(**arguments), train_dataset=Text(padded),
+    return cls(model=model, args=transformers.TrainingArguments(**arguments), train_dataset=texts,
                eval_dataset=Text(padded), **more)
 
 
@@ -137,6 +160,10 @@ FSDP, TENSOR = {"baseline": "fsdp"}, {"baseline": "tensor_parallel"}
     ((2, 2), {"pipeline_stages": 2}, {"gradient_accumulation_steps": 2, "max_grad_norm": 0.1, "max_steps": 4}, 2),
     slow((2, 2), TENSOR, {"label_smoothing_factor": 0.1, "gradient_accumulation_steps": 2}, None),
     slow((4,), FSDP, {"compute_loss_func": squared}, 1),
+    ((4,), FSDP, {"streamed": True, "gradient_accumulation_steps": 2, "max_steps": 5}, None),
+    slow((4,), FSDP, {"masking": True, "max_steps": 4}, 1),
+    slow((4,), FSDP, {"train_sampling_strategy": "group_by_length", "max_steps": 4, "padded": False,
+                      "data_collator": collated}, None),
     slow((4,), FSDP,
          {"padded": False, "data_collator": collated, "gradient_accumulation_steps": 2, "max_steps": 3}, None),
     ((4,), {"baseline": "ddp"}, {"build": adapted, "gradient_accumulation_steps": 2}, None),
@@ -253,6 +280,7 @@ def refusals(folder: Path) -> list[str]:
 
     told = []
     for options, parallel in (({"auto_find_batch_size": True}, {}), ({"torch_compile": True}, {}),
+                              ({"train_sampling_strategy": "batch_rebalance"}, {}),
                               ({"max_steps": 2, "eval_strategy": "steps", "eval_steps": 1},
                                {"pipeline_stages": 2, "schedule": "gpipe"})):
         as_ranks()
@@ -268,9 +296,10 @@ def refusals(folder: Path) -> list[str]:
 
 
 def test_impossible_options_are_refused(ranks: Any, tmp_path: Path) -> None:
-    for find, compiled, evaluated in ranks(2).run(refusals, tmp_path, timeout_s=100):
+    for find, compiled, sampled, evaluated in ranks(2).run(refusals, tmp_path, timeout_s=100):
         assert "TrainingArguments(auto_find_batch_size=True): leave it out" in find
         assert "TrainingArguments(torch_compile=True): leave it out" in compiled
+        assert "every rank reads all of a batch: leave it out, or write 'group_by_length'" in sampled
         assert "a pipeline returns the loss only" in evaluated
 
 

@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -53,7 +53,7 @@ class AutoparallelTraining(_Base):
 
     def __init__(self, *args: Any, parallel: Mapping[str, Any] | None = None, **kwargs: Any) -> None:
         self._parallel_options = dict(parallel or {})
-        self._waiting: list[dict[str, Any]] = []
+        self._waiting: list[_Waiting] = []
         self._apart = False  # whether a batch of gradient accumulation cannot be a micro-batch of one step
         self._evaluated = EvaluatedValues()
         super().__init__(*args, **kwargs)
@@ -81,6 +81,10 @@ class AutoparallelTraining(_Base):
             if getattr(args, name, None):
                 raise InputError(f"TrainingArguments({name}={shown(getattr(args, name))}): leave it out; what "
                                  "AutoparallelTrainer(..., parallel={...}) takes are options of autoparallel.compile")
+        if args.train_sampling_strategy == "batch_rebalance" and ranks > 1:
+            raise InputError("TrainingArguments(train_sampling_strategy='batch_rebalance') deals batches out to the "
+                             "ranks, and here every rank reads all of a batch: leave it out, or write "
+                             "'group_by_length'")
         self.accelerator.__class__ = AutoparallelAccelerator
         self.accelerator.adopt(self._parallel_options)
         self.accelerator.values_of_ranks = False
@@ -135,21 +139,19 @@ class AutoparallelTraining(_Base):
         model.train()
         if callable(getattr(self.optimizer, "train", None)):
             self.optimizer.train()
-        self._waiting.append(dict(self._prepare_inputs(inputs)))
+        count = getattr(self, "current_gradient_accumulation_steps", self.args.gradient_accumulation_steps)
+        self._waiting.append(_Waiting(dict(self._prepare_inputs(inputs)), num_items_in_batch, count))
+        loss = torch.zeros((), device=self.args.device)
         if not self.accelerator.sync_gradients:
-            return torch.zeros((), device=self.args.device)
-        batches, self._waiting = self._waiting, []
-        batches = [_with_items(self, batch, batches, num_items_in_batch) for batch in batches]
+            return loss
         assert isinstance(model, ParallelModule)
+        waiting, self._waiting = self._waiting, []
         scaler = self.accelerator.scaler
         with nullcontext() if scaler is None else scaler.scaling():
-            apart = self._own_loss or self._apart or not _reads_items(model)
-            joined = None if apart else _joined(batches)
-            if joined is not None:
-                return self._forward_and_backward(model, joined, 1.0, num_items_in_batch)
-            share = 1.0 if _counts_items(self) and num_items_in_batch is not None else 1.0 / len(batches)
-            return sum((self._forward_and_backward(model, batch, share, num_items_in_batch) for batch in batches),
-                       torch.zeros((), device=self.args.device))
+            while waiting:  # more than one group after an epoch of unknown length whose last one was not complete
+                together, waiting = waiting[: waiting[0].count], waiting[waiting[0].count :]
+                loss = loss + _of_group(self, model, [one.batch for one in together], together[0].items)
+        return loss
 
     def _forward_and_backward(self, model: ParallelModule, batch: dict[str, Any], share: float, items: Any
                               ) -> torch.Tensor:
@@ -325,6 +327,27 @@ def _check_beside(kind: type[AutoparallelTraining]) -> None:
             raise InputError(f"{other.__name__}.{method} would not run: AutoparallelTraining has its own. Put what it "
                              f"does into {kind.__name__}.{method}, or name it in {kind.__name__}.replaces if it is "
                              "not needed")
+
+
+class _Waiting(NamedTuple):
+    """A batch of gradient accumulation: the items of its group, and the group's number of batches."""
+
+    batch: dict[str, Any]
+    items: Any
+    count: int
+
+
+def _of_group(trainer: Any, model: ParallelModule, batches: list[dict[str, Any]], items: Any) -> torch.Tensor:
+    """The loss of batches that the Trainer has read together, with ``items`` (None: not counted) in all of them; its
+    gradients are added to those there are."""
+    batches = [_with_items(trainer, batch, batches, items) for batch in batches]
+    apart = trainer._own_loss or trainer._apart or not _reads_items(model)
+    joined = None if apart else _joined(batches)
+    if joined is not None:
+        return trainer._forward_and_backward(model, joined, 1.0, items)  # type: ignore[no-any-return]
+    share = 1.0 if _counts_items(trainer) and items is not None else 1.0 / len(batches)
+    return sum((trainer._forward_and_backward(model, batch, share, items) for batch in batches),
+               torch.zeros((), device=trainer.args.device))
 
 
 def _counts_items(trainer: Any) -> bool:
