@@ -54,10 +54,18 @@ def printable(text: str) -> str:
     return "".join(c if c.isprintable() or c in "\n\t" else c.encode("unicode_escape").decode() for c in text)
 
 
+_LONGEST = 500    # characters
+
+
 def shown(value: Any) -> str:
     """A value in an error message: short ones as they are, others by their type."""
     text = repr(value)
     return text if len(text) <= 60 and "\n" not in text else f"of type {type(value).__name__}"
+
+
+def clipped(text: str) -> str:
+    """A text in a message: of a long one the beginning."""
+    return text if len(text) <= _LONGEST else f"{text[:_LONGEST]} ... ({len(text)} characters)"
 
 
 class CaptureError(AutoparallelError, RuntimeError):

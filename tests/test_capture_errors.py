@@ -458,3 +458,9 @@ def test_attributes_of_parameters_are_refused_where_forward_reads_them(how: str)
     with pytest.raises(CaptureError, match=r"reads weight.factor, an attribute of a tensor(.*\n)*.*of the module"):
         capture(ReadsAnAttribute(how), (torch.ones(2, 4),), {})
     assert len(capture(ReadsAnAttribute("no"), (torch.ones(2, 4),), {}).of_kind("op"))
+
+
+def test_a_long_argument_is_cut_short() -> None:
+    message = says(CaptureError, "could not be traced", "This call: ([0.5, ", "characters)",
+                   of=lambda: capture(nn.Linear(4, 4), ([0.5] * 5000,)))
+    assert len(message) < 2000

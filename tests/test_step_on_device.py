@@ -349,6 +349,16 @@ def saved(parallel: Any, optimizer: Any) -> None:
     optimizer.state_dict()
 
 
+def weights_saved(parallel: Any, optimizer: Any) -> None:
+    parallel(X).backward()
+    parallel.state_dict()
+
+
+def weights_written(parallel: Any, optimizer: Any) -> None:
+    parallel(X).backward()
+    parallel.save_pretrained("nowhere")
+
+
 def again(parallel: Any, optimizer: Any) -> None:
     parallel(X).backward()
     parallel(X)
@@ -374,7 +384,9 @@ REFUSED: list[tuple[Callable[[Any, Any], None], str]] = [
     (scaled_step, "gradients are scaled (GradScaler)"),
     (reset, "a gradient was changed after backward had stepped with it"),
     (other_rate, "options of the optimizer changed after backward had stepped with them"),
-    (saved, "state_dict() before optimizer.step()"), (again, "the module was called before optimizer.step()"),
+    (saved, "state_dict() before optimizer.step()"), (weights_saved, "state_dict() before optimizer.step()"),
+    (weights_written, "save_pretrained before optimizer.step()"),
+    (again, "the module was called before optimizer.step()"),
     (differentiated, "backward(create_graph=True) makes gradients that can be differentiated"),
     (plain, "the plan steps parameters during backward (step_in_backward=True), and SGD would step them after it"),
     (not_elementwise, "Muon is not element-wise"),

@@ -40,7 +40,7 @@ from autoparallel.capture.sparse import check_sparse_gradients, refuse_sparse_va
 from autoparallel.capture.tracing.hf_caches import register_caches
 from autoparallel.capture.tracing.repeated_blocks import Calls, UnlikeError, find_repeated
 from autoparallel.capture.tracing.unfold_blocks import unfold
-from autoparallel.errors import CaptureError, InputError, shown
+from autoparallel.errors import CaptureError, InputError, clipped, shown
 from autoparallel.garbage import collected_later
 
 #: Held while a model is traced: torch.export is for one thread at a time, and our state of a trace too.
@@ -112,7 +112,7 @@ def capture(model: torch.nn.Module, args: Sequence[Any] = (), kwargs: Mapping[st
                 kept[key] = (model, leaves), graph
             return graph
     except CaptureError as error:
-        error.args = (f"{error}\n  This call: {call_text(args, kwargs)}",)
+        error.args = (f"{error}\n  This call: {clipped(call_text(args, kwargs))}",)
         raise
 
 

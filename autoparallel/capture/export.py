@@ -31,10 +31,9 @@ from autoparallel.capture.tracing.masked_rows.control_flow import REGIONS
 from autoparallel.capture.tracing.masked_rows.dispatch import rows_by_value, tensors_of
 from autoparallel.capture.tracing.stand_ins import TracedCalls, flex_attention_as_ops, traced_methods, without_checks
 from autoparallel.capture.tracing.tensor_attributes import refusing_attributes
-from autoparallel.errors import CaptureError
+from autoparallel.errors import CaptureError, clipped
 from autoparallel.ops.user_function import functions_as_ops
 
-_LONGEST = 500  # characters of torch's own words in a message
 _STDLIB = sysconfig.get_path("stdlib")
 #: Where torch logs of a trace that ends, at length: our message replaces it.
 _TORCH_LOGS = ("torch.fx.experimental.symbolic_shapes", "torch._subclasses.fake_tensor")
@@ -203,7 +202,7 @@ def _explain(model: torch.nn.Module, error: Exception) -> str:
             return f"{type(model).__name__} is given a {unknown[1]}, which is no tensor\n  Give {give}."
         return _unknown_container(model, "is given", unknown[1],
                                   "give a dict, a tuple or a NamedTuple, or its tensors one by one")
-    first = text.strip().splitlines()[0][:_LONGEST] if text.strip() else type(error).__name__
+    first = clipped(text.strip().splitlines()[0]) if text.strip() else type(error).__name__
     if isinstance(error, TypeError) and passed[-1][2] == "_bind":  # of the signature, to the example's arguments
         taken = inspect.signature(model.forward)
         return f"{type(model).__name__} cannot be called so: {first}\n  Its forward takes {taken}."

@@ -233,8 +233,7 @@ class ParallelModule(nn.Module):
         """
         check_arguments(max_norm, norm_type)
         state, compiled = self._state, tracing.first_form(self._state)
-        for optimizer in state.optimizers:
-            optimizer.check_stepped("clip_grad_norm_")
+        state.check_stepped("clip_grad_norm_")
         state.together.agree("clip_grad_norm_")
         state.together.check()
         with state.together.call():
@@ -397,6 +396,7 @@ class ParallelModule(nn.Module):
         """
         tracing.first_form(self._state)
         arguments.check_path("save_directory", save_directory)
+        self._state.check_stepped("save_pretrained")
         self._state.together.agree("save_pretrained")
         pretrained.save(self, self._state, save_directory, max_shard_size, state_dict, options)
 
@@ -466,6 +466,7 @@ class ParallelModule(nn.Module):
 
     def state_dict(self, *args: Any, **kwargs: Any) -> Any:
         tracing.first_form(self._state)
+        self._state.check_stepped("state_dict()")
         found = nn.Module.state_dict(self, *args, **kwargs)
         load_hooks.add_extra_state(self._state.model, self, found, kwargs.get("prefix", ""))
         return found

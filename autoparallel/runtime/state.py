@@ -196,6 +196,11 @@ class State:
             path, _, leaf = name.rpartition(".")
             initialise.registered(self.parts[self.model.get_submodule(path)], leaf).requires_grad_(trainable)
 
+    def check_stepped(self, what: str) -> None:
+        """Raises InputError if a backward has stepped parameters, which ``what`` reads, and no step() has ended."""
+        for optimizer in self.optimizers:
+            optimizer.check_stepped(what)
+
     def set_mode(self, mode: bool) -> None:
         """Train (True) or eval mode as the original's ``train`` sets it, which may keep some modules in eval mode."""
         self.model.train(mode)

@@ -17,7 +17,7 @@ from torch.distributed.tensor import DTensor
 from autoparallel.capture import call_text, canonical_call
 from autoparallel.capture.dependencies import Dependencies
 from autoparallel.capture.numbers import is_number
-from autoparallel.errors import CaptureError, InputError
+from autoparallel.errors import CaptureError, InputError, clipped
 from autoparallel.runtime import arguments, left_values
 from autoparallel.runtime.failing import Closed
 from autoparallel.runtime.form import Compiled, as_plain, form_of
@@ -110,16 +110,16 @@ def _compiled(module: nn.Module, state: State, key: Any, leaves: Sequence[Any], 
     if state.forms and dist.get_rank() == 0:  # compiling takes seconds
         changes = [*state.forms.changes(key, leaves), *state.forms.other_uses(key),
                    *state.forms.other_arguments(key, fixed)]
-        why = f", since {'; '.join(changes)}" if changes else ""
+        why = f", since {clipped('; '.join(changes))}" if changes else ""
         _LOG.warning("%s is compiled for a call of another form (form %d): %s%s", type(state.model).__name__,
-                     state.forms.compiled + 1, call, why)
+                     state.forms.compiled + 1, clipped(call), why)
     try:
         with _without_hooks():  # the user's are of what runs, not of what is traced
             compiled = state.compile_call(state.model, args, kwargs, state.layouts,
                                           plain and not state.hybrid.is_plain, numbers)
     except CaptureError as error:
         if state.calls_traced:
-            error.args = (f"{error}\n  Traced before: {'; '.join(state.calls_traced)}",)
+            error.args = (f"{error}\n  Traced before: {clipped('; '.join(state.calls_traced))}",)
         raise
     state.join(compiled.joint_axes)
     if not state.forms:
