@@ -3,6 +3,12 @@
 from __future__ import annotations
 
 import dataclasses
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -165,3 +171,27 @@ def apart_from_the_gpus(port: int) -> tuple[bool, list[float]]:
 @pytest.mark.ranks
 def test_ranks_with_nccl_alone_compare_their_calls() -> None:
     assert launch(apart_from_the_gpus, 2, free_port(), device="cpu") == [(False, [3.0])] * 2
+
+
+def wait_for_ever(folder: str) -> None:
+    (Path(folder) / str(os.getpid())).touch()
+    time.sleep(600)
+
+
+@pytest.mark.ranks
+def test_ranks_end_with_a_command_that_is_stopped(tmp_path: Path) -> None:
+    """By SIGTERM, as `timeout` and schedulers send it to the command alone."""
+    script = (f"from tests.{Path(__file__).stem} import launch, wait_for_ever\n"
+              f"launch(wait_for_ever, 2, {str(tmp_path)!r}, device='cpu')")
+    command = subprocess.Popen([sys.executable, "-c", script], cwd=Path(__file__).parent.parent)
+    try:
+        until = time.monotonic() + 200
+        while len(ranks := [int(path.name) for path in tmp_path.iterdir()]) < 2 and time.monotonic() < until:
+            time.sleep(0.2)
+        command.terminate()
+        assert len(ranks) == 2 and command.wait(60) == 128 + signal.SIGTERM
+    finally:
+        command.kill()
+    for rank in ranks:
+        with pytest.raises(ProcessLookupError):
+            os.kill(rank, 0)

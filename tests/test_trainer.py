@@ -162,8 +162,6 @@ FSDP, TENSOR = {"baseline": "fsdp"}, {"baseline": "tensor_parallel"}
     slow((4,), FSDP, {"compute_loss_func": squared}, 1),
     ((4,), FSDP, {"streamed": True, "gradient_accumulation_steps": 2, "max_steps": 5}, None),
     slow((4,), FSDP, {"masking": True, "max_steps": 4}, 1),
-    slow((4,), FSDP, {"train_sampling_strategy": "group_by_length", "max_steps": 4, "padded": False,
-                      "data_collator": collated}, None),
     slow((4,), FSDP,
          {"padded": False, "data_collator": collated, "gradient_accumulation_steps": 2, "max_steps": 3}, None),
     ((4,), {"baseline": "ddp"}, {"build": adapted, "gradient_accumulation_steps": 2}, None),
