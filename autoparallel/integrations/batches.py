@@ -61,7 +61,8 @@ def joined_loader(loader: DataLoader[Any], count: int, around: Callable[[Any], A
         raise InputError("the loader has batch_size=None: the batches of all ranks cannot be joined; give batch_size "
                          "or a batch_sampler to the DataLoader")
     drop_last = bool(getattr(batches, "drop_last", loader.drop_last))
-    if isinstance(size := getattr(sampler := getattr(batches, "sampler", None), "batch_size", None), int):
+    sampler: Any = getattr(batches, "sampler", None)
+    if isinstance(size := getattr(sampler, "batch_size", None), int):
         sampler.batch_size = size * count  # one that groups samples for batches, as transformers' by length
     return DataLoader(loader.dataset, batch_sampler=around(JoinedBatches(batches, count, drop_last)), **kept)
 
