@@ -149,7 +149,7 @@ class AutoparallelTraining(_Base):
         scaler = self.accelerator.scaler
         with nullcontext() if scaler is None else scaler.scaling():
             while waiting:  # more than one group after an epoch of unknown length whose last one was not complete
-                together, waiting = waiting[: waiting[0].count], waiting[waiting[0].count :]
+                together, waiting = waiting[: waiting[0].size], waiting[waiting[0].size :]
                 loss = loss + _of_group(self, model, [one.batch for one in together], together[0].items)
         return loss
 
@@ -330,11 +330,11 @@ def _check_beside(kind: type[AutoparallelTraining]) -> None:
 
 
 class _Waiting(NamedTuple):
-    """A batch of gradient accumulation: the items of its group, and the group's number of batches."""
+    """A batch of gradient accumulation: the items of its group, and the number of batches in the group."""
 
     batch: dict[str, Any]
     items: Any
-    count: int
+    size: int
 
 
 def _of_group(trainer: Any, model: ParallelModule, batches: list[dict[str, Any]], items: Any) -> torch.Tensor:
@@ -344,7 +344,7 @@ def _of_group(trainer: Any, model: ParallelModule, batches: list[dict[str, Any]]
     apart = trainer._own_loss or trainer._apart or not _reads_items(model)
     joined = None if apart else _joined(batches)
     if joined is not None:
-        return trainer._forward_and_backward(model, joined, 1.0, items)  # type: ignore[no-any-return]
+        return trainer._forward_and_backward(model, joined, 1.0, items)
     share = 1.0 if _counts_items(trainer) and items is not None else 1.0 / len(batches)
     return sum((trainer._forward_and_backward(model, batch, share, items) for batch in batches),
                torch.zeros((), device=trainer.args.device))
