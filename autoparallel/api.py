@@ -75,7 +75,8 @@ def plan(
     saved_on: str | None = None,
     zero_stage: int | None = None,
     reduce_dtype: str | None = None,
-    bucket_bytes: float | None = None,
+    bucket_bytes: float | str | Mapping[str, float] | None = None,
+    buckets: int | Sequence[str] | None = None,
     copies: int | None = None,
     pieces: int | None = None,
     offload: str | Mapping[str, str] | None = None,
@@ -125,7 +126,7 @@ def plan(
     chosen = options_of(asked)
     cluster = check_cluster(cluster)
     check_call(model, example_inputs, example_kwargs)
-    check_groups(offload, model)
+    check_groups(chosen, model)
     check_axes(mesh_shape, axis_names, cluster.num_devices)
     check_joint(joint, chosen, axis_names)
     if by_hand is not None:
@@ -170,7 +171,8 @@ def compile(
     saved_on: str | None = None,
     zero_stage: int | None = None,
     reduce_dtype: str | None = None,
-    bucket_bytes: float | None = None,
+    bucket_bytes: float | str | Mapping[str, float] | None = None,
+    buckets: int | Sequence[str] | None = None,
     copies: int | None = None,
     pieces: int | None = None,
     offload: str | Mapping[str, str] | None = None,
@@ -227,7 +229,7 @@ def compile(
 
     chosen = options_of(locals())
     check_call(model, example_inputs, example_kwargs)
-    check_groups(offload, model)
+    check_groups(chosen, model)
     taken = Inputs.of(model, inputs, check_inputs)
     if isinstance(max_forms, bool) or not isinstance(max_forms, int) or max_forms < 2:
         raise PlanError(f"max_forms is {shown(max_forms)}: give the number of compiled programs to keep, 2 or more")

@@ -19,6 +19,7 @@ from autoparallel import capacity_cli, clock, job_cli, plan_cli
 from autoparallel.errors import AutoparallelError, InfeasibleError, InputError, printable
 from autoparallel.models import dtype_on, load_model, load_planned
 from autoparallel.plans.reports.units import bytes_of
+from autoparallel.schedule.fusion import AUTO_SIZE
 from autoparallel.schedule.schedules import SCHEDULES, usual
 from autoparallel.schedule.tiers import places_in
 
@@ -77,8 +78,11 @@ def plan(
                                                  "waits: device, host or disk; of offload host by default")] = None,
     reduce_dtype: Annotated[str | None, typer.Option(help="sum gradients in float32, bfloat16 or float16; by default "
                                                      "in the parameters' dtype")] = None,
-    bucket_bytes: Annotated[float | None, typer.Option(help="the most bytes of gradients or parameters that are "
-                                                       "sent together; 25 MiB by default")] = None,
+    bucket_bytes: Annotated[str | None, typer.Option(help="the most bytes of gradients or parameters that are sent "
+                                                     "together, for all mesh axes or by axis 'data=1e8,model=5e6'; "
+                                                     "auto: by price; 25 MiB by default")] = None,
+    buckets: Annotated[str | None, typer.Option(help="the most parameters that are sent together, as 20; or patterns "
+                                                "of names, each of one bucket, as 'layers.0.*,head.*'")] = None,
     copies: Annotated[int | None, typer.Option(help="micro-batches that run at a time (multi-copy); 1 by default, "
                                                "unless --joint searches")] = None,
     pieces: Annotated[int | None, typer.Option(help="cut layers whose operand or result is sent into so many pieces: "
@@ -146,7 +150,8 @@ def plan(
             micro_batches=micro_batches, schedule=schedule,
             stage_replicas=_sizes(stage_replicas, "the stages' ranks", ",", "1,3"),
             zero_stage=zero_stage, recompute=recompute, saved_on=saved_on, reduce_dtype=reduce_dtype,
-            bucket_bytes=bucket_bytes, copies=copies, pieces=pieces, offload=_tiers(offload),
+            bucket_bytes=_bucket_bytes(bucket_bytes), buckets=_buckets(buckets), copies=copies, pieces=pieces,
+            offload=_tiers(offload),
             offload_fraction=offload_fraction, step_in_backward=step_in_backward or None,
             host_memory_limit_bytes=bytes_of(host_memory_limit, "--host-memory-limit"),
             disk_limit_bytes=bytes_of(disk_limit, "--disk-limit"),
@@ -434,6 +439,28 @@ def _sizes(text: str | None, what: str, between: str, example: str) -> tuple[int
     if not all(p.isdecimal() and int(p) > 0 for p in parts):
         raise InputError(f"cannot read {what} {text!r}: write sizes with {between} between them, for example {example}")
     return tuple(int(p) for p in parts)
+
+
+def _bucket_bytes(text: str | None) -> float | str | dict[str, float] | None:
+    """The value of the option ``bucket_bytes``, of all axes or by axis."""
+    if text is None or text == AUTO_SIZE:
+        return text
+    parts = [part.rpartition("=") for part in text.split(",")]
+    try:
+        sizes = {axis: float(size) for axis, _, size in parts}
+    except ValueError:
+        sizes = {}
+    if len(sizes) < len(parts) or (len(parts) > 1 and "" in sizes):
+        raise InputError(f"cannot read --bucket-bytes {text!r}: write bytes, as 1e8, or each axis once, as "
+                         "data=1e8,model=5e6, or auto")
+    return sizes.get("", sizes)
+
+
+def _buckets(text: str | None) -> int | list[str] | None:
+    """The value of the option ``buckets``."""
+    if text is None:
+        return None
+    return int(text) if text.isdecimal() else text.split(",")
 
 
 def _tiers(text: str | None) -> str | dict[str, str] | None:

@@ -151,7 +151,8 @@ class _Forms:
     def _how(self, follows: bool, plain: bool) -> Hybrid:
         """How a form runs; one that ``follows`` another, or is plain, has its parameters where the first has them."""
         asked, first = self.hybrid, self.first
-        how = Hybrid(reduce_dtype=asked.reduce_dtype, bucket_bytes=asked.bucket_bytes) if plain else asked
+        plainly = Hybrid(reduce_dtype=asked.reduce_dtype, bucket_bytes=asked.bucket_bytes, fusion=asked.fusion)
+        how = plainly if plain else asked
         if not (follows or plain):
             return how
         stage = 3 if first.offload.moves_parameters else how.zero_stage

@@ -19,7 +19,7 @@ from autoparallel.api import plan
 from autoparallel.capture import capture, once_each
 from autoparallel.errors import InfeasibleError, PlanError, SearchError, shown
 from autoparallel.planning.joint_plan import times_that_may_fit
-from autoparallel.planning.options import MODEL_AND_CALL, check_call, check_groups, limits_in_vain, options_of
+from autoparallel.planning.options import MODEL_AND_CALL, Options, check_call, check_groups, limits_in_vain, options_of
 from autoparallel.plans import Plan
 from autoparallel.plans.reports.text import ReportConsole, as_text
 from autoparallel.plans.reports.units import bytes_str, count_str, seconds_str
@@ -172,7 +172,7 @@ class _Tier:
         if not isinstance(made, tuple) or len(made) != 3:
             raise PlanError(f"the model for a batch of {batch} is {shown(made)}: return {MODEL_AND_CALL}")
         check_call(*made)
-        check_groups(self.offload, made[0])
+        check_groups(Options(offload=self.offload, buckets=self.options.get("buckets")), made[0])
         return made
 
 

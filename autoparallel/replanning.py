@@ -27,6 +27,7 @@ from autoparallel.plans import Plan
 from autoparallel.plans.reports.text import ReportConsole, as_text
 from autoparallel.plans.reports.units import bytes_str, duration_str, seconds_str
 from autoparallel.plans.roles import roles_of
+from autoparallel.schedule.fusion import AUTO_SIZE
 from autoparallel.schedule.table_caches import Cached
 from cost_models import Cluster
 from cost_models.goodput import Failures
@@ -39,7 +40,7 @@ _NO_MOVE = Move(math.inf)
 LEAST_SHARE = 0.5
 #: Options that plans by hand take too.
 _OF_ALL = ("optimizer", "memory_limit_bytes", "memory_confidence", "offload", "offload_fraction",
-           "step_in_backward", "reduce_dtype", "bucket_bytes", "host_memory_limit_bytes", "disk_limit_bytes")
+           "step_in_backward", "reduce_dtype", "bucket_bytes", "buckets", "host_memory_limit_bytes", "disk_limit_bytes")
 
 
 @dataclass(frozen=True)
@@ -200,7 +201,8 @@ def _makers(plan: Plan, cluster: Cluster, model: nn.Module, example: tuple[Any, 
             options: Mapping[str, Any]) -> Iterator[tuple[str, int, _Maker]]:
     """Title, devices and the way to make the plan of each candidate."""
     kept = {"optimizer": optimizer_of(plan), "reduce_dtype": plan.hybrid.reduce_dtype,
-            "bucket_bytes": plan.hybrid.bucket_bytes, **options}
+            "bucket_bytes": AUTO_SIZE if plan.hybrid.fusion.axis_bytes else plan.hybrid.bucket_bytes,    # of other axes
+            "buckets": plan.hybrid.fusion.names or plan.hybrid.fusion.most, **options}
     if plan.hybrid.offload.is_away and "offload" not in options:
         kept["offload"] = plan.hybrid.offload.place
         if plan.hybrid.offload.fraction != 1:

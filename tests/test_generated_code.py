@@ -101,7 +101,7 @@ def _compiled(monkeypatch: pytest.MonkeyPatch, function: Callable[..., tuple[tor
 
     def alone(module: GraphModule) -> None:
         with_one_wait(module.graph)
-        buckets.bucket_reductions(module.graph, BUCKET_BYTES)
+        buckets.bucket_reductions(module.graph, buckets.Limits(BUCKET_BYTES))
         moving.move_collectives(module, [])
         moving.name_what_is_sent(module)
         module.recompile()

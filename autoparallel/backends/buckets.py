@@ -6,8 +6,11 @@ cat. Gradients to all-reduce are written into their bucket directly, by matrix p
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from itertools import accumulate
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -22,45 +25,62 @@ from autoparallel.backends.traced import (
     aten,
     call,
     gathers_of,
+    named_bucket,
+    named_reductions,
     own,
     reductions_of,
     waited,
 )
 from autoparallel.schedule.async_windows import FIRST_BUCKET_BYTES
+from autoparallel.schedule.fusion import BY_SIZE, Fusion, in_buckets
 
 Bucket = list[FxNode]
 #: Elements of which parts of a bucket that products write begin at a multiple.
 ALIGNED = 64
 
 
-def in_buckets(nodes: Sequence[FxNode], most: float, first: float) -> Iterator[Bucket]:
-    """The nodes in order, in buckets of at most ``first`` bytes (the first one) and ``most``, or one node."""
-    bucket, size, limit = Bucket(), 0, first
-    for node in nodes:
-        value = waited(node).meta["val"] if node.target is GATHER else node.args[0].meta["val"]  # type: ignore[union-attr]
-        if bucket and size + value.nbytes > limit:
-            yield bucket
-            bucket, size, limit = Bucket(), 0, most
-        bucket.append(node)
-        size += value.nbytes
-    if bucket:
-        yield bucket
+@dataclass(frozen=True)
+class Limits:
+    """The limits of buckets: ``most_bytes``, or as ``fusion`` says; ``axis_of``: mesh axes by their groups' names."""
+
+    most_bytes: float
+    fusion: Fusion = BY_SIZE
+    axis_of: Mapping[str, str] = field(default_factory=dict)
+
+    def on(self, group_name: str) -> float:
+        """The largest bucket of a process group, in bytes."""
+        return self.fusion.bytes_on(self.axis_of.get(group_name, ""), self.most_bytes)
 
 
-def grouped(nodes: Sequence[FxNode], kind: Callable[[FxNode], object], most: float, first: float) -> list[Bucket]:
-    """Buckets of nodes of equal ``kind``, in the order of their first nodes."""
+def _num_bytes(node: FxNode) -> int:
+    value = waited(node).meta["val"] if node.target is GATHER else node.args[0].meta["val"]  # type: ignore[union-attr]
+    return int(value.nbytes)
+
+
+def grouped(nodes: Sequence[FxNode], kind: Callable[[FxNode], object], limits: Limits,
+            named: Callable[[FxNode], int | None], first: float = math.inf) -> list[Bucket]:
+    """Buckets of nodes of equal ``kind``, in the order of their first nodes; of those that the plan names (``named``)
+    one each. ``first``: the most bytes of the first of a kind."""
     by_kind: dict[object, Bucket] = {}
     for node in nodes:
         value = node.args[0].meta["val"]  # type: ignore[union-attr]
-        by_kind.setdefault((kind(node), node.target, node.args[1:], value.dtype, value.device), []).append(node)
-    return [bucket for members in by_kind.values() for bucket in in_buckets(members, most, first)]
+        by_kind.setdefault((named(node), kind(node), node.target, node.args[1:], value.dtype, value.device), []
+                           ).append(node)
+    found = list[Bucket]()
+    for members in by_kind.values():
+        if named(members[0]) is not None:
+            found.append(members)
+            continue
+        sizes, most = list(map(_num_bytes, members))[::-1], limits.on(str(members[0].args[-1]))
+        buckets = in_buckets(sizes, most, first, limits.fusion.most)    # from the end: of the nodes the first ones
+        found += [[members[len(members) - 1 - n] for n in reversed(bucket)] for bucket in reversed(buckets)]
+    return found
 
 
-def bucket_gathers(graph: Graph, most: float) -> list[FxNode]:
-    """Gather parameters in buckets of at most ``most`` bytes; returns the new gathers, in the order in which
-    they are read."""
+def bucket_gathers(graph: Graph, limits: Limits) -> list[FxNode]:
+    """Gather parameters in buckets; returns the new gathers, in the order in which they are read."""
     made = []
-    for bucket in grouped(gathers_of(graph), _gathers_before, most, most):
+    for bucket in grouped(gathers_of(graph), _gathers_before, limits, named_bucket):
         made.append(_gather(graph, bucket) if len(bucket) > 1 else bucket[0])
     return made
 
@@ -86,10 +106,12 @@ def _gather(graph: Graph, bucket: Bucket) -> FxNode:
     return start
 
 
-def bucket_reductions(graph: Graph, most: float) -> None:
-    """Sum gradients in buckets of at most ``most`` bytes; the first one is small."""
-    depth = reductions_of(graph)
-    for bucket in grouped(list(depth), depth.__getitem__, most, min(FIRST_BUCKET_BYTES, most)):
+def bucket_reductions(graph: Graph, limits: Limits, parameters: Mapping[int, int | None] = MappingProxyType({})
+                      ) -> None:
+    """Sum gradients in buckets; the first one is small. ``parameters``: by number of the traced function's inputs, the
+    bucket that the plan names."""
+    depth, named = reductions_of(graph), named_reductions(graph, parameters)
+    for bucket in grouped(list(depth), depth.__getitem__, limits, named.get, FIRST_BUCKET_BYTES):
         if len(bucket) > 1:
             (_all_reduce if bucket[0].target is REDUCE else _reduce_scatter)(graph, bucket)
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import logging
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from operator import attrgetter
@@ -16,7 +16,7 @@ from torch.fx import GraphModule
 from torch.fx import Node as FxNode
 
 from autoparallel.backends import agreement, two_parts
-from autoparallel.backends.buckets import bucket_gathers, bucket_reductions
+from autoparallel.backends.buckets import Limits, bucket_gathers, bucket_reductions
 from autoparallel.backends.flat import FlatProgram, flat
 from autoparallel.backends.left_out import views_left_out
 from autoparallel.backends.moving import Collective, move_collectives, name_what_is_sent, order_of
@@ -28,6 +28,7 @@ from autoparallel.kernels import groups, rng
 from autoparallel.kernels.collectives import item
 from autoparallel.kernels.saved_on_host import SavedInOrder
 from autoparallel.lower.recompute_pass import in_parts
+from autoparallel.schedule.fusion import BY_SIZE, Fusion
 
 _LOG = logging.getLogger("autoparallel")
 
@@ -41,8 +42,8 @@ class Lowering:
     a time each has its own). ``saved_on``: where what these blocks save waits for backward; if not "device", of parts
     that are these blocks.
     ``puts_off``: gradients of leaves among the parameters are a second part of backward (zero bubble).
-    ``bucket_bytes``: of gathers and reductions of parameters, at most. ``made``: what has been compiled, by what it is,
-    with the order of its collectives.
+    ``bucket_bytes``: of gathers and reductions of parameters, at most, or as ``fusion`` says. ``made``: what has been
+    compiled, by what it is, with the order of its collectives.
     """
 
     generates: bool
@@ -52,6 +53,7 @@ class Lowering:
     bucket_bytes: float
     saved_on: str = "device"
     puts_off: bool = False
+    fusion: Fusion = BY_SIZE
     made: dict[Any, tuple[Callable[..., Sequence[Tensor]], Sequence[Collective]]] = field(default_factory=dict)
 
     @property
@@ -105,7 +107,9 @@ class CompiledPart(nn.Module):
         self.flat: FlatProgram = flat(body, {node: run for node, run in zip(ops, runs, strict=True) if run is not None})
         first = 1 if self.flat.draws else 0
         placeholders = body.graph.find_nodes(op="placeholder")
-        self.parameters_at = frozenset(n + first for n, node in enumerate(placeholders) if node.meta["reads"])
+        #: By number of the traced function's inputs that are parameters, the bucket that the plan names.
+        self.parameters_at = {n + first: how.fusion.number_of(node.meta["parameter"])
+                              for n, node in enumerate(placeholders) if node.meta["reads"]}
         self.calls: dict[Any, Callable[..., Sequence[Tensor]]] = {}
 
     def forward(self, *placeholders: Tensor) -> Any:
@@ -115,7 +119,7 @@ class CompiledPart(nn.Module):
         late = self._put_off(inputs)
         form = torch.is_grad_enabled(), tuple(map(_form, inputs)), late
         if form not in self.calls:
-            key = self.flat.text, form
+            key = self.flat.text, form, tuple(self.parameters_at.items())
             if key not in self.how.made:
                 self.how.made[key] = self._compiled(inputs, late)
             self.calls[form], order = self.how.made[key]
@@ -165,8 +169,10 @@ _form = attrgetter("shape", "dtype", "requires_grad")
 class _Passes:
     """The passes over one part's graphs. ``orders``: their collectives, once `each` has run."""
 
-    def __init__(self, how: Lowering, parameters: Collection[int]) -> None:
+    def __init__(self, how: Lowering, parameters: Mapping[int, int | None]) -> None:
         self.how, self.parameters, self.orders = how, parameters, list[Collective]()
+        self.limits = Limits(how.bucket_bytes, how.fusion,
+                             {axis.group_name: axis.name for axis in groups.bound().values()})
 
     def tag(self, joint: GraphModule) -> None:
         """Say what backward computes, again or by itself."""
@@ -185,9 +191,9 @@ class _Passes:
     def each(self, module: GraphModule, backward: bool) -> None:
         """Rewrite the forward or the backward graph."""
         with_one_wait(module.graph)
-        gathers = bucket_gathers(module.graph, self.how.bucket_bytes)
+        gathers = bucket_gathers(module.graph, self.limits)
         if backward:
-            bucket_reductions(module.graph, self.how.bucket_bytes)
+            bucket_reductions(module.graph, self.limits, self.parameters)
             own_results(module.graph)
         move_collectives(module, gathers)
         self.orders.extend(order_of(module))

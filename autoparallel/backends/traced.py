@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -17,7 +17,7 @@ WAIT = c10d.wait_tensor.default
 GATHER = c10d.all_gather_into_tensor.default
 EXCHANGE = c10d.all_to_all_single.default
 REDUCE, SCATTER = c10d.all_reduce.default, c10d.reduce_scatter_tensor.default
-_MARK = "gathers_parameter"
+_MARK, _NAMED = "gathers_parameter", "bucket_of_parameter"
 STARTS = frozenset({GATHER, REDUCE, SCATTER, EXCHANGE})
 #: Ops that move or convert data and compute nothing.
 MOVES = frozenset({
@@ -45,21 +45,44 @@ def input_number(placeholder: FxNode) -> int | None:
     return int(found[1]) - 1 if found[1] else int(found[2])
 
 
-def mark_gathers(graph: Graph, parameters: Collection[int]) -> None:
-    """Mark the all-gathers of parameters (numbers of the traced function's inputs): a graph that is cut out of this
-    one may not show where their data come from."""
-    of_parameters = set[FxNode]()
+def mark_gathers(graph: Graph, parameters: Mapping[int, int | None]) -> None:
+    """Mark the all-gathers of parameters (numbers of the traced function's inputs), with the bucket that the plan names
+    for each: a graph that is cut out of this one may not show where their data come from."""
+    of_parameters = dict[FxNode, int | None]()
     for node in graph.nodes:
-        if node.op == "placeholder" and input_number(node) in parameters:
-            of_parameters.add(node)
+        number = input_number(node) if node.op == "placeholder" else None
+        if number is not None and number in parameters:
+            of_parameters[node] = parameters[number]
         elif (is_move(node) or node.target in (WAIT, GATHER)) and all(i in of_parameters for i in node.all_input_nodes):
-            of_parameters.add(node)  # a constant (padding) has no inputs
-            node.meta[_MARK] = node.target is GATHER
+            # a constant (padding) has no inputs
+            of_parameters[node] = next((of_parameters[i] for i in node.all_input_nodes), None)
+            node.meta[_MARK], node.meta[_NAMED] = node.target is GATHER, of_parameters[node]
 
 
 def gathers_of(graph: Graph) -> list[FxNode]:
     """The marked all-gathers of parameters, in order."""
     return [node for node in graph.nodes if node.target is GATHER and node.meta.get(_MARK)]
+
+
+def named_bucket(gather: FxNode) -> int | None:
+    """The bucket that the plan names for the parameter of a marked all-gather; None: none."""
+    found: int | None = gather.meta[_NAMED]
+    return found
+
+
+def named_reductions(backward: Graph, parameters: Mapping[int, int | None]) -> dict[FxNode, int]:
+    """Of a backward graph, whose results are the gradients of the traced function's inputs in order, the sums of the
+    gradients for whose parameters the plan names a bucket, with its number."""
+    found = dict[FxNode, int]()
+    for number, node in enumerate(backward.output_node().args[0]):  # type: ignore[arg-type]
+        named = parameters.get(number)
+        while named is not None and isinstance(node, FxNode) and node.op == "call_function":
+            if node.target in (REDUCE, SCATTER):
+                found[node] = named
+            elif not (is_move(node) or node.target is WAIT):
+                break
+            node = node.all_input_nodes[0]
+    return found
 
 
 def reductions_of(graph: Graph) -> dict[FxNode, int]:

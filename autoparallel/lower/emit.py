@@ -148,7 +148,8 @@ class _Emitter:
         node.meta.update(layout=layout, global_meta=meta, decision=decision.index,
                          block=self.space.blocks[decision.index],
                          val=torch.empty(local, dtype=meta.dtype, device="meta"), reads=decision.kind == "parameter",
-                         of_parameter=decision.kind == "parameter")
+                         of_parameter=decision.kind == "parameter",
+                         parameter=decision.path if decision.kind == "parameter" else None)
         return node
 
     def _placeholder(self, decision: Decision) -> Layout:
@@ -175,6 +176,7 @@ class _Emitter:
             self._describe(node, self.space.decisions[use.target], use.meta, step.after)
             largest = math.prod(largest_local_shape(use.meta.shape, step.after, self.space.mesh_shape))
             node.meta.update(step=step, reads=value.meta["reads"], of_parameter=value.meta["of_parameter"],
+                             parameter=value.meta["parameter"],
                              num_bytes=largest * use.meta.dtype.itemsize, mesh_shape=self.space.mesh_shape)
             value = node
         return value

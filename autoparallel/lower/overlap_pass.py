@@ -24,6 +24,7 @@ from autoparallel.kernels.collectives import (
 )
 from autoparallel.kernels.fetching import fetch
 from autoparallel.schedule.async_windows import TOP, AsyncWindows, Event, Pair, Read, kind_of, places
+from autoparallel.schedule.fusion import BY_SIZE, Fusion
 from autoparallel.schedule.step_config import Hybrid
 
 #: node -> the name of its block, or None.
@@ -45,7 +46,7 @@ def overlap(module: GraphModule, hybrid: Hybrid, block_of: BlockOf | None = None
     ``block_of``: blocks whose parameters are gathered before they begin, such as recomputed ones, which stay
     contiguous.
     """
-    steps, reads = reads_of(module, block_of or (lambda node: None))
+    steps, reads = reads_of(module, block_of or (lambda node: None), hybrid.fusion)
     writer, events = _Writer(module, steps, reads), AsyncWindows.of(reads, hybrid).events
     writer.run(events.get(TOP, ()))
     seen = set[int]()
@@ -57,7 +58,7 @@ def overlap(module: GraphModule, hybrid: Hybrid, block_of: BlockOf | None = None
     return GraphModule(module, writer.graph, class_name=type(module).__name__)
 
 
-def reads_of(module: GraphModule, block_of: BlockOf) -> tuple[list[FxNode], list[Read]]:
+def reads_of(module: GraphModule, block_of: BlockOf, fusion: Fusion = BY_SIZE) -> tuple[list[FxNode], list[Read]]:
     """The redistribution steps of parameters in program order, and the same steps as `AsyncWindows` takes them."""
     made = [node for node in module.graph.nodes if node.op == "call_function"]
     place = places((node.meta["decision"], block_of(node)) for node in made)
@@ -68,7 +69,7 @@ def reads_of(module: GraphModule, block_of: BlockOf) -> tuple[list[FxNode], list
         kind = kind_of(step.forward, step.backward, meta.requires_grad)
         reads.append(Read(number.get(node.all_input_nodes[0]), kind, str(node.args[1]), str(meta.dtype),
                           float(node.meta["num_bytes"]) if kind else 0.0, place[node.meta["decision"]],
-                          node.meta["block"], step.backward))
+                          node.meta["block"], step.backward, fusion.number_of(node.meta["parameter"])))
     return steps, reads
 
 

@@ -9,6 +9,7 @@ from dataclasses import dataclass, field, fields
 
 from autoparallel.errors import PlanError
 from autoparallel.plans import Hybrid
+from autoparallel.schedule.fusion import BY_SIZE, Fusion
 from autoparallel.schedule.schedules import SCHEDULES, usual
 from autoparallel.schedule.step_config import BUCKET_BYTES
 from autoparallel.schedule.table_caches import TableCache
@@ -35,6 +36,7 @@ class Fixed:
     replicas: tuple[int, ...] = ()
     reduce_dtype: str | None = None
     bucket_bytes: float = BUCKET_BYTES
+    fusion: Fusion = BY_SIZE
     copies: int | None = None
     offload: Offload = ON_DEVICE
     on_host: tuple[str, ...] = ()
@@ -46,7 +48,7 @@ class Fixed:
     def __str__(self) -> str:
         """The choices that leave combinations out, as options."""
         given = {f.name: getattr(self, f.name) for f in fields(self) if getattr(self, f.name) != f.default}
-        for name in ("reduce_dtype", "bucket_bytes", "on_host", "cached", "tier_limits",
+        for name in ("reduce_dtype", "bucket_bytes", "fusion", "on_host", "cached", "tier_limits",
                      *(["pipeline_stages"] if self.replicas else [])):
             given.pop(name, None)
         if "offload" in given:
@@ -187,7 +189,7 @@ class CandidateSpace:
         try:
             yield Hybrid(micro_batches, stages, ranks, schedule, zero_stage=zero, recompute=recompute,
                          reduce_dtype=self.fixed.reduce_dtype, replicas=self.fixed.replicas,
-                         bucket_bytes=self.fixed.bucket_bytes, offload=self.fixed.offload,
+                         bucket_bytes=self.fixed.bucket_bytes, fusion=self.fixed.fusion, offload=self.fixed.offload,
                          copies=self.fixed.copies or copies, on_host=self.fixed.on_host, pieces=self.fixed.pieces,
                          saved_on=self.fixed.saved_on, cached=self.fixed.cached)
         except PlanError as error:

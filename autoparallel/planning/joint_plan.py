@@ -160,7 +160,8 @@ def _again(plan: Plan, fixed: Fixed) -> Candidate:
 
 
 def _with_pieces(candidate: Candidate, fixed: Fixed) -> Candidate:
-    return replace(candidate, hybrid=replace(candidate.hybrid, cuts=(), pieces=fixed.pieces))
+    return replace(candidate, hybrid=replace(
+        candidate.hybrid, cuts=(), pieces=fixed.pieces, bucket_bytes=fixed.bucket_bytes, fusion=fixed.fusion))
 
 
 def _with_others(recorder: Callable[[], Record], trials: tuple[Trial, ...], others: tuple[Alternative, ...]) -> Record:

@@ -26,6 +26,7 @@ from autoparallel.partition import (
 )
 from autoparallel.planning.baselines import baseline
 from autoparallel.planning.block_summary import block_layouts
+from autoparallel.planning.bucket_sizes import check_named, in_fastest_buckets
 from autoparallel.planning.candidates import First
 from autoparallel.planning.facts import block_paths, facts_of, told_of_gradients, whole_state
 from autoparallel.planning.faster_pieces import in_faster_pieces, tell_of_pieces, with_faster_experts
@@ -101,6 +102,7 @@ def plan_in(space: StrategySpace, micro: MicroBatches, cluster: Cluster, options
     if options.recompute == "auto":
         return _plan_recomputing(space, micro, cluster, options, placed, hybrid)
     check_sparse_tables(space.graph.sparse_tables, hybrid)
+    hybrid.fusion.check_axes(space.axis_names)
     laps = laps or _Laps()
     prices = prices_of(space, cluster, options, hybrid.pipeline_ranks) if prices is None else prices
     allowed = apply_pins(space, options.pins or {}, hybrid.pipeline_ranks > 1)
@@ -138,12 +140,17 @@ def plan_in(space: StrategySpace, micro: MicroBatches, cluster: Cluster, options
             pricer.strategies_of(solution.choice),
             SpacePricer(prices, limit, allowed, counts=pricer.counts),
         )
+        pricer = in_fastest_buckets(pricer, pricer.full(), strategies, options, stages)
+        check_named(pricer, strategies)
         return _plan_of(pricer, pricer.full(), solution, strategies, options, laps, stages, micro)
+    chosen = pricer.strategies_of(solution.choice)
     if options.search != "local":  # which is of trial plans
         solution = _faster_hiding(searched, table, solution, options, laps)
         chosen = pricer.strategies_of(solution.choice)
         for faster in (in_faster_pieces, with_faster_experts):
             pricer = faster(pricer, chosen, solution.objective, options)
+    pricer = in_fastest_buckets(pricer, problem, chosen, options, stages)
+    check_named(pricer, chosen)
     make = partial(_plan_of, pricer, problem, options=options, laps=laps, stages=stages, micro=micro)
     elsewhere = partial(_elsewhere, pricer, solution, micro, options, placed, stages)
     study = Study(pricer, problem, solution, lambda strategies, found: make(found, strategies), elsewhere)
@@ -159,6 +166,8 @@ def plan_as(prices: Prices, micro: MicroBatches, options: Options, hybrid: Hybri
     stages, pricer = _as_given(prices, micro, hybrid)
     problem = pricer.full()
     laps.lap("pricing")
+    pricer = in_fastest_buckets(pricer, problem, strategies, options, stages)
+    check_named(pricer, strategies)
     return _plan_of(pricer, problem, solution, strategies, options, laps, stages, micro, as_given=True)
 
 

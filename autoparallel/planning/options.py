@@ -7,7 +7,7 @@ import functools
 import inspect
 import math
 from collections import Counter
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from fnmatch import fnmatchcase
 from numbers import Integral, Real
@@ -35,6 +35,7 @@ from autoparallel.errors import (
 from autoparallel.planning.baselines import NAMES, SHARDING
 from autoparallel.planning.by_hand import EXAMPLE, ByHand
 from autoparallel.plans import Hybrid, Plan
+from autoparallel.schedule.fusion import AUTO_SIZE, Fusion
 from autoparallel.schedule.schedules import SCHEDULES, names_of, usual
 from autoparallel.schedule.step_config import BUCKET_BYTES, KEEPS, RECOMPUTE, REDUCE_DTYPES
 from autoparallel.schedule.table_caches import TableCache
@@ -84,7 +85,12 @@ OPTIONS = f"""
         "disk"; None: "device", of "offload" "host".
     zero_stage: 0 stores parameters as ops read them, 1 to 3 in as many shards as possible; None: the search decides.
     reduce_dtype: the dtype in which gradients are summed ("float32", "bfloat16", "float16"); None: the parameter's.
-    bucket_bytes: the largest bucket of parameter gathers and gradient reductions; None: 25 MiB.
+    bucket_bytes: the largest bucket of parameter gathers and gradient reductions: a number, or one by mesh axis
+        ({{"data": 100e6, "model": 5e6}}; 25 MiB for the others), or "auto": the sizes with which the plan is predicted
+        fastest; None: 25 MiB.
+    buckets: parameters whose gathers and gradient reductions are joined: a number is the most of a bucket; patterns of
+        names (["layers.0.*", "head.*"]) are one bucket each, of any size, and ``bucket_bytes`` divides the others;
+        None: by size alone.
     copies: micro-batches that run at a time (multi-copy): one's activations are sent while another computes; with
         ZeRO-3 each block's parameters are gathered, or fetched from the host, once for all of them; None: 1.
     pieces: linear layers whose operand or result is sent run in so many pieces, one of which travels while the next is
@@ -115,10 +121,10 @@ TILES_SHARE = 0.25
 MODEL_AND_CALL = "(model, example inputs, example keyword inputs)"
 #: Options that a ready plan leaves no room for.
 DECIDED_BY_A_PLAN = frozenset({"pins", "baseline", "micro_batches", "pipeline_stages", "stage_replicas", "schedule",
-                               "recompute", "saved_on", "zero_stage", "reduce_dtype", "bucket_bytes", "copies",
-                               "pieces", "offload", "offload_fraction", "step_in_backward"})
+                               "recompute", "saved_on", "zero_stage", "reduce_dtype", "bucket_bytes", "buckets",
+                               "copies", "pieces", "offload", "offload_fraction", "step_in_backward"})
 #: Of these, those that a plan by hand leaves open.
-_BESIDE_BY_HAND = {"reduce_dtype", "bucket_bytes", "offload", "offload_fraction", "step_in_backward"}
+_BESIDE_BY_HAND = {"reduce_dtype", "bucket_bytes", "buckets", "offload", "offload_fraction", "step_in_backward"}
 
 
 @dataclass(frozen=True)
@@ -140,7 +146,8 @@ class Options:
     saved_on: str | None = None
     zero_stage: int | None = None
     reduce_dtype: str | None = None
-    bucket_bytes: float | None = None
+    bucket_bytes: float | str | Mapping[str, float] | None = None
+    buckets: int | Sequence[str] | None = None
     copies: int | None = None
     pieces: int | None = None
     offload: str | Mapping[str, str] | None = None
@@ -187,7 +194,16 @@ class Options:
         saved tensors live."""
         return {"reduce_dtype": self.reduce_dtype, "offload": self.tier, "on_host": self.on_host, "cached": self.cached,
                 "saved_on": self.saved_on or "device",
-                "bucket_bytes": BUCKET_BYTES if self.bucket_bytes is None else self.bucket_bytes}
+                "bucket_bytes": self.bucket_bytes if _is_number(self.bucket_bytes) else BUCKET_BYTES,
+                "fusion": self.fusion}
+
+    @property
+    def fusion(self) -> Fusion:
+        """Sizes of buckets by axis, and buckets by number and name."""
+        sizes = self.bucket_bytes if isinstance(self.bucket_bytes, Mapping) else {}
+        if self.buckets is None or isinstance(self.buckets, int):
+            return Fusion(tuple(sizes.items()), self.buckets)
+        return Fusion(tuple(sizes.items()), None, tuple(self.buckets))
 
     @property
     def tier(self) -> Offload:
@@ -287,26 +303,31 @@ def check_limits(options: Options, plan: Plan | None = None) -> None:
                         f"nothing goes there: leave it out, or give {instead}; or offload='auto'")
 
 
-def check_groups(offload: Any, model: nn.Module) -> None:
-    """Raises PlanError for a pattern of the option ``offload`` by which no parameter of the model gets its tier."""
-    if not isinstance(offload, Mapping):
-        return
+def check_groups(options: Options, model: nn.Module) -> None:
+    """Raises PlanError for a pattern of the options ``offload`` and ``buckets`` by which no parameter of the model gets
+    its tier, or is in its bucket."""
+    for option, patterns in (("offload", options.offload), ("buckets", options.buckets)):
+        if isinstance(patterns, (Mapping, Sequence)) and not isinstance(patterns, str):
+            _check_patterns(option, patterns, model)
+
+
+def _check_patterns(option: str, patterns: Iterable[str], model: nn.Module) -> None:
     first = {id(p): name for name, p in model.named_parameters()}
     names = left = list(first.values())
     shared = {name: first[id(p)] for name, p in model.named_parameters(remove_duplicate=False)}
-    for pattern in offload:
+    for pattern in patterns:
         if pattern == "*":
             continue
         mine = [name for name in left if fnmatchcase(name, pattern)]
         if not mine and any(fnmatchcase(name, pattern) for name in names):
-            raise PlanError(f"offload: patterns before {pattern!r} have all parameters that it matches, and the first "
+            raise PlanError(f"{option}: patterns before {pattern!r} have all parameters that it matches, and the first "
                             "holds: give it before them, or leave it out")
         if tied := {known for name, known in shared.items() if fnmatchcase(name, pattern)} if not mine else ():
-            raise PlanError(f"offload: what {pattern!r} matches is known as {', '.join(sorted(tied))}, to which it is "
+            raise PlanError(f"{option}: what {pattern!r} matches is known as {', '.join(sorted(tied))}, to which it is "
                             "tied: write that")
         if not mine:
             near = difflib.get_close_matches(pattern, names, 8, 0.3) or names[:8]
-            raise PlanError(f"offload: no parameter's name matches {pattern!r}; of {len(names)} there are {near}: "
+            raise PlanError(f"{option}: no parameter's name matches {pattern!r}; of {len(names)} there are {near}: "
                             "write '*' for any letters, as 'layers.0.*' for all of a block")
         left = [name for name in left if not fnmatchcase(name, pattern)]
 
@@ -444,6 +465,16 @@ def _are_counts(value: Any) -> bool:
             and all(map(_is_count, value)))
 
 
+def _are_sizes(value: Any) -> bool:
+    return isinstance(value, Mapping) and len(value) > 0 and all(
+        isinstance(axis, str) and _is_amount(size) and size < math.inf for axis, size in value.items())
+
+
+def _are_names(value: Any) -> bool:
+    return (isinstance(value, Sequence) and not isinstance(value, (str, bytes)) and len(value) > 0
+            and all(isinstance(pattern, str) and pattern for pattern in value))
+
+
 _COUNT = _Wanted("a whole number, 1 or more", _is_count)
 _WANTED: Mapping[str, tuple[Any, ...] | _Wanted] = {
     "search": SEARCHES,
@@ -463,7 +494,10 @@ _WANTED: Mapping[str, tuple[Any, ...] | _Wanted] = {
     "saved_on": TIERS,
     "zero_stage": (0, 1, 2, 3),
     "reduce_dtype": REDUCE_DTYPES,
-    "bucket_bytes": _Wanted("bytes of a bucket as a number, 0 or more", _is_amount),
+    "bucket_bytes": _Wanted("bytes of a bucket as a number, 0 or more, or by mesh axis {'data': 100e6, 'model': 5e6}, "
+                            "or 'auto'", lambda value: _is_amount(value) or value == AUTO_SIZE or _are_sizes(value)),
+    "buckets": _Wanted("the most parameters of a bucket, 1 or more, or patterns of the names of each bucket's, "
+                       "['layers.0.*', 'head.*']", lambda value: _is_count(value) or _are_names(value)),
     "copies": _COUNT,
     "pieces": _COUNT,
     "offload": (*PLACES, "auto"),

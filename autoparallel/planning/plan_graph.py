@@ -13,7 +13,7 @@ from typing import Any
 from autoparallel import clock
 from autoparallel.capture import OpGraph
 from autoparallel.capture.outputs import loss_output
-from autoparallel.errors import InfeasibleError, InputError, MeshError, SearchError
+from autoparallel.errors import InfeasibleError, InputError, MeshError, PlanError, SearchError
 from autoparallel.garbage import collected_later
 from autoparallel.partition import Splits
 from autoparallel.planning.bounding import Bounding
@@ -80,7 +80,7 @@ def _compared(graph: OpGraph, cluster: Cluster, mesh_shape: Sequence[int] | None
     if hand is not None and (made.evidence.combinations is None or mesh_shape is not None or options.pins):
         free = Options(memory_limit_bytes=options.memory_limit_bytes, memory_confidence=options.memory_confidence,
                        optimizer=options.optimizer, reduce_dtype=options.reduce_dtype,
-                       bucket_bytes=options.bucket_bytes)
+                       bucket_bytes=options.bucket_bytes, buckets=options.buckets)
         made = _noting(usual_plans(split, cluster, free, options.time_limit_s * USUAL_SHARE), made)
     return made
 
@@ -96,6 +96,9 @@ def _planned(split: Splits, cluster: Cluster, mesh_shape: Sequence[int] | None, 
                             tables_of(split.graph) if options.by_hand is None else ())
     if options.by_hand is not None:
         return plan_by_hand(split, cluster, options, options.by_hand)
+    if mesh_shape is None and options.fusion.axis_bytes:
+        raise PlanError(f"bucket_bytes={options.bucket_bytes} is of mesh axes, and the mesh is searched: give "
+                        "mesh_shape (--mesh) too, or one number, or 'auto'")
     if joint:
         return _plan_jointly(split, cluster, mesh_shape, options)
     return _plan_plainly(split, cluster, mesh_shape, axis_names, options)

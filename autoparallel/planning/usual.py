@@ -246,8 +246,8 @@ def _reason(graph: OpGraph, hand: ByHand, error: AutoparallelError) -> str:
 def pricing_of(options: Options, hand: ByHand, left_s: float = math.inf) -> Options:
     """The options that prices of a plan by hand depend on, without a memory limit."""
     return Options(optimizer=options.optimizer, reduce_dtype=options.reduce_dtype, bucket_bytes=options.bucket_bytes,
-                   by_hand=hand, offload=options.offload, offload_fraction=options.offload_fraction,
-                   step_in_backward=options.step_in_backward,
+                   buckets=options.buckets, by_hand=hand, offload=options.offload,
+                   offload_fraction=options.offload_fraction, step_in_backward=options.step_in_backward,
                    host_memory_limit_bytes=options.host_memory_limit_bytes, disk_limit_bytes=options.disk_limit_bytes,
                    time_limit_s=min(Options.time_limit_s, left_s))
 

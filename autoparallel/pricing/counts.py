@@ -23,14 +23,15 @@ from autoparallel.strategies.sparse_tables import SparseTables
 
 
 class Summing(NamedTuple):
-    """How gradients of parameters are summed over ranks: in buckets of ``bucket_bytes`` (0: each by itself), in a dtype
-    of ``scale`` times the bytes.
+    """How gradients of parameters are summed over ranks: in buckets of ``bucket_bytes`` (0: each by itself), or of the
+    sizes ``axis_bytes`` of mesh axes (`Fusion`), in a dtype of ``scale`` times the bytes.
     ``in_block``: the value is a trainable parameter that is gathered with the others of its block, where software does
     so."""
 
     bucket_bytes: float = 0.0
     scale: float = 1.0
     in_block: bool = False
+    axis_bytes: tuple[tuple[str, float], ...] = ()
 
 
 class UseTimes(NamedTuple):
@@ -181,7 +182,13 @@ class ExecutionCounts:
             return ALONE
         dtype = self.hybrid.sum_dtype or use.meta.dtype
         scale, together = dtype.itemsize / use.meta.dtype.itemsize, not self.hybrid.reads_alone
-        return Summing(self.hybrid.bucket_bytes if together else 0.0, scale, together)
+        if not together:
+            return Summing(0.0, scale)
+        return Summing(self.hybrid.bucket_bytes, scale, True, self.hybrid.fusion.axis_bytes)
+
+    def bucket_bytes(self, axis: str) -> float:
+        """The largest bucket of a mesh axis, or of several together."""
+        return self.hybrid.fusion.bytes_on(axis, self.hybrid.bucket_bytes)
 
     def accumulator_bytes(self, meta: TensorMeta) -> int:
         """Bytes per element of a gradient accumulator more precise than the gradient, kept beside it (0: none)."""

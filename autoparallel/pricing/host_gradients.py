@@ -10,7 +10,7 @@ import numpy as np
 from autoparallel.pricing.counts import ExecutionCounts
 from autoparallel.pricing.host_parameters import ops_beside
 from autoparallel.pricing.unit_costs import Prices
-from autoparallel.schedule.async_windows import in_buckets
+from autoparallel.schedule.fusion import in_buckets
 from autoparallel.schedule.tiers import BUCKETS_IN_FLIGHT
 from cost_models import memory, offload
 

@@ -362,7 +362,8 @@ class RankStep:
         """Launch a bucket's gather, or nothing, if forward sends nothing."""
         forward = [timed.forward for timed in self._of(pair)]
         sends = any(timed.seconds for timed in forward)
-        pending[pair] = [step.issue(forward, _targets("gather", self._of(pair)))] if sends else []
+        more_s = self.reads.latency_s(forward)
+        pending[pair] = [step.issue(forward, _targets("gather", self._of(pair)), more_s)] if sends else []
 
     def _reduce(self, step: StepTasks, place: int, pending: Pending) -> None:
         for action, pair in reversed(self.windows.events.get(place, ())):
@@ -408,7 +409,8 @@ class RankStep:
         if at_once:
             step.run(steps[0].again, label)
             return lambda: nothing
-        task = step.issue([one.again for one in steps], label)
+        again = [one.again for one in steps]
+        task = step.issue(again, label, self.reads.latency_s(again))
 
         def finish() -> Sequence[None]:
             step.wait([task])
@@ -418,7 +420,8 @@ class RankStep:
 
     def _issue(self, step: StepTasks, pair: Pair, pending: Pending) -> None:
         steps = self._of(pair)  # one all_reduce for the bucket
-        pending[pair] = [step.issue(list(map(self._reduction, steps)), _targets("reduce", steps))]
+        sums = list(map(self._reduction, steps))
+        pending[pair] = [step.issue(sums, _targets("reduce", steps), self.reads.latency_s(sums))]
 
     def _reduction(self, timed: TimedStep) -> Timed:
         """The reduction of gradients, in a round if each does it."""

@@ -14,6 +14,7 @@ import numpy as np
 
 from autoparallel import clock
 from autoparallel.layout import RedistributionTable
+from autoparallel.plans import Hybrid
 from autoparallel.pricing.counts import ExecutionCounts
 from autoparallel.pricing.gradient_memory import GradientMemory
 from autoparallel.pricing.live_intervals import Liveness
@@ -144,6 +145,12 @@ class SpacePricer:
         other.counts = copy(self.counts)
         other.counts.hybrid = replace(self.counts.hybrid, **how)
         return other
+
+    def bucketed(self, hybrid: Hybrid) -> SpacePricer:
+        """The pricer of a step configuration that differs in its buckets."""
+        counts = copy(self.counts)
+        counts.hybrid = hybrid
+        return SpacePricer(self.prices, self.limit_bytes, self.allowed, self.penalties, counts)
 
     def full_like(self, problem: Problem) -> Problem:
         """`full`, from that of a pricer that differs in ``exposed`` only."""

@@ -6,7 +6,10 @@ import itertools
 import math
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
+from functools import cached_property
 from typing import Any, NamedTuple
+
+import numpy as np
 
 from autoparallel.capture import TensorMeta
 from autoparallel.layout import COLLECTIVES, SUMS, Layout, Step
@@ -33,15 +36,17 @@ class Message(NamedTuple):
 
 
 class Timed(NamedTuple):
-    """Seconds of one direction of a redistribution step, its stream, and its collective (None: no communication)."""
+    """Seconds of one direction of a redistribution step, its stream, its collective (None: no communication), and how
+    often it runs."""
 
     seconds: float
     stream: str
     message: Message | None
+    times: float = 1.0
 
     def per(self, count: float) -> Timed:
         """The share of one of ``count`` equal micro-batches."""
-        return self._replace(seconds=self.seconds / count)
+        return self._replace(seconds=self.seconds / count, times=self.times / count)
 
 
 class TimedStep(NamedTuple):
@@ -63,7 +68,8 @@ class RankReads:
     redistribution steps of activations, by decision; ``paths``: the same by operand, without ``shared_views``: those of
     views of parameters, by decision, if multi-copy micro-batches share them. ``parameter_steps``: the steps of
     parameters, in the order of ``windows.events``, or if they are ``synchronous`` (ZeRO-3 with zero bubble) among those
-    of ``sent``; ``last_step``: by use (target, position) of a parameter, the number of the last step on the path to it.
+    of ``sent``; ``names``: of the parameters of ``reads``; ``last_step``: by use (target, position) of a parameter, the
+    number of the last step on the path to it.
     ``once``: by move, the number of its first steps, without communication, that run once for all micro-batches, though
     gradients go through them after each; ``once_steps``: these steps by use.
     """
@@ -82,6 +88,7 @@ class RankReads:
         self.moves = pricer.costs.memo.once(("moves by stage", tuple(strategies)),
                                             lambda: _by_stage(pricer, strategies)).get(stage, [])
         self.once = self._once()
+        self.names: list[str] = []
         self.reads, self.last_step = self._reads(self.once)
         self.synchronous = hybrid.reads_alone
         self.windows = AsyncWindows.of([] if self.synchronous else self.reads, hybrid)
@@ -137,18 +144,24 @@ class RankReads:
         place, looks = self._places(first), dict[int, list[Read]]()
         found, last_step = list[Read](), dict[tuple[int, int], int | None]()
         passed: dict[int, int | None] = {}  # by shared read, the last step on the path to it
+        of = dict[int, str]()  # by parameter and shared read, the parameter's name
         for (use, path, kind), before in zip(self.moves, first, strict=True):
             if self.counts.of_parameter[use.source]:
                 last = passed.get(use.source)
+                decision = self.space.decisions[use.source]
+                if decision.kind == "parameter":
+                    of[use.source] = decision.path
                 if kind not in looks:
                     looks[kind] = [self._look(use, step) for step in path]
                 for look in looks[kind][before:]:
                     where, block = place(use.target), self.space.blocks[use.target]
-                    found.append(look._replace(after=last, place=where, block=block))
+                    named = self.counts.hybrid.fusion.number_of(of[use.source])
+                    found.append(look._replace(after=last, place=where, block=block, named=named))
+                    self.names.append(of[use.source])
                     last = len(found) - 1
                 last_step[use.target, use.position] = last
                 if self.space.decisions[use.target].kind == "shared_read":
-                    passed[use.target] = last
+                    passed[use.target], of[use.target] = last, of[use.source]
         return found, last_step
 
     def _look(self, use: TensorUse, priced: PricedStep) -> Read:
@@ -186,15 +199,15 @@ class RankReads:
         step, seconds, _ = priced
         times = self.counts.use_times(use, self.stage, int(self.numbers[use.target]))
         message = self._message(use.meta, step, step.forward, step.before, step.after, 1.0)
-        forward = Timed(times.forward * seconds[0], self._stream(step.axes, message), message)
+        forward = Timed(times.forward * seconds[0], self._stream(step.axes, message), message, times.forward)
         message = None
         if use.meta.requires_grad and self.pricer.prices.training:  # no seconds where backward does not come
             message = self._message(use.meta, step, step.backward, step.after, step.before,
                                     self.counts.summing(use).scale if step.backward in SUMS else 1.0)
         stream = self._stream(step.axes, message if times.backward else None)
-        backward = Timed(times.backward * seconds[1], stream, message)
+        backward = Timed(times.backward * seconds[1], stream, message, times.backward)
         again = times.again / parts_reading(self.counts, use, self.stage)
-        return step.forward, forward, forward._replace(seconds=again * seconds[0]), backward
+        return step.forward, forward, forward._replace(seconds=again * seconds[0], times=again), backward
 
     def _message(self, meta: TensorMeta, step: Step, action: str, source: Layout, target: Layout, scale: float
                  ) -> Message | None:
@@ -207,6 +220,23 @@ class RankReads:
         if action in ("all_gather", "reduce_scatter"):
             elements *= self.pricer.prices.groups[step.axes].size
         return Message(action, name_of(step.axes, self.space.axis_names), scale * elements * meta.dtype.itemsize)
+
+    def latency_s(self, steps: Sequence[Timed]) -> float:
+        """Seconds by which the collective of a bucket takes longer than the shares as which its steps are priced: those
+        of a full bucket, or of a block's. None in a reduced-depth model, whose steps stand for several blocks'."""
+        sent = [step for step in steps if step.message is not None and step.seconds]
+        if not sent or self.counts.one_for_all:
+            return 0.0
+        message = sent[0].message
+        assert message is not None
+        sizes = np.array([step.message.num_bytes for step in sent if step.message is not None])
+        more_s = self.pricer.prices.redistribution.latency_s(
+            message.action, self._axes_of[message.axis], sizes, self.counts.bucket_bytes(message.axis))
+        return max(step.times for step in sent) * more_s
+
+    @cached_property
+    def _axes_of(self) -> Mapping[str, Axes]:
+        return {name_of(axes, self.space.axis_names): axes for axes in self.pricer.prices.groups}
 
     def _stream(self, axes: Axes, message: Message | None) -> str:
         return COMPUTE if message is None else self.stream_of(axes)

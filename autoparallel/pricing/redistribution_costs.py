@@ -15,9 +15,10 @@ from autoparallel import clock
 from autoparallel.capture import TensorMeta
 from autoparallel.capture.blocks import block_path
 from autoparallel.layout import COLLECTIVES, SUMS, Layout, Placement, RedistributionTable, Step
-from autoparallel.layout.redistribution import Axes, StepCost, actions_of
+from autoparallel.layout.redistribution import Axes, StepCost, actions_of, name_of
 from autoparallel.pricing.counts import ALONE, Summing
 from autoparallel.pricing.message_seconds import MessageSeconds
+from autoparallel.schedule.fusion import bytes_on
 from autoparallel.schedule.step_config import BUCKET_BYTES, LARGE_BYTES
 from autoparallel.strategies.space import StrategySpace, TensorUse, is_parameter
 from cost_models import Cluster, Group, collectives
@@ -132,6 +133,24 @@ class RedistributionPrices:
         whole = collectives.all_reduce_s(bucket_bytes, group) + collectives.copy_s(bucket_bytes, self.device)
         return np.where(num_bytes < bucket_bytes, np.minimum(alone, num_bytes / bucket_bytes * whole), alone)
 
+    def latency_s(self, action: str, axes: Axes, sizes: np.ndarray, bucket_bytes: float) -> float:
+        """Seconds by which one collective of tensors of these ``sizes`` together, in bytes, takes longer than their
+        shares of a full bucket (`bucket_s`) or of a block's parameters (`_in_block_s`)."""
+        match action:
+            case "all_reduce":
+                collective, full = collectives.all_reduce_s, bucket_bytes
+            case "all_gather":
+                collective, full = collectives.all_gather_s, self.block_bytes
+            case "reduce_scatter":
+                collective, full = collectives.reduce_scatter_s, self.block_bytes
+            case _:
+                return 0.0
+        alone, whole = (self.messages.sent_s(collective, axes, some) for some in (sizes, sizes.sum(keepdims=True)))
+        if full:
+            share = sizes / full * self.messages.sent_s(collective, axes, np.array(full))
+            alone = np.where(sizes < full, np.minimum(alone, share), alone)
+        return max(0.0, float(whole[0]) - float(alone.sum()))
+
     @cached_property
     def block_bytes(self) -> float:
         """Bytes of the parameters of a block, which our programs and FSDP gather, and whose gradients they scatter, as
@@ -170,8 +189,9 @@ class RedistributionPrices:
         in buckets, and casts to and from another dtype."""
         _, backward = actions_of(axes, source, target, self.space.mesh_shape)
         scale = summing.scale if backward in SUMS else 1.0
-        if summing.bucket_bytes and (source.kind, target.kind) == ("I", "R"):
-            seconds = self.bucket_s(self.groups[axes], scale * after, summing.bucket_bytes)
+        bucket_bytes = bytes_on(summing.axis_bytes, name_of(axes, self.space.axis_names), summing.bucket_bytes)
+        if bucket_bytes and (source.kind, target.kind) == ("I", "R"):
+            seconds = self.bucket_s(self.groups[axes], scale * after, bucket_bytes)
         else:
             seconds = self.action_s(backward, axes, target, source, scale * after, scale * before)
             seconds = seconds + self._in_block_s(summing, axes, backward, source, scale * after)

@@ -50,10 +50,12 @@ class StepTasks:
         self._label: Label | None = None
         self._after: tuple[int, ...] = ()
 
-    def issue(self, steps: Sequence[Timed], label: Label = UNNAMED) -> int:
-        """Launch the communication of these steps as one asynchronous task on their stream; returns its number."""
+    def issue(self, steps: Sequence[Timed], label: Label = UNNAMED, more_s: float = 0.0) -> int:
+        """Launch the communication of these steps as one asynchronous task on their stream, which takes ``more_s``
+        longer than they; returns its number."""
         self.flush()
-        self._add(Task(sum(timed.seconds for timed in steps), steps[0].stream, self._after), label)
+        self.extra_s += more_s
+        self._add(Task(sum(timed.seconds for timed in steps) + more_s, steps[0].stream, self._after), label)
         if messages := [timed.message for timed in steps if timed.message is not None and timed.seconds]:
             whole = messages[0]._replace(num_bytes=sum(message.num_bytes for message in messages))
             self.events.append(Launch(len(self.tasks) - 1, whole))

@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from autoparallel.schedule.async_windows import in_buckets
+from autoparallel.schedule.fusion import in_buckets
 
 #: Coordinates on the pipeline axis.
 Ranks = tuple[int, ...]

@@ -88,7 +88,8 @@ def compiled_by(backend: str, program: GraphModule, hybrid: Hybrid, overlaps: bo
     if shared is not None and hybrid.copies > 1:
         program = in_copies(program, shared, hybrid, asynchronous=False, by_block=in_parts)
     how = Lowering(backend == INDUCTOR, hybrid.zero_stage == 3 and not between, hybrid.recompute,
-                   _recomputed_run(hybrid), hybrid.bucket_bytes, hybrid.saved_on, hybrid.puts_off_weights)
+                   _recomputed_run(hybrid), hybrid.bucket_bytes, hybrid.saved_on, hybrid.puts_off_weights,
+                   hybrid.fusion)
     if between:
         program = _gathered_as(hybrid, program, gathers_parameter)
         together = hybrid.saved_on == "device"    # else blocks leave one by one

@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import cached_property
 from typing import Literal, NamedTuple
 
+from autoparallel.schedule.fusion import BY_SIZE, Fusion, in_buckets
 from autoparallel.schedule.step_config import BUCKET_BYTES, Hybrid
 
 #: Size of the bucket whose gradients backward makes first, as in DistributedDataParallel, so that reductions start
@@ -34,7 +35,8 @@ class Read(NamedTuple):
     gradient (no communication in forward); or "". ``num_bytes``: of the result on the fullest rank (0 if the kind is
     ""), so that all ranks issue the same collectives in the same order. ``place``: the program point of its reader, or
     of the start of the reader's block, if a block's parameters are gathered together. ``block``: the reader's block;
-    ``backward``: the step's action on the gradient.
+    ``backward``: the step's action on the gradient. ``named``: the number of the bucket that the plan names for the
+    parameter (`Fusion.number_of`).
     """
 
     after: int | None
@@ -45,6 +47,12 @@ class Read(NamedTuple):
     place: int
     block: object = None
     backward: str = ""
+    named: int | None = None
+
+    @property
+    def bucket(self) -> int:
+        """``named``, which orders; -1: none."""
+        return -1 if self.named is None else self.named
 
 
 class Pair(NamedTuple):
@@ -81,9 +89,9 @@ def places(decisions: Iterable[tuple[int, object]]) -> dict[int, int]:
 
 class AsyncWindows:
     """The async windows of a program's parameter reads, given in program order, in buckets of at most
-    ``bucket_bytes``; ``stays``: whether gathered parameters are kept until backward (`starts`). ``adds``: gradients are
-    added to those of other micro-batches, or let go once they are stepped with, and a bucket of them takes memory of
-    its own until it is awaited: where backward launches the next one.
+    ``bucket_bytes``, or as ``fusion`` says; ``stays``: whether gathered parameters are kept until backward (`starts`).
+    ``adds``: gradients are added to those of other micro-batches, or let go once they are stepped with, and a bucket of
+    them takes memory of its own until it is awaited: where backward launches the next one.
 
     ``gathered``: one window per bucket of gathers for one block with the same axis, dtype and backward; a path may have
     several gathers in sequence. ``reduced``: one window per bucket of gradient reductions with the same axis, dtype and
@@ -91,8 +99,9 @@ class AsyncWindows:
     """
 
     def __init__(self, reads: Sequence[Read], bucket_bytes: float = BUCKET_BYTES, stays: bool = False,
-                 adds: bool = False) -> None:
-        self.reads, self.bucket_bytes, self.stays, self.adds = reads, bucket_bytes, stays, adds
+                 adds: bool = False, fusion: Fusion = BY_SIZE) -> None:
+        self.reads, self.bucket_bytes, self.fusion = reads, bucket_bytes, fusion
+        self.stays, self.adds = stays, adds
         self._users = defaultdict[int, list[int]](list)
         for number, read in enumerate(reads):
             if read.after is not None:
@@ -112,7 +121,8 @@ class AsyncWindows:
         """The windows of a step configuration: of the program that reads parameters (`Hybrid.reads_each`: of a
         micro-batch)."""
         stays = hybrid.keeps_gathered and not hybrid.reads_each
-        return cls(reads, hybrid.bucket_bytes, stays, hybrid.reads_each or hybrid.offload.in_backward)
+        adds = hybrid.reads_each or hybrid.offload.in_backward
+        return cls(reads, hybrid.bucket_bytes, stays, adds, hybrid.fusion)
 
     def _gathered(self) -> list[Pair]:
         """A bucket of gathers is awaited at its first consumer, or where the next gather of the same parameters
@@ -137,11 +147,15 @@ class AsyncWindows:
     def _gather_buckets(self, gathers: Sequence[int], bucket_of: Mapping[int, tuple[int, ...]]
                         ) -> list[tuple[int, ...]]:
         """Buckets of gathers (in the order in which they are needed) of equal axis, dtype and backward: for one block,
-        or for several until there are `FIRST_BUCKET_BYTES`. ``bucket_of``: buckets of later gathers on their paths,
-        which a bucket does not mix."""
+        or for several until there are `FIRST_BUCKET_BYTES`; or those that the plan names. ``bucket_of``: buckets of
+        later gathers on their paths, which a bucket does not mix."""
         runs, size, block = list[list[int]](), 0.0, None
+        named = defaultdict[int, list[int]](list)
         for number in gathers:
             read = self.reads[number]
+            if read.named is not None:
+                named[read.named].append(number)
+                continue
             if not runs or (read.block != block and size >= min(FIRST_BUCKET_BYTES, self.bucket_bytes)):
                 runs.append([])
                 size = 0.0
@@ -152,7 +166,7 @@ class AsyncWindows:
             read = self.reads[number]
             return read.axis, read.dtype, read.backward, sorted(self._next_buckets(number, bucket_of))
 
-        return [bucket for run in runs for bucket in self._buckets(sorted(run, key=kind), kind)]
+        return [bucket for run in (*runs, *named.values()) for bucket in self._buckets(sorted(run, key=kind), kind)]
 
     def _next_buckets(self, number: int, bucket_of: Mapping[int, tuple[int, ...]]) -> set[tuple[int, ...]]:
         """The buckets of the next gathers on the paths through a step."""
@@ -170,9 +184,9 @@ class AsyncWindows:
         first reduction of a path begins at the top, unless its gradients are added to others; it and a later one where
         the bucket before it is read, so that backward launches that bucket before it waits for this one."""
 
-        def kind(number: int) -> tuple[int, str, str, int]:
+        def kind(number: int) -> tuple[int, str, str, int, int]:
             read = self.reads[number]
-            return self._follow[number], read.axis, read.dtype, self._depth[number]
+            return self._follow[number], read.axis, read.dtype, self._depth[number], read.bucket
 
         begins = {step: pair.begin for pair in self.gathered for step in pair.steps}
         found, read_at = list[Pair](), list[int]()
@@ -188,10 +202,17 @@ class AsyncWindows:
 
     def _buckets(self, steps: Iterable[int], kind: Callable[[int], object], last: float = math.inf
                  ) -> Iterator[tuple[int, ...]]:
-        """Steps of one kind (consecutive in ``steps``) in buckets; ``last``: see `in_buckets`."""
+        """Steps of one kind (consecutive in ``steps``) in buckets; ``last``: see `in_buckets`. Those of a named bucket
+        are one."""
         for _, equivalent in itertools.groupby(steps, kind):
             numbers = list(equivalent)
-            for bucket in in_buckets([self.reads[n].num_bytes for n in numbers], self.bucket_bytes, last):
+            first = self.reads[numbers[0]]
+            if first.named is not None:
+                yield tuple(numbers)
+                continue
+            most = self.fusion.bytes_on(first.axis, self.bucket_bytes)
+            sizes = [self.reads[n].num_bytes for n in numbers]
+            for bucket in in_buckets(sizes, most, last, self.fusion.most):
                 yield tuple(numbers[i] for i in bucket)
 
     def _needed(self, number: int, begins: Mapping[int, int]) -> int:
@@ -258,6 +279,10 @@ class AsyncWindows:
             at = self.reads[at].after
         return found
 
+    def sent_after(self, number: int) -> int:
+        """The number of gathers and reductions behind a step, on the longest of its paths."""
+        return self._follow[number]
+
     def is_last(self, number: int) -> bool:
         """Whether the step is the last of its path."""
         return not self._users[number]
@@ -265,21 +290,6 @@ class AsyncWindows:
 
 def _run(number: int, place: int) -> Event:
     return Event("run", Pair((number,), place, place))
-
-
-def in_buckets(sizes: Sequence[float], most: float, last: float = math.inf) -> list[list[int]]:
-    """Group values of these sizes, in order, into buckets of ``most`` bytes or one value, filled from the end; returns
-    their numbers. ``last``: the limit of the last bucket, if that is less."""
-    buckets: list[list[int]] = []
-    size = 0.0
-    for number in reversed(range(len(sizes))):
-        limit = most if len(buckets) > 1 else min(last, most)
-        if not buckets or size + sizes[number] > limit:
-            buckets.append([])
-            size = 0.0
-        buckets[-1].append(number)
-        size += sizes[number]
-    return [bucket[::-1] for bucket in reversed(buckets)]
 
 
 def starts(sizes: Sequence[float], bucket_bytes: float, stays: bool = False) -> list[int]:

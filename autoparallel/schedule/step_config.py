@@ -10,6 +10,7 @@ from functools import cached_property
 from typing import TYPE_CHECKING
 
 from autoparallel.errors import InfeasibleError, PlanError, shown
+from autoparallel.schedule.fusion import BY_SIZE, Fusion
 from autoparallel.schedule.schedules import SCHEDULES, Schedule, names_of, usual
 from autoparallel.schedule.table_caches import TableCache
 from autoparallel.schedule.tiers import ON_DEVICE, TIERS, Offload
@@ -50,7 +51,8 @@ class Hybrid:
     (None: all). ``saved_on``: where what "selective" and "offload" save of blocks waits for backward: "device", "host"
     or "disk"; of "offload" not the first. ``reduce_dtype``: the dtype in which gradients are summed over ranks, and
     over micro-batches if it is more precise than the parameter's (None: the parameter's). ``bucket_bytes``: the largest
-    bucket of parameter gathers and gradient reductions (a single larger parameter is allowed). ``copies``:
+    bucket of parameter gathers and gradient reductions (a single larger parameter is allowed); ``fusion``: its size on
+    single mesh axes, and buckets by number and by name. ``copies``:
     micro-batches that run at a time (multi-copy): one's activations are sent while another computes, and blocks'
     parameters are gathered once for all of them (ZeRO-3), for the activations of so many. ``offload``: where the
     optimizer's states live, and gradients and parameters. ``on_host``: tables whose lookups run on the host,
@@ -79,6 +81,7 @@ class Hybrid:
     saved_on: str = "device"
     cached: tuple[TableCache, ...] = ()
     experts_overlap: bool = True
+    fusion: Fusion = BY_SIZE
 
     def __post_init__(self) -> None:
         if self.recompute == "offload" and self.saved_on == "device":
@@ -116,6 +119,9 @@ class Hybrid:
         if self.stages > 1 and self.pipeline_ranks == 1:
             raise PlanError(f"{self.stages} pipeline stages need a pipeline axis of at least two ranks")
         _check_schedule(self)
+        if self.reads_alone and self.fusion != BY_SIZE:
+            raise PlanError(f"buckets with zero_stage=3 and schedule={self.schedule!r}, which moves each parameter by "
+                            "itself: leave out buckets and sizes by axis, or take another schedule")
         if self.copies > 1:
             _check_copies(self)
         if self.pieces > 1:

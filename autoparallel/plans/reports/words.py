@@ -10,10 +10,10 @@ from dataclasses import dataclass
 
 from autoparallel.plans.plan import Plan
 from autoparallel.plans.record import Workload
-from autoparallel.plans.reports.units import seconds_str
+from autoparallel.plans.reports.units import bytes_str, seconds_str
 from autoparallel.plans.roles import AxisRole, products_of, roles_of
 from autoparallel.schedule.multi_copy import runs_by_block
-from autoparallel.schedule.step_config import Hybrid
+from autoparallel.schedule.step_config import BUCKET_BYTES, Hybrid
 
 ZERO = {1: "ZeRO-1", 2: "ZeRO-2", 3: "ZeRO-3 (FSDP)"}
 PARALLEL = {"data": "data parallel", "tensor": "tensor parallel", "context": "context parallel",
@@ -242,6 +242,19 @@ def _settings(plan: Plan) -> Iterator[str]:
             yield f"a step without caches predicted at {seconds_str(without_s)}{pays}"
     if h.reduce_dtype:
         yield f"gradients summed in {h.reduce_dtype}"
+    yield from _bucket_settings(h)
+
+
+def _bucket_settings(h: Hybrid) -> Iterator[str]:
+    """Buckets of gathers and reductions, where they are not the usual ones."""
+    if h.bucket_bytes != BUCKET_BYTES:
+        yield f"buckets of {bytes_str(h.bucket_bytes)}"
+    for axis, num_bytes in h.fusion.axis_bytes:
+        yield f"buckets of {bytes_str(num_bytes)} over {axis}"
+    if h.fusion.most is not None:
+        yield f"buckets of {h.fusion.most} parameters at most"
+    if h.fusion.names:
+        yield f"one bucket for each of {', '.join(h.fusion.names)}"
 
 
 def _tables(names: Sequence[str]) -> str:

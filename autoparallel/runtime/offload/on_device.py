@@ -18,7 +18,7 @@ from autoparallel.runtime.offload.tiles import Region, Tile
 from autoparallel.runtime.offload.work import local_of
 from autoparallel.runtime.optimizers import compute_on_shards, step_some
 from autoparallel.runtime.shard_steps import ELEMENTWISE, steps_shards
-from autoparallel.schedule.async_windows import in_buckets
+from autoparallel.schedule.fusion import in_buckets
 
 #: Parameters by group of an optimizer.
 _Groups = list[list[Tensor]]
