@@ -186,10 +186,6 @@ class ExecutionCounts:
             return Summing(0.0, scale)
         return Summing(self.hybrid.bucket_bytes, scale, True, self.hybrid.fusion.axis_bytes)
 
-    def bucket_bytes(self, axis: str) -> float:
-        """The largest bucket of a mesh axis, or of several together."""
-        return self.hybrid.fusion.bytes_on(axis, self.hybrid.bucket_bytes)
-
     def accumulator_bytes(self, meta: TensorMeta) -> int:
         """Bytes per element of a gradient accumulator more precise than the gradient, kept beside it (0: none)."""
         if self.hybrid.sum_dtype is None or self.hybrid.is_plain or not _trainable(self, meta):

@@ -230,8 +230,10 @@ class RankReads:
         message = sent[0].message
         assert message is not None
         sizes = np.array([step.message.num_bytes for step in sent if step.message is not None])
-        more_s = self.pricer.prices.redistribution.latency_s(
-            message.action, self._axes_of[message.axis], sizes, self.counts.bucket_bytes(message.axis))
+        prices, hybrid = self.pricer.prices.redistribution, self.counts.hybrid
+        full = (hybrid.fusion.bytes_on(message.axis, hybrid.bucket_bytes) if message.action == "all_reduce"
+                else prices.block_bytes)
+        more_s = prices.messages.latency_s(message.action, self._axes_of[message.axis], sizes, full)
         return max(step.times for step in sent) * more_s
 
     @cached_property

@@ -133,24 +133,6 @@ class RedistributionPrices:
         whole = collectives.all_reduce_s(bucket_bytes, group) + collectives.copy_s(bucket_bytes, self.device)
         return np.where(num_bytes < bucket_bytes, np.minimum(alone, num_bytes / bucket_bytes * whole), alone)
 
-    def latency_s(self, action: str, axes: Axes, sizes: np.ndarray, bucket_bytes: float) -> float:
-        """Seconds by which one collective of tensors of these ``sizes`` together, in bytes, takes longer than their
-        shares of a full bucket (`bucket_s`) or of a block's parameters (`_in_block_s`)."""
-        match action:
-            case "all_reduce":
-                collective, full = collectives.all_reduce_s, bucket_bytes
-            case "all_gather":
-                collective, full = collectives.all_gather_s, self.block_bytes
-            case "reduce_scatter":
-                collective, full = collectives.reduce_scatter_s, self.block_bytes
-            case _:
-                return 0.0
-        alone, whole = (self.messages.sent_s(collective, axes, some) for some in (sizes, sizes.sum(keepdims=True)))
-        if full:
-            share = sizes / full * self.messages.sent_s(collective, axes, np.array(full))
-            alone = np.where(sizes < full, np.minimum(alone, share), alone)
-        return max(0.0, float(whole[0]) - float(alone.sum()))
-
     @cached_property
     def block_bytes(self) -> float:
         """Bytes of the parameters of a block, which our programs and FSDP gather, and whose gradients they scatter, as
