@@ -86,7 +86,7 @@ def graphs(monkeypatch: pytest.MonkeyPatch) -> Graphs:
                  for node in part.flat.module.graph.find_nodes(op="placeholder")]
         found.clear()
         with groups.use({"x": AXIS}):
-            part._compiled(local)
+            part._compiled(local, ())
         forward, backward = found
         return forward, backward
 

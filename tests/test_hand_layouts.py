@@ -28,6 +28,8 @@ from cost_models import Cluster
 from tests.support.reported import SEQUENCE, TOKENS, graph
 
 BATCH = TOKENS // SEQUENCE
+#: The latency of buckets that are not full, as a share of these steps at most.
+LATENCY = 3e-3
 LAYERS, CLUSTER = 8, Cluster.load("h100-sxm", num_devices=4)
 #: In the last a block leaves sums pending, which the next one, of the reduced-depth model, need not take.
 HANDS = ("dp=4", "dp=4,zero=1,micro_batch=4", "dp=2,pp=2,micro_batch=4,recompute=full", "dp=2,tp=2,zero=3")
@@ -128,10 +130,12 @@ def test_a_plan_is_of_the_kind_that_its_text_says(text: str) -> None:
 @pytest.mark.parametrize("text", ["dp=4", *(f"dp=4,{more}" for more in (
     "zero=1,micro_batch=8,recompute=full", "zero=1,micro_batch=8,recompute=selective", "zero=3,micro_batch=8"))])
 def test_an_estimate_of_three_blocks_is_the_plan_s_step_and_bytes(text: str) -> None:
-    """Without a pipeline: also of the gradients in backward, which equal blocks hold one after the other."""
+    """Without a pipeline: also of the gradients in backward, which equal blocks hold one after the other. Estimates
+    leave out the latency of buckets that are not full."""
     split, hand = Splits(graph(LAYERS)), ByHand.of(text).on(4)
     found, made = estimate_by_hand(split, CLUSTER, Options(), hand, math.inf), priced(split, text).prediction
-    assert found == (pytest.approx(made.step_s, rel=1e-6), pytest.approx(made.peak_bytes, rel=1e-6))
+    assert found is not None and found.step_s == pytest.approx(made.step_s, rel=LATENCY) and found.step_s < made.step_s
+    assert found.peak_bytes == pytest.approx(made.peak_bytes, rel=1e-6)
     assert estimate_by_hand(Splits(graph(3)), CLUSTER, Options(), hand, math.inf) is None    # takes as long as the plan
 
 
@@ -155,10 +159,10 @@ def test_recompute_of_as_few_blocks_as_needed_is_estimated_between_none_and_all(
     limit = (none.peak_bytes + full.peak_bytes) / 2
     hand = ByHand.of(f"{text},recompute=auto").on(4)
     found = estimate_by_hand(split, CLUSTER, Options(), hand, limit)
-    assert found == (pytest.approx((none.step_s + full.step_s) / 2, rel=1e-6), pytest.approx(limit))
+    assert found == (pytest.approx((none.step_s + full.step_s) / 2, rel=LATENCY), pytest.approx(limit))
     for limit, made in ((full.peak_bytes / 2, full), (2 * none.peak_bytes, none)):
         found = estimate_by_hand(split, CLUSTER, Options(), hand, limit)
-        assert found is not None and found.step_s == pytest.approx(made.step_s, rel=1e-6)
+        assert found is not None and found.step_s == pytest.approx(made.step_s, rel=LATENCY)
 
 
 @pytest.mark.slow

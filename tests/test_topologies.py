@@ -111,16 +111,16 @@ def test_a_fat_tree_is_slow_only_for_who_leaves_the_leaf(tmp_path: Path) -> None
 
 
 def test_states_are_sharded_inside_a_leaf(tmp_path: Path) -> None:
-    """The weights' 537 MB in 64 shards, 8.4 MB each, are reduced between leaves at a fourth of a NIC: 1.5 x 8.4 MB /
-    11.25 GB/s = 1.1 ms. Shards of shards are gathered and scattered by the same wires, in as long; nothing else is sent
+    """The weights' 2.15 GB in 64 shards, 33.6 MB each, are reduced between leaves at a fourth of a NIC: 1.5 x 33.6 MB /
+    11.25 GB/s = 4.5 ms. Shards of shards are gathered and scattered by the same wires, in as long; nothing else is sent
     there."""
-    plan = planned(described("fat-tree", tmp_path), 262_144, 4096, (4, 64))
+    plan = planned(described("fat-tree", tmp_path), 262_144, 8192, (4, 64))
     between, inside = roles_of(plan).axes
     assert (between.role, inside.role) == ("data", "data")
     assert inside.shards
     crossing = [use for use in plan.prediction.collectives if between.name in use.axis and use.purpose != "activations"]
-    assert {use.num_bytes for use in crossing} == {4096 * 32_768 * 4 / 64}
-    assert sum(use.seconds for use in crossing) == pytest.approx(1.16e-3, rel=0.03)
+    assert {use.num_bytes for use in crossing} == {8192 * 65_536 * 4 / 64}
+    assert sum(use.seconds for use in crossing) == pytest.approx(4.56e-3, rel=0.03)
 
 
 # --- PCIe -----------------------------------------------------------------------------------------------------------

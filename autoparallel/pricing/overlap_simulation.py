@@ -102,7 +102,7 @@ class RankStep:
         total = self.step().hidden_s(slowdown)
         if not self.reads.equivalent:
             early = self._hidden_early_s(slowdown)
-            each = self.count * min(early, total) if self.copies == 1 else 0.0
+            each = self.count * max(0.0, min(early, total)) if self.copies == 1 else 0.0
             return Hidden(each, total + (self.count - 1) * early - each)
         if self.rounds == 1:    # all communication of parameters is once per step
             return Hidden(once=total)
@@ -112,7 +112,7 @@ class RankStep:
         self.forward(later, Pending(), first=False)
         self.backward(later, Pending(), last=False)
         later.flush()
-        each = min(total, self.rounds * later.hidden_s(slowdown))
+        each = max(0.0, min(total, self.rounds * later.hidden_s(slowdown)))
         return Hidden(each, total - each)
 
     def _hidden_early_s(self, slowdown: float) -> float:

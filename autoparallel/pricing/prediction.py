@@ -75,7 +75,8 @@ def predict(pricer: SpacePricer, problem: Problem, strategies: Sequence[Strategy
     else:
         ahead, bubbles, found_hidden = mean.beside_s(profile, hybrid.micro_batches), 0.0, _hidden(pricer, strategies)
         hidden = mean.hidden_s(profile, hybrid.micro_batches, found_hidden) + found_hidden.once + ahead
-    waited = max(0.0, -hidden)    # ranks that wait for one another's hosts
+    saved = hidden - ahead    # below 0: the latency of buckets that are not full is more than overlap saves
+    waited = max(0.0, -ahead) + max(0.0, -saved)    # the former: ranks that wait for one another's hosts
     trains = pricer.prices.training and any(m.requires_grad for s in pricer.space.strategy_sets for m in s.output_metas)
     slower_s = mean.ahead_forward.slower_host_s + mean.ahead_backward.slower_host_s
     slower_host = slower_s / mean.total if mean.total else 0.0
@@ -97,8 +98,8 @@ def predict(pricer: SpacePricer, problem: Problem, strategies: Sequence[Strategy
         host_bytes=max(s.host_bytes + pricer.costs.states.tiles_bytes(s.tiled_bytes) for s in by_rank),
         disk_bytes=max(s.disk_bytes for s in by_rank),
         waiting_s=bubbles + waited,
-        hidden_s=max(0.0, hidden),
-        ahead_s=min(max(0.0, ahead), max(0.0, hidden)),
+        hidden_s=max(0.0, ahead) + max(0.0, saved),
+        ahead_s=max(0.0, ahead),
         fixed_s=fixed_s(pricer.prices.cluster, hybrid, pricer.prices.training),
         p50=bar.p50,
         p90=bar.p90,
@@ -328,7 +329,7 @@ def _left_of_once(pricer: SpacePricer, stages: Sequence[Parts], strategies: Sequ
         own = range(rank, len(stages), ranks)
         once = sum(stages[number].once for number in own)
         for number in own:
-            found[number] = max(0.0, 1 - _hidden(pricer, strategies, own).once / once) if once else 1.0
+            found[number] = min(1.0, max(0.0, 1 - _hidden(pricer, strategies, own).once / once)) if once else 1.0
     return found
 
 
