@@ -43,7 +43,7 @@ def test_a_correction_brings_the_parts_to_what_was_measured() -> None:
 
 def test_waits_in_a_pipeline_are_compute_of_others() -> None:
     found = Verification(prediction(waiting_s=1.0, forward_communication_s=0.0, backward_communication_s=0.1),
-                         Measured(8.2, 6.0, 2.2, None, {}), Cluster.load("local-cpu"))
+                         Measured(8.2, 6.0, 2.2, None, {}), Cluster.load("local-cpu"), pipeline_ranks=2)
     assert tuple(vars(found.correction).values()) == pytest.approx((2.0, 2.0, 0.0))
 
 

@@ -69,12 +69,12 @@ class Verification:
     @property
     def correction(self) -> Correction:
         """Factors that bring compute and communication to what was measured; what is left is fixed. Waits in a pipeline
-        are compute of other ranks. Where the parts exceed the step (the profiler takes time too), both factors shrink
-        alike."""
+        are compute of other ranks, else communication (of buckets that are not full). Where the parts exceed the step
+        (the profiler takes time too), both factors shrink alike."""
         p, m, old = self.predicted, self.measured, self.cluster.correction
         worked, exposed = p.forward_s + p.backward_s, self._exposed_s
         compute = m.compute_s / worked if worked > 0 and m.compute_s > 0 else 1.0
-        waits = compute * p.waiting_s
+        waits = compute * p.waiting_s if self.pipeline_ranks > 1 else 0.0
         communication = max(m.exposed_s - waits, 0.0) / exposed if exposed > 0.01 * self.predicted_s else 1.0
         told = compute * worked + waits + communication * exposed
         shrunk = min(1.0, m.step_s / told) if told > 0 else 1.0
@@ -84,8 +84,7 @@ class Verification:
     @property
     def _exposed_s(self) -> float:
         """Predicted seconds of communication that is not overlapped."""
-        p = self.predicted
-        return p.exposed_s
+        return self.predicted.exposed_s + (self.predicted.waiting_s if self.pipeline_ranks == 1 else 0.0)
 
     @property
     def corrected(self) -> Cluster:
