@@ -24,7 +24,8 @@ from autoparallel.garbage import collected_later
 from autoparallel.partition import Splits
 from autoparallel.partition.microbatch import batch_size
 from autoparallel.planning.by_hand import ByHand
-from autoparallel.planning.options import Options, check_call, check_cluster, options_of
+from autoparallel.planning.call_checks import check_call, check_cluster
+from autoparallel.planning.options import Options, options_of
 from autoparallel.planning.plan_by_hand import plan_by_hand
 from autoparallel.planning.plan_graph import plan_graph
 from autoparallel.planning.server_traffic import ServerAdvice, server_advice

@@ -13,12 +13,10 @@ from torch import nn
 from autoparallel import clock, compiler
 from autoparallel.errors import PlanError, shown
 from autoparallel.planning.by_hand import ByHand
+from autoparallel.planning.call_checks import check_axes, check_call, check_cluster
 from autoparallel.planning.inference import plan_inference
 from autoparallel.planning.options import (
     DECIDED_BY_A_PLAN,
-    check_axes,
-    check_call,
-    check_cluster,
     check_disk_path,
     check_groups,
     check_joint,

@@ -18,8 +18,9 @@ from torch import nn
 from autoparallel.api import plan
 from autoparallel.capture import capture, once_each
 from autoparallel.errors import InfeasibleError, PlanError, SearchError, shown
+from autoparallel.planning.call_checks import check_call
 from autoparallel.planning.joint_plan import times_that_may_fit
-from autoparallel.planning.options import MODEL_AND_CALL, Options, check_call, check_groups, limits_in_vain, options_of
+from autoparallel.planning.options import MODEL_AND_CALL, Options, check_groups, limits_in_vain, options_of
 from autoparallel.plans import Plan
 from autoparallel.plans.reports.text import ReportConsole, as_text
 from autoparallel.plans.reports.units import bytes_str, count_str, seconds_str

@@ -21,7 +21,7 @@ from autoparallel.api import plan as plan_of
 from autoparallel.errors import AutoparallelError, InfeasibleError, PlanError, SearchError, shown
 from autoparallel.export.degrees import degrees_of
 from autoparallel.planning.by_hand import ByHand
-from autoparallel.planning.options import check_call
+from autoparallel.planning.call_checks import check_call
 from autoparallel.planning.state_moves import Move, moved, read_by
 from autoparallel.plans import Plan
 from autoparallel.plans.reports.text import ReportConsole, as_text

@@ -12,7 +12,7 @@ from torch import nn
 
 from autoparallel.capture.tracing.hf_caches import register_caches, static_cache, takes_static_cache
 from autoparallel.errors import InfeasibleError, InputError, PlanError, shown
-from autoparallel.planning.options import check_call
+from autoparallel.planning.call_checks import check_call
 from autoparallel.plans import Plan
 
 PHASES = ("prefill", "decode")
