@@ -59,8 +59,8 @@ def _num_bytes(node: FxNode) -> int:
 
 def grouped(nodes: Sequence[FxNode], kind: Callable[[FxNode], object], limits: Limits,
             named: Callable[[FxNode], int | None], first: float = math.inf) -> list[Bucket]:
-    """Buckets of nodes of equal ``kind``, in the order of their first nodes; of those that the plan names (``named``)
-    one each. ``first``: the most bytes of the first of a kind."""
+    """Buckets of nodes of equal ``kind``, in the order of their first nodes. ``named``: the number of the bucket to
+    which the plan assigns a node by name, of any size, or None. ``first``: the most bytes of the first of a kind."""
     by_kind: dict[object, Bucket] = {}
     for node in nodes:
         value = node.args[0].meta["val"]  # type: ignore[union-attr]

@@ -134,8 +134,9 @@ class CompiledPart(nn.Module):
     def _put_off(self, inputs: Sequence[Tensor]) -> tuple[int, ...]:
         """The numbers of the inputs whose gradients are a second part of backward: parameters that autograd gives
         gradients, and not to what they were made of."""
-        return tuple(number for number, x in enumerate(inputs) if self.how.puts_off and number in self.parameters_at
-                     and x.requires_grad and x.is_leaf)
+        if not self.how.puts_off:
+            return ()
+        return tuple(number for number in self.parameters_at if inputs[number].requires_grad and inputs[number].is_leaf)
 
     def _compiled(self, inputs: Sequence[Tensor], late: Sequence[int]
                   ) -> tuple[Callable[..., Sequence[Tensor]], Sequence[Collective]]:

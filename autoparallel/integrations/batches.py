@@ -68,8 +68,9 @@ def joined_loader(loader: DataLoader[Any], count: int, around: Callable[[Any], A
 
 
 def first_batches(loader: DataLoader[Any], count: int) -> list[Any]:
-    """The first ``count`` batches (of a shuffled loader in an order of their own), read beside the loader: what it
-    gives afterwards, and all random numbers, are as without. Raises InputError for a stream that can be read once."""
+    """The first ``count`` batches, read in advance; those of a shuffled loader need not be the first of its next epoch.
+    The loader's batches and all random generators stay as they were. Raises InputError for a stream that can be read
+    only once."""
     collate: Callable[[list[Any]], Any] = loader.collate_fn
     with drawing(), as_they_were(loader):
         if isinstance(loader.dataset, IterableDataset):

@@ -1,4 +1,4 @@
-"""Objects that are read ahead of their turn, and are afterwards as they were: attributes, and their own generators."""
+"""Reading a data loader in advance without side effects: attributes and random generators are restored."""
 
 from __future__ import annotations
 
@@ -20,8 +20,9 @@ _LONGEST = 64
 
 @contextmanager
 def as_they_were(*objects: Any) -> Iterator[None]:
-    """Give these objects, and those that they hold, their attributes and the states of their generators (of torch,
-    Python and numpy) back afterwards. Changes of containers stay, and long ones are not looked into."""
+    """Restore, at the end of the block, the attributes of these objects and of the objects in their attributes, and the
+    states of their random generators (of torch, Python and numpy). Contents of containers are not restored, and
+    containers of more than `_LONGEST` entries are not searched for generators."""
     found = dict[int, Any]()
     for value in objects:
         _collect(value, found, _DEPTH)

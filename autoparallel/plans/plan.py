@@ -88,19 +88,20 @@ class Prediction:
     """Predicted seconds of one step by part, and bytes on the fullest rank by part.
 
     In a pipeline the parts are means over its ranks, and ``waiting_s`` is the time of filling, draining, sending and
-    imbalance; without one, that in which ranks wait for one another's hosts. ``recompute_s``: of ``forward_s``, what
-    runs again in backward. ``hidden_s``: seconds saved by overlap; of these ``ahead_s`` since hosts launch kernels
-    ahead, the rest since communication overlaps with compute. ``fixed_s``: of a step and of its micro-batches that no
-    op takes (the framework's own). ``p50``, ``p90``: half, and nine in ten, of the predictions of the kind were off by
-    no more than this share of the measured step, above or below it; ``basis``: which predictions
-    (`cost_models.accuracy`). ``limit_bytes``: the memory limit of the search (0: none); on devices of unequal memory
-    that of the smallest, and ``peak_bytes`` of a larger one count as its share of that. ``host_bytes``: of the host's
-    memory for saved tensors (`Hybrid.saved_on`), optimizer states, gradients and parameters that live there, or for
-    tiles of states on disk; ``disk_bytes``: of what is on disk. ``lookups_forward_s``, ``lookups_backward_s``: of
-    ``forward_s`` and ``backward_s``, what the host does for tables in its memory; ``crossings_s``: of communication,
-    their ids, results and gradients, and the rows that caches miss, on the link between host and device;
-    ``uncached_s``: the same step without caches (0: there are none). ``repeated_ops``: ops without a rule, repeated
-    on every rank.
+    imbalance; without one, that in which ranks wait for one another's hosts. In both it includes the latency of
+    communication in buckets that are not full, as far as it exceeds the time saved by overlap. ``recompute_s``: of
+    ``forward_s``, what runs again in backward. ``hidden_s``: seconds saved by overlap; of these ``ahead_s`` since
+    hosts launch kernels ahead, the rest since communication overlaps with compute. ``fixed_s``: of a step and of its
+    micro-batches that no op takes (the framework's own). ``p50``, ``p90``: half, and nine in ten, of the predictions
+    of the kind were off by no more than this share of the measured step, above or below it; ``basis``: which
+    predictions (`cost_models.accuracy`). ``limit_bytes``: the memory limit of the search (0: none); on devices of
+    unequal memory that of the smallest, and ``peak_bytes`` of a larger one count as its share of that.
+    ``host_bytes``: of the host's memory for saved tensors (`Hybrid.saved_on`), optimizer states, gradients and
+    parameters that live there, or for tiles of states on disk; ``disk_bytes``: of what is on disk.
+    ``lookups_forward_s``, ``lookups_backward_s``: of ``forward_s`` and ``backward_s``, what the host does for tables
+    in its memory; ``crossings_s``: of communication, their ids, results and gradients, and the rows that caches miss,
+    on the link between host and device; ``uncached_s``: the same step without caches (0: there are none).
+    ``repeated_ops``: ops without a rule, repeated on every rank.
     """
 
     forward_s: float

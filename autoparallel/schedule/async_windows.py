@@ -147,8 +147,8 @@ class AsyncWindows:
     def _gather_buckets(self, gathers: Sequence[int], bucket_of: Mapping[int, tuple[int, ...]]
                         ) -> list[tuple[int, ...]]:
         """Buckets of gathers (in the order in which they are needed) of equal axis, dtype and backward: for one block,
-        or for several until there are `FIRST_BUCKET_BYTES`; or those that the plan names. ``bucket_of``: buckets of
-        later gathers on their paths, which a bucket does not mix."""
+        or for several until there are `FIRST_BUCKET_BYTES`; or of the parameters that the plan joins by name.
+        ``bucket_of``: buckets of later gathers on their paths, which a bucket does not mix."""
         runs, size, block = list[list[int]](), 0.0, None
         named = defaultdict[int, list[int]](list)
         for number in gathers:

@@ -12,7 +12,7 @@ from autoparallel.errors import PlanError, shown
 
 @dataclass(frozen=True)
 class Fusion:
-    """The limits of buckets of gathers and gradient reductions beside their size (`Hybrid.bucket_bytes`).
+    """The limits of buckets of gathers and gradient reductions, in addition to `Hybrid.bucket_bytes`.
 
     ``axis_bytes``: (mesh axis, bytes) where the groups of an axis have a size of their own; sums over several axes
     together have the least of theirs. ``most``: the parameters of a bucket, at most (None: any number). ``names``:

@@ -201,7 +201,7 @@ def _rms_norm(root: Node) -> _Found | None:
     if shape is None or _normed(last, root) not in sources or last.meta["val"].dtype != x.meta["val"].dtype:
         return None
     found = _Found(last, frozenset({root, root.args[0], squares, *nodes}), aten.rms_norm.default, x, (shape,))
-    found, weight = _scaled(found)
+    found, weight = _joined(found, aten.mul.Tensor)
     return _rounded(replace(found, args=(shape, weight, eps)))
 
 
@@ -228,7 +228,7 @@ def _layer_norm(root: Node) -> _Found | None:
     found = _Found(last, frozenset({*inside, numerator, *of_mean, *of_variance}), aten.layer_norm.default, x, (shape,))
     bias = None
     if weight is None:
-        found, weight = _scaled(found)
+        found, weight = _joined(found, aten.mul.Tensor)
     if weight is not None:
         found, bias = _joined(found, aten.add.Tensor)
     return _rounded(replace(found, args=(shape, weight, bias, eps)))
@@ -292,13 +292,9 @@ def _normed(last: Node, root: Node) -> Node | None:
     return x if scale is root and _is_node(x) else None
 
 
-def _scaled(norm: _Found) -> tuple[_Found, Node | None]:
-    """The norm with its weight, if a product with one is all that reads it; else as it is, and None."""
-    return _joined(norm, aten.mul.Tensor)
-
-
 def _joined(norm: _Found, op: Any) -> tuple[_Found, Node | None]:
-    """The norm and a tensor of its shape and type, if ``op`` of the two is all that reads the norm."""
+    """The norm followed by ``op`` with a weight or bias (a tensor of its shape and type), and that tensor; if anything
+    else reads the norm, the norm as it is, and None."""
     last = norm.last
     user = next(iter(last.users)) if len(last.users) == 1 else None
     other: Any = next((one for one in _arguments(user, op) if one is not last), None)
