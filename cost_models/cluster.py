@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property, lru_cache
 from itertools import pairwise
@@ -90,9 +90,9 @@ class Cluster:
         return next((level for level in range(1, len(self.links)) if self.links[level - 1].num_devices >= each),
                     len(self.links))
 
-    def _wires(self, level: int, count: int = 0) -> float:
+    def _wires(self, level: int, devices: Iterable[int] = ()) -> float:
         """Wires of a level's link by which the devices that the next inner link joins send outwards together, on the
-        host of the first ``count`` devices with most failed NICs."""
+        host of ``devices`` with most failed NICs."""
         link, inside = self.links[level], self.links[level - 1].num_devices
         if link.uplinks is not None:
             wires = float(link.uplinks)
@@ -102,7 +102,7 @@ class Cluster:
             wires = self._wires(level - 1) * inside / self.links[level - 2].num_devices
         else:
             wires = float(inside)
-        failed = unequal.failed_nics(self, range(count)) if level == self._network and self.slow and count else 0
+        failed = unequal.failed_nics(self, devices) if level == self._network and self.slow else 0
         return (wires - failed) / link.oversubscription
 
     def message_bytes_per_s(self, level: int) -> float:
@@ -112,14 +112,14 @@ class Cluster:
         >>> Cluster.load("h100-sxm", num_devices=64, software="none").message_bytes_per_s(1)
         45000000000.0
         """
-        link = self._links_of(self.num_devices)[level].seen_by("send_recv")
+        link = self._links_of(range(self.num_devices))[level].seen_by("send_recv")
         return self.share_of_wire(level) * link.bandwidth_bytes_per_s / self.correction.communication
 
     def share_of_wire(self, level: int) -> float:
         """The share of a wire of a level's link that a device has while all that the next inner link joins send."""
         if not level:
             return 1.0
-        return min(1.0, self._wires(level, self.num_devices) / self.links[level - 1].num_devices)
+        return min(1.0, self._wires(level, range(self.num_devices)) / self.links[level - 1].num_devices)
 
     @property
     def price_per_hour(self) -> float:
@@ -207,9 +207,9 @@ class Cluster:
         rate = outer.bandwidth_bytes_per_s * self.profile.network
         return (*self.links[:-1], replace(outer, bandwidth_bytes_per_s=rate))
 
-    def _links_of(self, count: int) -> tuple[Link, ...]:
-        """The links; those between hosts as the host with the slowest NICs of the first ``count`` devices has them."""
-        share = unequal.bandwidth_share(self, range(count)) if self.slow else 1.0
+    def _links_of(self, devices: Iterable[int]) -> tuple[Link, ...]:
+        """The links; those between hosts as the host of ``devices`` with the slowest NICs has them."""
+        share = unequal.bandwidth_share(self, devices) if self.slow else 1.0
         if share == 1.0:
             return self._links
         inside = [0, *(link.num_devices for link in self._links[:-1])]
@@ -218,17 +218,19 @@ class Cluster:
                      if level == last or within >= self.devices_per_host else link
                      for level, (link, within) in enumerate(zip(self._links, inside, strict=True)))
 
-    def group(self, mesh_shape: Sequence[int], axis: int, places: Sequence[int] = ()) -> Group:
+    def group(self, mesh_shape: Sequence[int], axis: int, places: Sequence[int] = (),
+              devices: Iterable[int] | None = None) -> Group:
         """How the groups along one mesh axis (or of the ranks at some ``places`` of it) cross the links (of several
-        groups the worst).
+        groups the worst). ``devices``: whose hosts' NICs count (None: all that the mesh needs; none: as described).
 
         >>> cluster = Cluster.load("h100-sxm", num_devices=64)
         >>> [count for count, link in cluster.group((4, 16), 1).levels]     # sixteen ranks in two hosts
         [8, 2]
         """
-        return self.group_of(mesh_shape, (axis,), places)
+        return self.group_of(mesh_shape, (axis,), places, devices)
 
-    def group_of(self, mesh_shape: Sequence[int], axes: Sequence[int], places: Sequence[int] = ()) -> Group:
+    def group_of(self, mesh_shape: Sequence[int], axes: Sequence[int], places: Sequence[int] = (),
+                 devices: Iterable[int] | None = None) -> Group:
         """The same for the groups over several axes together."""
         mesh_shape, ndim = tuple(int(n) for n in mesh_shape), len(mesh_shape)
         axes = tuple(sorted({axis + ndim if axis < 0 else axis for axis in axes}))
@@ -241,9 +243,10 @@ class Cluster:
                                f"{self.num_devices}: load it with num_devices={needed}")
         domains = tuple(link.num_devices for link in self.links[:-1])
         counts, members, sharing = _crossings(mesh_shape, axes, domains, tuple(places))
-        lanes, links = [1.0], self._links_of(needed)
+        hosts = range(needed) if devices is None else tuple(devices)
+        lanes, links = [1.0], self._links_of(hosts)
         for level, inside in enumerate(domains):
-            wires = self._wires(level + 1, needed)
+            wires = self._wires(level + 1, hosts)
             lanes.append(_lanes(inside, wires, members[level], sharing[level], level + 1 == self._network))
         crossed = [level for level, count in enumerate(counts[1:]) if count > 1]
         size = len(places) or math.prod(mesh_shape[a] for a in axes)

@@ -121,22 +121,21 @@ def only(cluster: Cluster, kind: tuple[int, float]) -> Cluster:
     return made if other is None else replace(made, device=other.device, profile=other.profile)
 
 
-def bandwidth_share(cluster: Cluster, devices: range) -> float:
-    """The least share of the bandwidth between hosts that a host of these devices has."""
+def bandwidth_share(cluster: Cluster, devices: Iterable[int]) -> float:
+    """The least share of the bandwidth between hosts that a host of these devices has (1.0 without devices)."""
     each = cluster.devices_per_host
-    hosts = range(devices.start // each, -(-devices.stop // each))
-    shares = np.ones(len(hosts))
+    shares = dict.fromkeys((number // each for number in devices), 1.0)
     for slow in cluster.slow:
-        inside = {number // each - hosts.start for number in slow.devices if number // each in hosts}
-        shares[sorted(inside)] *= slow.bandwidth
-    return float(shares.min(initial=1.0))
+        for host in {number // each for number in slow.devices} & shares.keys():
+            shares[host] *= slow.bandwidth
+    return min(shares.values(), default=1.0)
 
 
-def failed_nics(cluster: Cluster, devices: range) -> int:
+def failed_nics(cluster: Cluster, devices: Iterable[int]) -> int:
     """The most NICs that a host of these devices has lost."""
-    each, lost = cluster.devices_per_host, Counter[int]()
+    each, lost, counted = cluster.devices_per_host, Counter[int](), frozenset(devices)
     for slow in cluster.slow:
-        lost.update({number // each: slow.failed_nics for number in slow.devices if number in devices})
+        lost.update({number // each: slow.failed_nics for number in slow.devices if number in counted})
     return max(lost.values(), default=0)
 
 

@@ -151,7 +151,7 @@ def place_cuts(prices: Prices, loss: int | None, hybrid: Hybrid, strategies: Seq
         clock.did("decisions read", 2 * len(space))
         alike = numbers_alike(space, hybrid)    # which of them recompute slows down is decided after the cuts
         seconds = means(decision_seconds(prices, hybrid, strategies, alike), alike)
-    network = prices.cluster.group((hybrid.pipeline_ranks, *space.mesh_shape), 0)
+    network = prices.along_pipeline()
 
     def send_s(num_bytes: np.ndarray) -> np.ndarray:
         return np.where(num_bytes > 0, collectives.send_recv_s(num_bytes, network), 0.0)

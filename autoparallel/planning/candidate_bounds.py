@@ -129,7 +129,7 @@ class CandidateBounds:
             return 0.0
         key = h.stages, h.micro_batches, candidate.mesh
         if key not in self._sends:
-            network = self.cluster.group((h.pipeline_ranks, *candidate.mesh_shape), 0)
+            network = self.cluster.group((h.pipeline_ranks, *candidate.mesh_shape), 0, devices=())
             if self._at_cuts is None:
                 self._at_cuts = _bytes_at_cuts(self._whole, self.reduced_model.inside(self._whole))
             ends, inside = self._at_cuts

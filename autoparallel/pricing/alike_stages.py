@@ -19,11 +19,11 @@ def alike_stages(pricer: SpacePricer, strategies: Sequence[Strategy]) -> Sequenc
     """By stage the first one whose rank runs the same tasks in the same order: equal decisions by their order in the
     stage, with equal strategies, operands and blocks.
 
-    Itself each where stages may have devices, tables or tiers of their own.
+    Itself each where stages may have devices, NICs, tables or tiers of their own.
     """
     counts, number = pricer.counts, pricer.counts.hybrid.stages
     hybrid = counts.hybrid
-    if (len(pricer.prices.kinds) > 1 or counts.one_for_all or hybrid.offload.is_away or hybrid.on_host
+    if (pricer.prices.unlike or counts.one_for_all or hybrid.offload.is_away or hybrid.on_host
             or hybrid.saved_on != "device" or counts.sparse.density):
         return range(number)
     decisions, uses, blocks = _rows(pricer, strategies)

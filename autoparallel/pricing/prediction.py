@@ -281,12 +281,14 @@ def _micro_batch(s: Parts, profile: Profile | None, count: int, hidden_s: float)
 
 def _passed_s(pricer: SpacePricer, sends: Sends) -> list[float]:
     """Seconds of sending one micro-batch over each cut."""
-    hybrid, cluster = pricer.counts.hybrid, pricer.prices.cluster
-    network = cluster.group((hybrid.pipeline_ranks, *pricer.space.mesh_shape), 0)
-    scatters = cluster.profile is not None and cluster.profile.scatter_sends > 0
-    passed = [float(collectives.send_recv_s(part if scatters else sent, network))
-              + (_regathered_s(pricer, sent, part) if scatters else 0.0) for sent, part in sends]
-    return passed or [0.0] * (hybrid.stages - 1)
+    hybrid, prices, profile, found = pricer.counts.hybrid, pricer.prices, pricer.prices.cluster.profile, list[float]()
+    scatters = profile is not None and profile.scatter_sends > 0
+    for stage, (sent, part) in enumerate(sends):
+        network = prices.along_pipeline(hybrid.ranks_of(stage, stage + 1))
+        found.append(float(collectives.send_recv_s(part if scatters else sent, network)))
+        if scatters:
+            found[-1] += _regathered_s(prices.of_ranks(hybrid.ranks_of(stage + 1)), sent, part)
+    return found or [0.0] * (hybrid.stages - 1)
 
 
 def compute_seconds(pricer: SpacePricer, strategies: Sequence[Strategy]) -> dict[str, float]:
@@ -333,9 +335,9 @@ def _left_of_once(pricer: SpacePricer, stages: Sequence[Parts], strategies: Sequ
     return found
 
 
-def _regathered_s(pricer: SpacePricer, whole: float, part: float) -> float:
+def _regathered_s(prices: Prices, whole: float, part: float) -> float:
     """Seconds in which ranks that each received a part gather the whole, along the innermost axis."""
-    innermost = pricer.prices.groups[(len(pricer.space.mesh_shape) - 1,)]
+    innermost = prices.groups[(len(prices.space.mesh_shape) - 1,)]
     return float(collectives.all_gather_s(whole, innermost)) if whole > 1.5 * part else 0.0
 
 

@@ -18,7 +18,7 @@ from autoparallel.layout.shapes import largest_local_shape
 from autoparallel.pricing.counts import ExecutionCounts, parts_reading
 from autoparallel.pricing.problem import SpacePricer
 from autoparallel.pricing.redistribution_costs import PricedStep
-from autoparallel.pricing.step_cost import Move
+from autoparallel.pricing.step_cost import Move, prices_of_stage
 from autoparallel.schedule.async_windows import TOP, AsyncWindows, Read, kind_of, places
 from autoparallel.strategies.space import Strategy, TensorUse
 
@@ -76,7 +76,7 @@ class RankReads:
 
     def __init__(self, pricer: SpacePricer, strategies: Sequence[Strategy], stage: int = 0) -> None:
         self.pricer, self.space, self.counts = pricer, pricer.space, pricer.counts
-        hybrid = self.counts.hybrid
+        self.prices, hybrid = prices_of_stage(pricer.prices, pricer.counts, stage), self.counts.hybrid
         self.stage, self.equivalent = stage, hybrid.is_plain or hybrid.reads_each
         self.members = members_of(pricer).get(stage, [])
         self.here = [False] * len(self.space)
@@ -189,7 +189,7 @@ class RankReads:
 
     def piece_of(self, use: TensorUse, priced: PricedStep, pieces: int) -> TimedStep:
         """The step of one of so many equal pieces of an activation."""
-        seconds = self.pricer.prices.redistribution.piece_s(use.meta, priced.step, pieces)
+        seconds = self.prices.redistribution.piece_s(use.meta, priced.step, pieces)
         action, *times = self._times_of(use, priced._replace(seconds=seconds))
         some = (time if time.message is None else time._replace(
             message=time.message._replace(num_bytes=time.message.num_bytes / pieces)) for time in times)
@@ -218,7 +218,7 @@ class RankReads:
         shard = source if action in ("all_gather", "all_to_all") else target
         elements = math.prod(largest_local_shape(meta.shape, shard, mesh_shape))
         if action in ("all_gather", "reduce_scatter"):
-            elements *= self.pricer.prices.groups[step.axes].size
+            elements *= self.prices.groups[step.axes].size
         return Message(action, name_of(step.axes, self.space.axis_names), scale * elements * meta.dtype.itemsize)
 
     def latency_s(self, steps: Sequence[Timed]) -> float:
@@ -230,7 +230,7 @@ class RankReads:
         message = sent[0].message
         assert message is not None
         sizes = np.array([step.message.num_bytes for step in sent if step.message is not None])
-        prices, hybrid = self.pricer.prices.redistribution, self.counts.hybrid
+        prices, hybrid = self.prices.redistribution, self.counts.hybrid
         full = (hybrid.fusion.bytes_on(message.axis, hybrid.bucket_bytes) if message.action == "all_reduce"
                 else prices.block_bytes)
         more_s = prices.messages.latency_s(message.action, self._axes_of[message.axis], sizes, full)
@@ -238,14 +238,14 @@ class RankReads:
 
     @cached_property
     def _axes_of(self) -> Mapping[str, Axes]:
-        return {name_of(axes, self.space.axis_names): axes for axes in self.pricer.prices.groups}
+        return {name_of(axes, self.space.axis_names): axes for axes in self.prices.groups}
 
     def _stream(self, axes: Axes, message: Message | None) -> str:
         return COMPUTE if message is None else self.stream_of(axes)
 
     def stream_of(self, axes: Axes) -> str:
         """The stream of the collectives over mesh axes."""
-        crossed = self.pricer.prices.groups[axes].crossed
+        crossed = self.prices.groups[axes].crossed
         return crossed[-1][1].name if crossed else COMPUTE
 
     def in_several_ops(self, index: int) -> bool:

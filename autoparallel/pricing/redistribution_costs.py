@@ -6,6 +6,7 @@ import weakref
 from collections import defaultdict
 from collections.abc import Mapping
 from contextvars import ContextVar
+from copy import copy
 from functools import cached_property
 from typing import Any, NamedTuple
 
@@ -68,6 +69,15 @@ class RedistributionPrices:
         self.messages = MessageSeconds(groups, self.device)
         #: Of recently asked prices only.
         self._uses: dict[tuple[Any, ...], np.ndarray] = {}
+        #: Those whose paths these have (`by`).
+        self._whole: RedistributionPrices | None = None
+
+    def by(self, groups: Mapping[Axes, Group]) -> RedistributionPrices:
+        """The unit costs of the same paths by other groups."""
+        made = copy(self)
+        made.groups, made.messages, made._whole = groups, MessageSeconds(groups, self.device), self._whole or self
+        made._weighted, made._steps, made._uses = {}, {}, {}
+        return made
 
     def form_of(self, use: TensorUse) -> Form:
         """What the table of a use depends on."""
@@ -79,6 +89,8 @@ class RedistributionPrices:
         """For the value of a use, the redistribution path between each two layouts that is cheapest in seconds, forward
         and backward together; of a trainable parameter as its share of a bucket, as which it travels unless the plan
         says otherwise."""
+        if self._whole is not None:
+            return self._whole.table(use)
         meta, key = use.meta, self.form_of(use)
         grad = meta.requires_grad and self.training
         shared = *self._machine, self.space.spaces(meta).interleaved, *key
@@ -87,9 +99,7 @@ class RedistributionPrices:
         if key not in self._tables:
 
             def cost(axes: Axes, source: Placement, target: Placement, before: np.ndarray, after: np.ndarray) -> Any:
-                forward, backward = actions_of(axes, source, target, self.space.mesh_shape)
-                seconds = self.action_s(forward, axes, source, target, before, after)
-                return seconds + self.action_s(backward, axes, target, source, after, before) if grad else seconds
+                return self._both_s(grad, axes, source, target, before, after)
 
             def of_share(axes: Axes, source: Placement, target: Placement, before: np.ndarray, after: np.ndarray
                          ) -> Any:
@@ -254,9 +264,9 @@ class RedistributionPrices:
 
     def _seconds(self, use: TensorUse, times: tuple[float, float]) -> np.ndarray:
         """Seconds for ``times`` (forward, backward) along the cheapest path for one of each; by (layout, layout)."""
-        table, grad = self.table(use), use.meta.requires_grad and self.training
+        table, grad, once = self.table(use), use.meta.requires_grad and self.training, self._once(use)
         if times[0] == times[1] or not grad:
-            return _repeated(times[0], table.seconds)
+            return _repeated(times[0], once)
         key = (self.form_of(use), "forward")
         if key not in self._weighted:
 
@@ -266,9 +276,27 @@ class RedistributionPrices:
 
             self._weighted[key] = table.sum_along(cost)
         more = times[0] - times[1]  # the rest runs in one direction only
-        forward = np.minimum(self._weighted[key], table.seconds)
-        one_way = forward if more > 0 else table.seconds - np.where(forward < np.inf, forward, 0.0)
-        return _repeated(min(times), table.seconds) + abs(more) * one_way
+        forward = np.minimum(self._weighted[key], once)
+        one_way = forward if more > 0 else once - np.where(forward < np.inf, forward, 0.0)
+        return _repeated(min(times), once) + abs(more) * one_way
+
+    def _once(self, use: TensorUse) -> np.ndarray:
+        """Seconds of forward and backward along the paths of a use; by (layout, layout)."""
+        if self._whole is None:
+            return self.table(use).seconds
+        grad = use.meta.requires_grad and self.training
+
+        def cost(axes: Axes, source: Placement, target: Placement, before: np.ndarray, after: np.ndarray) -> Any:
+            return self._both_s(grad, axes, source, target, before, after)
+
+        return self.summed_along(use, "once", cost)
+
+    def _both_s(self, grad: bool, axes: Axes, source: Placement, target: Placement, before: np.ndarray,
+                after: np.ndarray) -> np.ndarray:
+        """Seconds of a step forward and, of what has a gradient, backward."""
+        forward, backward = actions_of(axes, source, target, self.space.mesh_shape)
+        seconds = self.action_s(forward, axes, source, target, before, after)
+        return seconds + self.action_s(backward, axes, target, source, after, before) if grad else seconds
 
     def use_copies(self, use: TensorUse) -> np.ndarray:
         """Bytes of the redistributed copy (0: no redistribution); by (source strategy, target strategy)."""

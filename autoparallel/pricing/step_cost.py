@@ -89,9 +89,13 @@ class Picked(NamedTuple):
 
 def prices_of(prices: Prices, counts: ExecutionCounts, index: int, stage: int | None = None) -> Prices:
     """The unit costs of a decision on the devices of the stage (default: on the slowest of all its stages)."""
+    return prices_of_stage(prices, counts, *(counts.stages_of[index] if stage is None else (stage,)))
+
+
+def prices_of_stage(prices: Prices, counts: ExecutionCounts, *stages: int) -> Prices:
+    """The unit costs on the devices of a stage, or on the slowest of several."""
     if counts.one_for_all or counts.hybrid.stages == 1:
         return prices
-    stages = counts.stages_of[index] if stage is None else (stage,)
     return prices.of_ranks(counts.hybrid.ranks_of(*stages))
 
 
@@ -161,9 +165,8 @@ class StepCosts:
         ranks = self.counts.ranks_with(index)
         if len(ranks) < 2:
             return self._nothing(len(self.space.strategy_sets[index].strategies))[0]
-        shape = (self.counts.hybrid.pipeline_ranks, *self.space.mesh_shape)
-        return self.prices.redistribution.bucket_s(self.prices.cluster.group(shape, 0, ranks), self.shared_bytes(index),
-                                                   self.counts.hybrid.bucket_bytes)
+        return self.prices.redistribution.bucket_s(self.prices.along_pipeline(ranks, together=True),
+                                                   self.shared_bytes(index), self.counts.hybrid.bucket_bytes)
 
     def shared_read_s(self, index: int, prices: Prices | None = None) -> np.ndarray:
         """Seconds of summing the gradients from a value's readers once, by strategy."""
@@ -237,14 +240,14 @@ class StepCosts:
     def use_s(self, use: TensorUse, rows: Picked, columns: Picked) -> np.ndarray:
         """Seconds of a use per step, by (row choice, column choice)."""
         forward, again, backward = self.counts.use_times(use)
-        ways = self.exposed.of(use, self.counts.of_parameter[use.source])
+        ways, prices = self.exposed.of(use, self.counts.of_parameter[use.source]), self._prices_of(use)
         sums, summing, moves = self.counts.sums(use), self.counts.summing(use), self.counts.offloads_copy(use)
         skips = self.counts.skips(use)
 
         def seconds() -> np.ndarray:
-            found = _sent_s(self, use, ways, (forward + again, backward), summing)
+            found = _sent_s(self, prices, use, ways, (forward + again, backward), summing)
             if skips is not None:
-                found = np.where(skips, _sent_s(self, use, ways, (forward, backward), summing), found)
+                found = np.where(skips, _sent_s(self, prices, use, ways, (forward, backward), summing), found)
             found = found + (self.sums_s(use) if sums else 0.0)
             if moves.there:
                 found = found + sum(self.activations.of_copy(use))
@@ -258,8 +261,12 @@ class StepCosts:
 
         key = "use", self.use_key(use), rows.pick, columns.pick, ways, forward, again, backward, sums, summing, moves, \
             skips is not None, id(self.counts.away[use.source]), self.lookups.place(use.source), \
-            self.counts.sparse.density.get(use.source)
+            self.counts.sparse.density.get(use.source), id(prices)
         return self.memo.once(key, seconds)
+
+    def _prices_of(self, use: TensorUse) -> Prices:
+        """Those by which the value of a use is redistributed: where it is read, on the slowest of all its stages."""
+        return prices_of(self.prices, self.counts, use.target)
 
     def _are_all(self, picked: Picked, size: int) -> bool:
         """Whether these are the numbers of all strategies, in order."""
@@ -334,14 +341,14 @@ class StepCosts:
         target = self.space.strategy_sets[use.target].input_layout(of_target, use.position)
         if source == target:
             return ()
-        return self.prices.redistribution.steps(use, source, target, self.counts.summing(use))
+        return self._prices_of(use).redistribution.steps(use, source, target, self.counts.summing(use))
 
 
-def _sent_s(costs: StepCosts, use: TensorUse, ways: Ways | LayerOverlap, times: tuple[int, int], summing: Summing
-            ) -> np.ndarray:
+def _sent_s(costs: StepCosts, prices: Prices, use: TensorUse, ways: Ways | LayerOverlap, times: tuple[int, int],
+            summing: Summing) -> np.ndarray:
     """Exposed seconds of a use's redistribution, run ``times`` (forward, backward)."""
     if not isinstance(ways, LayerOverlap):
-        return costs.prices.redistribution.use_s(use, (ways[0] * times[0], ways[1] * times[1]), summing)
-    there, back = costs.memo.once(("layer overlap", costs.use_key(use), ways),
-                                  lambda: exposed_s(costs.prices, use, ways))
+        return prices.redistribution.use_s(use, (ways[0] * times[0], ways[1] * times[1]), summing)
+    there, back = costs.memo.once(("layer overlap", costs.use_key(use), ways, id(prices)),
+                                  lambda: exposed_s(prices, use, ways))
     return times[0] * there + times[1] * back if times[1] else times[0] * there

@@ -7,7 +7,7 @@ to price a model hardly grows with its depth.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from copy import copy
 from dataclasses import dataclass
 from functools import cached_property
@@ -17,7 +17,7 @@ import numpy as np
 from autoparallel import clock
 from autoparallel.capture import TensorMeta
 from autoparallel.layout import Layout, Step
-from autoparallel.layout.redistribution import axes_together
+from autoparallel.layout.redistribution import Axes, axes_together
 from autoparallel.pricing.chains import InChain, chains_of, with_losses
 from autoparallel.pricing.op_costs import OpCosts, costs_of, kept_precision, share_read, worst
 from autoparallel.pricing.recomputing import Recomputing
@@ -62,8 +62,8 @@ class Prices:
     ``spread``: divide the work of each op by this number, for a lower bound over all meshes of that many devices.
     ``same_limit``: devices of unequal memory are to take as much each.
 
-    On an unequal cluster an op takes what it takes on the slowest of the ``kinds`` of devices: here of all that the
-    mesh has; `of_ranks` has the prices of one stage.
+    On an unequal cluster an op takes what it takes on the slowest of the ``kinds`` of devices, a collective what it
+    takes by the slowest NICs: here of all that the mesh has; `of_ranks` has the prices of one stage.
     """
 
     def __init__(self, space: StrategySpace, cluster: Cluster, optimizer: str = "adamw", training: bool = True,
@@ -72,36 +72,60 @@ class Prices:
         self.space, self.cluster, self.optimizer, self.training = space, cluster, optimizer, training
         self.direct, self.spread, self.same_limit = direct, spread, same_limit
         self.device = cluster.working_device
-        mesh_shape = (stages, *space.mesh_shape)
+        self._mesh_shape = mesh_shape = (stages, *space.mesh_shape)
         self.kinds, self.least, self.differ = cluster.kinds(range(math.prod(mesh_shape))), False, True
+        #: Whether some hosts send to others by slower NICs, so that stages may differ in that.
+        self._uneven = stages > 1 and any(one.bandwidth < 1 or one.failed_nics for one in cluster.slow)
         self.costs = costs_of(space.spaces, self.kinds, training, spread)
-        self.groups = {axes: cluster.group_of(mesh_shape, [axis + 1 for axis in axes])
-                       for axes in axes_together(space.mesh_shape)}
+        self.groups = self._groups_by(range(math.prod(mesh_shape)))
         machine = (repr((self.groups, self.device)), mesh_shape, direct, training)
         self.redistribution = RedistributionPrices(space, cluster, self.groups, training, direct, machine)
         #: By strategy set and chain, of which equal blocks share theirs.
         self._ops: dict[tuple[int, InChain | None], OpPrice] = {}
         self._apart: dict[tuple[object, ...], tuple[OpPrice, OpPrice]] = {}
         self._pieces: dict[tuple[object, ...], OpPrice] = {}
-        #: By the kinds of devices of a stage, of which there are a few.
-        self._of_kinds: dict[tuple[int, ...], Prices] = {}
+        #: By the kinds of devices and NICs of a stage, of which there are a few.
+        self._of_kinds: dict[tuple[object, ...], Prices] = {}
         #: Of a copy for lower bounds: the prices of which it is one.
         self._whole: Prices | None = None
 
     def of_ranks(self, ranks: Sequence[int]) -> Prices:
-        """The prices on the devices of some ranks of the pipeline axis; of communication, and of the copies that it
-        needs, they stay those of the slowest links and devices of all."""
-        if len(self.kinds) == 1 or not self.differ:
+        """The prices on the devices of some ranks of the pipeline axis, and by the NICs of their hosts; copies that
+        communication needs take as long as on the slowest devices of all."""
+        if not self.unlike:
             return self
-        size = math.prod(self.space.mesh_shape)
-        kinds = self.cluster.kinds([number for rank in ranks for number in range(rank * size, (rank + 1) * size)])
-        key = tuple(map(id, kinds))
+        devices = self.devices_of(ranks)
+        kinds, groups = self.cluster.kinds(devices), self._groups_by(devices) if self._uneven else self.groups
+        key = (*map(id, kinds), repr(groups) if self._uneven else "")
         if key not in self._of_kinds:
             _ = self.chains    # which all share
             self._of_kinds[key] = made = copy(self)
             made.kinds, made.costs = kinds, costs_of(self.space.spaces, kinds, self.training, self.spread)
             made._ops, made._apart, made._pieces = {}, {}, {}
+            if repr(groups) != repr(self.groups):
+                made.groups, made.redistribution = groups, self.redistribution.by(groups)
         return self._of_kinds[key]
+
+    @property
+    def unlike(self) -> bool:
+        """Whether stages of a pipeline may have other devices, or other NICs, than others."""
+        return self.differ and (len(self.kinds) > 1 or self._uneven)
+
+    def devices_of(self, ranks: Sequence[int]) -> Sequence[int]:
+        """The numbers of the devices of some ranks of the pipeline axis."""
+        size = math.prod(self.space.mesh_shape)
+        return [number for rank in ranks for number in range(rank * size, (rank + 1) * size)]
+
+    def along_pipeline(self, ranks: Sequence[int] = (), together: bool = False) -> Group:
+        """How messages along the pipeline axis cross the links, by the NICs of these ranks' hosts (default: of all);
+        ``together``: collectives of these ranks."""
+        devices = () if self.least else self.devices_of(ranks) if ranks and self.unlike else None
+        return self.cluster.group(self._mesh_shape, 0, ranks if together else (), devices)
+
+    def _groups_by(self, devices: Sequence[int]) -> Mapping[Axes, Group]:
+        """By mesh axes their groups, which leave hosts by the NICs of those of ``devices``."""
+        return {axes: self.cluster.group_of(self._mesh_shape, [axis + 1 for axis in axes], devices=devices)
+                for axes in axes_together(self.space.mesh_shape)}
 
     def alike(self) -> Prices:
         """A copy in which each stage takes as long as on the slowest devices of all."""
@@ -131,7 +155,7 @@ class Prices:
 
     def of_device(self, cache: float = 1.0) -> Prices:
         """A copy for lower bounds: with the seconds of the device alone, as if the host launched everything ahead
-        (``cache``: and had a cache so many times as large), and of the fastest of several kinds."""
+        (``cache``: and had a cache so many times as large), and of the fastest of several kinds and NICs."""
         return self._least_of("device", cache)
 
     def of_host(self) -> Prices:
@@ -139,9 +163,12 @@ class Prices:
         return self._least_of("host")
 
     def _least_of(self, part: str, cache: float = 1.0) -> Prices:
-        if self.cluster.profile is None and len(self.kinds) == 1:
+        if self.cluster.profile is None and not self.unlike:
             return self
         made = copy(self)
+        if self._uneven:
+            made.groups = self._groups_by(())
+            made.redistribution = self.redistribution.by(made.groups)
         made.costs = costs_of(self.space.spaces, self.kinds, self.training, self.spread, part, cache, least=True)
         made.least, made.differ, made._ops, made._pieces, made._whole = True, False, {}, {}, self
         return made
