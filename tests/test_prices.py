@@ -233,11 +233,11 @@ def test_small_gradients_share_a_bucket() -> None:
     prices = Prices(StrategySpace(graph_of("mlp"), (4,)), cluster)
     full = float(collectives.all_reduce_s(BUCKET_BYTES, prices.groups[(0,)])
                  + collectives.copy_s(BUCKET_BYTES, cluster.device))
-    sixteenth = float(prices.redistribution.bucket_s(prices.groups[(0,)], np.array(BUCKET_BYTES / 16), BUCKET_BYTES))
+    single = prices.redistribution.single
+    sixteenth = float(single.bucket_s(prices.groups[(0,)], np.array(BUCKET_BYTES / 16), BUCKET_BYTES))
     assert sixteenth == pytest.approx(full / 16)
     assert sixteenth < float(collectives.all_reduce_s(BUCKET_BYTES / 16, prices.groups[(0,)]))
-    assert float(prices.redistribution.bucket_s(prices.groups[(0,)], np.array(2.0 * BUCKET_BYTES),
-                                               BUCKET_BYTES)) == float(
+    assert float(single.bucket_s(prices.groups[(0,)], np.array(2.0 * BUCKET_BYTES), BUCKET_BYTES)) == float(
         collectives.all_reduce_s(2 * BUCKET_BYTES, prices.groups[(0,)]))
 
 
@@ -257,9 +257,9 @@ def test_parameters_of_a_block_are_gathered_and_reduced_together_with_a_copy_of_
     prices = Prices(space, cluster).redistribution
     use = next(use for use in space.uses if space.decisions[use.source].kind == "parameter")
     (step,) = prices.steps(use, (shard(0),), (REPLICATE,), ExecutionCounts(space, hybrid).summing(use))
-    size, group = float(width * width * 4), prices.groups[(0,)]
-    copied = float(collectives.copy_s(size, prices.device)) if size < LARGE_BYTES else 0.0
-    assert prices.block_bytes == 2 * size
+    size, group = float(width * width * 4), prices.single.groups[(0,)]
+    copied = float(collectives.copy_s(size, prices.single.device)) if size < LARGE_BYTES else 0.0
+    assert prices.single.block_bytes == 2 * size
     for seconds, collective in zip(step.seconds, (collectives.all_gather_s, collectives.reduce_scatter_s), strict=True):
         wanted = float(collective(2 * size, group)) / 2 + copied if together else float(collective(size, group))
         assert seconds == pytest.approx(wanted)

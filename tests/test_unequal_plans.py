@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import logging
 import sys
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +24,10 @@ from autoparallel.partition import Splits, stages_of
 from autoparallel.planning.one_mesh import plan_on
 from autoparallel.planning.options import options_of
 from autoparallel.plans import Hybrid, Plan
+from autoparallel.plans.reports.timeline import timeline_of
 from autoparallel.pricing import ExecutionCounts, Prices, SpacePricer, step_s
+from autoparallel.pricing.parameter_prices import parameter_update_s
+from autoparallel.pricing.stage_devices import along_pipeline
 from autoparallel.strategies.space import StrategySpace
 from cost_models import Cluster, Device, Link
 from cost_models.unequal import OtherHosts, Slow
@@ -73,14 +77,19 @@ def planned(cluster: Cluster, micro_batches: int = 8, **options: Any) -> Plan:
 # --- prices by hand -----------------------------------------------------------------------------------------------
 
 
-def priced(cluster: Cluster, cuts: tuple[str, ...]) -> float:
-    """Seconds of two stages that are cut there."""
+def pricer_of(cluster: Cluster, ranks: int, cuts: tuple[str, ...] = ("linear_3",)) -> SpacePricer:
+    """Of two stages that are cut there, on so many ranks each."""
     micro = Splits(capture(Products(6), (torch.zeros(4096, 256),)))(8)
     hybrid = Hybrid(8, stages=2, pipeline_ranks=2, schedule="gpipe", cuts=cuts)
-    space = StrategySpace(micro.body, (1,))
+    space = StrategySpace(micro.body, (ranks,))
     counts = ExecutionCounts(space, hybrid, stages_of(space, micro.loss, hybrid).of_decisions(len(space)))
-    strategies = [s.strategies[0] for s in space.strategy_sets]
-    return step_s(SpacePricer(Prices(space, cluster, "sgd", stages=2), counts=counts), strategies, [(0.0, 0.0)])
+    return SpacePricer(Prices(space, cluster, "sgd", stages=2), counts=counts)
+
+
+def priced(cluster: Cluster, cuts: tuple[str, ...]) -> float:
+    """Seconds of two stages that are cut there."""
+    pricer = pricer_of(cluster, 1, cuts)
+    return step_s(pricer, [s.strategies[0] for s in pricer.space.strategy_sets], [(0.0, 0.0)])
 
 
 def test_a_stage_takes_the_time_of_its_own_devices() -> None:
@@ -93,6 +102,52 @@ def test_a_stage_takes_the_time_of_its_own_devices() -> None:
                             (slow(PLAIN, 0, 1), (2, 2))):
         expected = a * first + b * second + 7 * max(a * first, b * second)
         assert priced(cluster, ("linear_3",)) == pytest.approx(expected, rel=1e-2)
+
+
+def test_a_longer_first_stage_works_while_the_last_one_does() -> None:
+    """Of five products the first stage has three, of 8 parts of work in each micro-batch, 3 of them forward, and the
+    last two, of 6 parts. The first waits before its first backward, as its second forward is shorter than the last
+    stage's work, and before its last one."""
+    one = 2 * 512 * 256 * 256 / 1e12
+    made = autoparallel.plan(Products(5), PLAIN, example_inputs=(torch.zeros(4096, 256),), mesh_shape=(2, 1),
+                             pipeline_stages=2, micro_batches=8, schedule="1f1b", optimizer="sgd")
+    assert made.hybrid.cuts == ("linear_3",)
+    assert made.prediction.step_s == pytest.approx((8 * 8 + (6 - 3) + (6 - 5)) * one, rel=5e-3)
+    assert timeline_of(made).total_s == pytest.approx(made.prediction.step_s)
+
+
+#: Four hosts of two devices, joined by wires that take 1 s for 1e9 bytes; nothing else takes as much.
+WIRED = Cluster("wired", Device("fast", {"float32": 1e15}, 1e30, 1.0, 1e12, 0.0), (
+    Link("wire", 2, 0.0, 1e30), Link("net", 8, 0.0, 1e9, nics_per_host=1)), 8, ("ring",))
+THIN = dataclasses.replace(WIRED, slow=(Slow((4, 5), 1.0, bandwidth=0.5),))
+
+
+def test_a_stage_sends_by_the_nics_of_its_own_hosts() -> None:
+    """Of two stages, the second has the host with half the bandwidth: its all-reduces take twice as long."""
+    even, thin = (pricer_of(one, 4) for one in (WIRED, THIN))
+    per_stage = [0.0, 0.0]
+    for before, after, use in zip(even.full().edges, thin.full().edges, even.space.uses, strict=False):
+        (stage,) = even.counts.stages_of[use.target]
+        if even.space.decisions[use.source].kind == "parameter":
+            sent = before.costs > 1e-9    # all else takes less
+            assert after.costs[sent] == pytest.approx((1.0, 2.0)[stage] * before.costs[sent])
+            per_stage[stage] += float(after.costs.max())
+    assert per_stage[0] >= 3 * 2 * 3 / 4 * 256 * 256 * 4 / 1e9
+
+
+def test_prices_of_stages_are_between_those_of_the_best_and_the_slowest_nics() -> None:
+    space = StrategySpace(graph_of("mlp"), (2, 2))
+    all_thin = dataclasses.replace(WIRED, slow=(Slow(tuple(range(8)), 1.0, bandwidth=0.5),))
+    best, whole, slowest = (Prices(space, one, stages=2) for one in (WIRED, THIN, all_thin))
+    first, second = whole.of_ranks((0,)), whole.of_ranks((1,))
+    for use in space.uses:
+        of = [prices.redistribution.use_s(use) for prices in (best, whole.of_device(), first, second, whole, slowest)]
+        assert all((a <= b * (1 + 1e-12)).all() for a, b in pairwise(of))
+        assert all((a == b).all() for a, b in ((of[1], of[2]), (of[3], of[4]), (of[4], of[5])))
+    assert any((first.redistribution.use_s(use) < second.redistribution.use_s(use)).any() for use in space.uses)
+    messages = [along_pipeline(whole, ranks) for ranks in ((0,), (0, 1), ())]
+    rates = [group.levels[-1][1].bandwidth_bytes_per_s for group in (*messages, along_pipeline(whole.of_device()))]
+    assert rates == [1e9, 0.5e9, 0.5e9, 1e9]
 
 
 def test_without_a_pipeline_all_wait_for_the_slowest() -> None:
@@ -116,7 +171,7 @@ def test_a_mesh_of_two_kinds_is_never_faster_than_one_of_either(software: str) -
                 assert (got.forward_s >= least[0].forward_s * (1 - 1e-9)).all()
                 assert (got.forward_s >= least[1].forward_s * (1 - 1e-9)).all()
         elif decision.kind == "parameter":
-            assert (mixed.parameter_s(s) >= each[1].parameter_s(s) * (1 - 1e-9)).all()
+            assert (parameter_update_s(mixed, s) >= parameter_update_s(each[1], s) * (1 - 1e-9)).all()
 
 
 # --- search -------------------------------------------------------------------------------------------------------

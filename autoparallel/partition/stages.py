@@ -24,6 +24,7 @@ from autoparallel.plans import Hybrid
 from autoparallel.pricing import Prices, decision_seconds
 from autoparallel.pricing.pipeline_steps import SentValue
 from autoparallel.pricing.prediction import means
+from autoparallel.pricing.stage_devices import along_pipeline, paces_of
 from autoparallel.schedule.stage import Part, Value
 from autoparallel.strategies.space import Strategy, StrategySpace, TensorUse
 from cost_models import ClusterError, collectives
@@ -151,13 +152,13 @@ def place_cuts(prices: Prices, loss: int | None, hybrid: Hybrid, strategies: Seq
         clock.did("decisions read", 2 * len(space))
         alike = numbers_alike(space, hybrid)    # which of them recompute slows down is decided after the cuts
         seconds = means(decision_seconds(prices, hybrid, strategies, alike), alike)
-    network = prices.along_pipeline()
+    network = along_pipeline(prices)
 
     def send_s(num_bytes: np.ndarray) -> np.ndarray:
         return np.where(num_bytes > 0, collectives.send_recv_s(num_bytes, network), 0.0)
 
     flow = flow_of(space, _loss(loss))
-    paces = prices.paces([hybrid.ranks_of(number) for number in range(len(hybrid.groups))])
+    paces = paces_of(prices, [hybrid.ranks_of(number) for number in range(len(hybrid.groups))])
     cuts = cut_evenly(flow, seconds, hybrid.stages, hybrid.groups, lambda k: _local_bytes(space, k, strategies), send_s,
                       paces)
     return tuple(space.decisions[index].name for index in cuts)

@@ -16,6 +16,7 @@ from autoparallel.planning.candidates import Candidate, Combination
 from autoparallel.planning.reduced_model import ReducedModel
 from autoparallel.plans import Hybrid
 from autoparallel.pricing import ExecutionCounts, Prices, SpacePricer
+from autoparallel.pricing.parameter_prices import parameter_update_s
 from autoparallel.pricing.unit_costs import OpPrice
 from autoparallel.schedule.in_flight import in_flight
 from autoparallel.schedule.step_config import without_recompute
@@ -184,7 +185,7 @@ class CandidateBounds:
                 update_s = states.device_s if hybrid.offload.in_backward else states.update_s    # else hidden, at best
                 there_s = many * float(update_s(decision.index, prices).min())
                 here_s = many * counts.sparse.share(decision.index) * float(
-                    prices.parameter_s(pricer.space.strategy_sets[decision.index]).min())
+                    parameter_update_s(prices, pricer.space.strategy_sets[decision.index]).min())
                 whole_s += (there_s - (1 - away.fraction) * here_s) / devices
                 gained_s = there_s - here_s    # negative for a faster host, which gains most on whole parameters
                 more_s += gained_s / devices if gained_s > 0 else gained_s

@@ -6,6 +6,7 @@ from collections import Counter
 from collections.abc import Iterator
 
 from autoparallel.plans import Hybrid
+from autoparallel.pricing import equal_stages_s
 from autoparallel.schedule.in_flight import in_flight
 from autoparallel.schedule.pipeline_tasks import MORE
 
@@ -18,12 +19,13 @@ def least_in_flight(hybrid: Hybrid, step_length: float) -> float:
     blocks into stages. ``step_length``: the longest step, in units of one micro-batch's seconds through all blocks on
     one rank.
 
-    A linear program over each stage's share of the blocks. Its rows are lower bounds of the step: the closed form of
-    `cost_models.pipeline.pipeline_s`, and, for ranks with several stages, `first_waits`. Infinite where no division has
-    so short a step.
+    A linear program over each stage's share of the blocks. Its rows are lower bounds of the step: the work of each
+    rank, and `first_waits`. Infinite where no division has so short a step.
     """
     from ortools.linear_solver import pywraplp
 
+    if step_length < equal_stages_s(hybrid, float(hybrid.micro_batches)) * (1 - 1e-9):
+        return float("inf")
     step_length = min(step_length, 2.0 * hybrid.micro_batches)    # more than any division takes
     solver = pywraplp.Solver.CreateSolver("GLOP")
     shares = [solver.NumVar(0.0, 1.0, "") for _ in range(hybrid.stages)]
@@ -42,12 +44,12 @@ def least_in_flight(hybrid: Hybrid, step_length: float) -> float:
 def _rows(hybrid: Hybrid, step_length: float) -> Iterator[tuple[Row, float]]:
     """The rows of the linear program: coefficients of the stages' shares, and the upper limit of their sum."""
     ranks, count = hybrid.pipeline_ranks, hybrid.micro_batches
-    virtual = hybrid.stages // ranks * hybrid.pipelining.bubble_parts
+    simulated = count <= MORE * ranks or hybrid.stages == ranks    # of others the seconds are extrapolated
     for rank in range(ranks):
-        yield dict.fromkeys(hybrid.stages_of(rank), count - 1 / virtual), step_length - 1 / virtual
-    if hybrid.stages > ranks and count <= MORE * ranks and not hybrid.pipelining.splits_backward:
-        for rank in range(ranks):
+        if simulated and not hybrid.pipelining.splits_backward:
             yield from ((row, step_length) for row in first_waits(hybrid, rank))
+        else:
+            yield dict.fromkeys(hybrid.stages_of(rank), float(count)), step_length
 
 
 def first_waits(hybrid: Hybrid, rank: int) -> Iterator[Row]:

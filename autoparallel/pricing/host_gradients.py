@@ -9,6 +9,8 @@ import numpy as np
 
 from autoparallel.pricing.counts import ExecutionCounts
 from autoparallel.pricing.host_parameters import ops_beside
+from autoparallel.pricing.op_costs import kept_precision
+from autoparallel.pricing.parameter_prices import elements_of
 from autoparallel.pricing.unit_costs import Prices
 from autoparallel.schedule.fusion import in_buckets
 from autoparallel.schedule.tiers import BUCKETS_IN_FLIGHT
@@ -55,8 +57,9 @@ class HostGradients:
     def bytes_of(self, index: int) -> np.ndarray:
         """Bytes of a parameter's gradient; of a sparse one, of its rows."""
         s, rows = self.space.strategy_sets[index], self.counts.sparse.share(index, self.counts.hybrid.micro_batches)
-        kept = self.prices.kept(s.output_metas[0])
-        return rows * np.asarray(memory.training_state(self.prices.elements(s), kept, self.prices.optimizer).gradients)
+        kept = kept_precision(s.output_metas[0], self.prices.cluster)
+        state = memory.training_state(elements_of(self.prices, s), kept, self.prices.optimizer)
+        return rows * np.asarray(state.gradients)
 
     def away_bytes(self, index: int) -> np.ndarray:
         """Bytes in the gradients' tier; of the sum over micro-batches, where that is more precise."""
@@ -65,7 +68,7 @@ class HostGradients:
             return np.zeros(len(s.strategies))
         summed_there = self.leave(index) or index in self.counts.lookups.tables
         apart = self.counts.accumulator_bytes(s.output_metas[0]) if summed_there else 0
-        return np.maximum(self.bytes_of(index), apart * self.prices.elements(s))
+        return np.maximum(self.bytes_of(index), apart * elements_of(self.prices, s))
 
     def moving_s(self, index: int) -> np.ndarray:
         """Seconds per step of moving a parameter's gradient, as if nothing else went on; of several micro-batches at a

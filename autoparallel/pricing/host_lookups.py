@@ -10,7 +10,8 @@ import numpy as np
 from autoparallel.capture import TensorMeta
 from autoparallel.layout import largest_local_shape
 from autoparallel.pricing.counts import ExecutionCounts
-from autoparallel.pricing.op_costs import share_of_work
+from autoparallel.pricing.op_costs import kept_precision, share_of_work
+from autoparallel.pricing.parameter_prices import elements_of
 from autoparallel.pricing.unit_costs import Prices
 from autoparallel.schedule.table_caches import TableCache
 from cost_models import memory, offload
@@ -106,12 +107,12 @@ class HostLookupPrices:
         """Bytes on the device of a cached table: the rows in its slots, with those of the states, its gradient's rows
         with their numbers, the slot of each row, and of each slot its row, last use and whether it changed."""
         s, cache = self.space.strategy_sets[index], self.counts.lookups.cached[index]
-        (meta,), elements = s.output_metas, self.prices.elements(s)
+        (meta,), elements = s.output_metas, elements_of(self.prices, s)
         rows = self._rows(meta, s.outputs[0])
         slots = np.minimum(rows, np.ceil(cache.rows * rows / meta.shape[0]))
         found = slots * (elements / np.maximum(rows, 1) * meta.dtype.itemsize * self._columns(index) + SLOT_BYTES)
         if meta.requires_grad and self.prices.training:
-            state = memory.training_state(elements, self.prices.kept(meta), self.prices.optimizer)
+            state = memory.training_state(elements, kept_precision(meta, self.prices.cluster), self.prices.optimizer)
             looked_up = self.counts.sparse.share(index, self.counts.hybrid.micro_batches)
             summed = state.gradients + self.counts.accumulator_bytes(meta) * elements
             found = found + looked_up * (summed + rows * ID_BYTES)
@@ -129,7 +130,7 @@ class HostLookupPrices:
         meta = self.space.strategy_sets[index].output_metas[0]
         if not (meta.requires_grad and self.prices.training):
             return 1.0
-        state = memory.training_state(1.0, self.prices.kept(meta), self.prices.optimizer)
+        state = memory.training_state(1.0, kept_precision(meta, self.prices.cluster), self.prices.optimizer)
         return float(state.parameters + state.optimizer) / meta.dtype.itemsize
 
     def _table_of(self, index: int) -> int:

@@ -8,6 +8,8 @@ from typing import NamedTuple
 import numpy as np
 
 from autoparallel.pricing.counts import ExecutionCounts
+from autoparallel.pricing.op_costs import kept_precision
+from autoparallel.pricing.parameter_prices import elements_of
 from autoparallel.pricing.unit_costs import Prices
 from autoparallel.schedule.tiers import Offload
 from autoparallel.strategies.space import TensorUse
@@ -36,10 +38,11 @@ class HostParameters:
         s = self.space.strategy_sets[index]
         if not self.counts.away[index].moves_parameters:
             return np.zeros(len(s.strategies))
-        (meta,), elements = s.output_metas, self.prices.elements(s)
+        (meta,), elements = s.output_metas, elements_of(self.prices, s)
         if not (meta.requires_grad and self.prices.training):
             return elements * meta.dtype.itemsize
-        return np.asarray(memory.training_state(elements, self.prices.kept(meta), self.prices.optimizer).parameters)
+        kept = kept_precision(meta, self.prices.cluster)
+        return np.asarray(memory.training_state(elements, kept, self.prices.optimizer).parameters)
 
     def bytes_of(self, use: TensorUse) -> np.ndarray:
         """Bytes of the stored shard that a use fetches."""

@@ -128,7 +128,8 @@ def _in_pieces(prices: Prices, use: TensorUse, sent_s: np.ndarray, pieces: int, 
 
     def longer_s(action: str, axes: Axes, ends: _Ends) -> np.ndarray:
         source, target, before, after = ends
-        whole_s, piece_s = (prices.redistribution.action_s(action, axes, source, target, before / count, after / count)
+        action_s = prices.redistribution.single.action_s
+        whole_s, piece_s = (action_s(action, axes, source, target, before / count, after / count)
                             for count in (1, pieces))
         return np.maximum(pieces * piece_s - whole_s, 0.0)
 

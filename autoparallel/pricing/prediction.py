@@ -27,6 +27,7 @@ from autoparallel.pricing.parts import (
     together,
 )
 from autoparallel.pricing.problem import SpacePricer
+from autoparallel.pricing.stage_devices import along_pipeline, paces_of
 from autoparallel.pricing.unit_costs import Prices
 from autoparallel.schedule.pipeline_tasks import StageTimes, simulated_s
 from autoparallel.search.model.problem import Problem
@@ -180,7 +181,7 @@ def estimated_saved(pricer: SpacePricer, strategies: Sequence[Strategy]) -> dict
 def evened(prices: Prices, hybrid: Hybrid) -> float:
     """The seconds of a micro-batch over those on the slowest devices, where each stage gets as much work as its devices
     do in the same time."""
-    paces = prices.paces([hybrid.ranks_of(number) for number in range(len(hybrid.groups))])
+    paces = paces_of(prices, [hybrid.ranks_of(number) for number in range(len(hybrid.groups))])
     return hybrid.pipeline_ranks / sum(size * pace for size, pace in zip(hybrid.groups, paces, strict=True))
 
 
@@ -227,8 +228,9 @@ def _pipelined_s(pricer: SpacePricer, stages: Sequence[Parts], sends: Sends,
     overlap (if ``strategies`` are given).
 
     Per micro-batch both stages at a cut wait for one message: a value in one direction while a gradient comes back.
-    ``in_order``: several stages of a rank that are not equal wait for one another, so that no fewer seconds count than
-    the micro-batches take in the order in which they run.
+    ``in_order``: the micro-batches take what they take in the order in which they run, and no less than on equal
+    stages, of which the bounds of plans are; without it the closed form of `pipeline_s`, for stages that are not equal
+    higher by their filling and draining at most (with one stage on each rank).
     """
     hybrid, cluster = pricer.counts.hybrid, pricer.prices.cluster
     groups, passed = hybrid.groups, _passed_s(pricer, sends)
@@ -243,14 +245,13 @@ def _pipelined_s(pricer: SpacePricer, stages: Sequence[Parts], sends: Sends,
     of_rank = [range(g, len(stages), len(groups)) for g in range(len(groups))]
     hidden = [_hidden(pricer, strategies, rank).once for rank in of_rank]
     once = max(sum(stages[n].once for n in rank) - less for rank, less in zip(of_rank, hidden, strict=True))
-    closed = float(pipeline_s(of_group, hybrid.micro_batches, _virtual(hybrid), groups))
-    if not in_order or len(stages) == len(groups):
-        return closed + once
+    if not in_order:
+        return float(pipeline_s(of_group, hybrid.micro_batches, _virtual(hybrid), groups)) + once
     clock.did("tasks simulated", 2 * len(stages) * hybrid.micro_batches)
     each = [_micro_batch(s, profile, count, less) for s, count, less in zip(stages, counts, each_s, strict=True)]
     times = [StageTimes(one.forward_s, one.backward_s, send_s) for one, send_s in
              zip(each, [*passed, 0.0], strict=True)]
-    return max(closed, simulated_s(hybrid, times)) + once
+    return max(equal_stages_s(hybrid, hybrid.micro_batches * sum(of_group)), simulated_s(hybrid, times)) + once
 
 
 class _MicroBatch(NamedTuple):
@@ -284,7 +285,7 @@ def _passed_s(pricer: SpacePricer, sends: Sends) -> list[float]:
     hybrid, prices, profile, found = pricer.counts.hybrid, pricer.prices, pricer.prices.cluster.profile, list[float]()
     scatters = profile is not None and profile.scatter_sends > 0
     for stage, (sent, part) in enumerate(sends):
-        network = prices.along_pipeline(hybrid.ranks_of(stage, stage + 1))
+        network = along_pipeline(prices, hybrid.ranks_of(stage, stage + 1))
         found.append(float(collectives.send_recv_s(part if scatters else sent, network)))
         if scatters:
             found[-1] += _regathered_s(prices.of_ranks(hybrid.ranks_of(stage + 1)), sent, part)

@@ -19,6 +19,7 @@ from autoparallel.pricing.counts import ExecutionCounts
 from autoparallel.pricing.gradient_memory import GradientMemory
 from autoparallel.pricing.live_intervals import Liveness
 from autoparallel.pricing.pipeline_buffers import Buffer
+from autoparallel.pricing.stage_devices import memory_shares
 from autoparallel.pricing.step_cost import ALL_EXPOSED, Exposed, Picked, StepCosts
 from autoparallel.pricing.unit_costs import Prices
 from autoparallel.pricing.window_memory import WindowMemory
@@ -67,7 +68,7 @@ class SpacePricer:
         self.penalties, self.prices, self.space, self.limit_bytes = penalties, prices, prices.space, limit_bytes
         self.counts = counts or ExecutionCounts(prices.space, training=prices.training)
         self.costs = StepCosts(prices, self.counts, exposed)
-        self.live = Liveness(self.counts, () if self.counts.one_for_all else prices.memory_shares(self.counts.hybrid))
+        self.live = Liveness(self.counts, () if self.counts.one_for_all else memory_shares(prices, self.counts.hybrid))
         self.windows = WindowMemory(self.counts, self.live)
         self.gradients = GradientMemory(prices, self.counts, self.live, self.costs.gradients)
         self.allowed = {**_side_computations(self.space), **(allowed or {})}

@@ -230,7 +230,7 @@ class RankReads:
         message = sent[0].message
         assert message is not None
         sizes = np.array([step.message.num_bytes for step in sent if step.message is not None])
-        prices, hybrid = self.prices.redistribution, self.counts.hybrid
+        prices, hybrid = self.prices.redistribution.single, self.counts.hybrid
         full = (hybrid.fusion.bytes_on(message.axis, hybrid.bucket_bytes) if message.action == "all_reduce"
                 else prices.block_bytes)
         more_s = prices.messages.latency_s(message.action, self._axes_of[message.axis], sizes, full)

@@ -14,7 +14,7 @@ from autoparallel.layout import COLLECTIVES, Step, layout_str
 from autoparallel.layout.redistribution import name_of
 from autoparallel.plans.record import MemoryProfile, Redistribution, Workload
 from autoparallel.pricing.live_intervals import sums_gradients
-from autoparallel.pricing.op_costs import dtype_name, operands_of, share_of_work, worked_in
+from autoparallel.pricing.op_costs import dtype_name, kept_precision, operands_of, share_of_work, worked_in
 from autoparallel.pricing.problem import SpacePricer
 from autoparallel.search.model.problem import Problem
 from autoparallel.strategies.space import Strategy, StrategySet, StrategySpace
@@ -76,7 +76,8 @@ def _state_bytes(pricer: SpacePricer) -> dict[str, float]:
     for d in space.decisions:
         meta = space.strategy_sets[d.index].output_metas[0]
         if d.kind == "parameter" and meta.requires_grad and prices.training:
-            counts[prices.kept(meta)] = counts.get(prices.kept(meta), 0.0) + meta.num_elements
+            kept = kept_precision(meta, prices.cluster)
+            counts[kept] = counts.get(kept, 0.0) + meta.num_elements
     if not counts:
         return {}
     kept = max(counts, key=counts.__getitem__)
@@ -220,7 +221,7 @@ def _split(pricer: SpacePricer, strategies: Sequence[Strategy], usages: np.ndarr
         if decision.kind == "parameter" and s.output_metas[0].requires_grad and pricer.prices.training:
             meta = s.output_metas[0]
             elements = space.spaces(meta).local_elements[s.outputs[0][numbers[decision.index]]]
-            state = training_state(elements, pricer.prices.kept(meta), pricer.prices.optimizer)
+            state = training_state(elements, kept_precision(meta, pricer.prices.cluster), pricer.prices.optimizer)
             away = float(pricer.costs.states.tier_bytes(decision.index)[numbers[decision.index]])
             leaves = pricer.costs.gradients.leave(decision.index)
             parameters = 0.0 if counts.away[decision.index].moves_parameters else float(state.parameters)

@@ -3,26 +3,22 @@
 from __future__ import annotations
 
 import weakref
-from collections import defaultdict
 from collections.abc import Mapping
 from contextvars import ContextVar
 from copy import copy
-from functools import cached_property
 from typing import Any, NamedTuple
 
 import numpy as np
 
 from autoparallel import clock
 from autoparallel.capture import TensorMeta
-from autoparallel.capture.blocks import block_path
-from autoparallel.layout import COLLECTIVES, SUMS, Layout, Placement, RedistributionTable, Step
-from autoparallel.layout.redistribution import Axes, StepCost, actions_of, name_of
+from autoparallel.layout import COLLECTIVES, Layout, Placement, RedistributionTable, Step
+from autoparallel.layout.redistribution import Axes, StepCost, actions_of
 from autoparallel.pricing.counts import ALONE, Summing
-from autoparallel.pricing.message_seconds import MessageSeconds
-from autoparallel.schedule.fusion import bytes_on
-from autoparallel.schedule.step_config import BUCKET_BYTES, LARGE_BYTES
+from autoparallel.pricing.step_seconds import StepSeconds
+from autoparallel.schedule.step_config import BUCKET_BYTES
 from autoparallel.strategies.space import StrategySpace, TensorUse, is_parameter
-from cost_models import Cluster, Group, collectives
+from cost_models import Cluster, Group
 
 #: Redistribution tables of recent strategy graphs, shared by call forms, by lowering and by candidates of a joint
 #: search; as many of this table's size as have so many cells, of 12 bytes each.
@@ -60,13 +56,12 @@ class RedistributionPrices:
 
     def __init__(self, space: StrategySpace, cluster: Cluster, groups: Mapping[Axes, Group], training: bool,
                  direct: bool, machine: tuple[Any, ...]) -> None:
-        self.space, self.cluster, self.groups, self.training = space, cluster, groups, training
-        self.direct, self.device, self._machine = direct, cluster.working_device, machine
+        self.space, self.training, self.direct, self._machine = space, training, direct, machine
         #: Each by the tensor's form (`form_of`), of which models have a few dozen.
         self._tables: dict[tuple[Any, ...], RedistributionTable] = {}
         self._weighted: dict[tuple[Any, ...], np.ndarray] = {}
         self._steps: dict[tuple[Any, ...], list[PricedStep]] = {}
-        self.messages = MessageSeconds(groups, self.device)
+        self.single = StepSeconds(space, cluster, groups)
         #: Of recently asked prices only.
         self._uses: dict[tuple[Any, ...], np.ndarray] = {}
         #: Those whose paths these have (`by`).
@@ -75,7 +70,7 @@ class RedistributionPrices:
     def by(self, groups: Mapping[Axes, Group]) -> RedistributionPrices:
         """The unit costs of the same paths by other groups."""
         made = copy(self)
-        made.groups, made.messages, made._whole = groups, MessageSeconds(groups, self.device), self._whole or self
+        made.single, made._whole = StepSeconds(self.space, self.single.cluster, groups), self._whole or self
         made._weighted, made._steps, made._uses = {}, {}, {}
         return made
 
@@ -97,9 +92,7 @@ class RedistributionPrices:
         if key not in self._tables and (known := _TABLES.get(shared)) is not None:
             self._tables[key] = known
         if key not in self._tables:
-
-            def cost(axes: Axes, source: Placement, target: Placement, before: np.ndarray, after: np.ndarray) -> Any:
-                return self._both_s(grad, axes, source, target, before, after)
+            cost = self.single.there_and_back(grad)
 
             def of_share(axes: Axes, source: Placement, target: Placement, before: np.ndarray, after: np.ndarray
                          ) -> Any:
@@ -112,84 +105,6 @@ class RedistributionPrices:
                 _TABLES.pop(next(iter(_TABLES)))
             _TABLES[shared] = self._tables[key]
         return self._tables[key]
-
-    def action_s(
-        self, action: str, axes: Axes, source: Placement, target: Placement, before: np.ndarray, after: np.ndarray
-    ) -> np.ndarray:
-        """Seconds of one action on mesh axes; ``before`` and ``after``: local bytes (arrays)."""
-        match action:
-            case "none":
-                return np.zeros_like(before)
-            case "mask" | "slice" | "pad":
-                return self.messages.copy_s(np.maximum(before, after))
-            case "all_reduce":
-                return self.messages.sent_s(collectives.all_reduce_s, axes, before)
-            case "all_gather":
-                copy = 0.0 if source.in_order else self.messages.copy_s(after)
-                return self.messages.sent_s(collectives.all_gather_s, axes, after) + copy
-            case "reduce_scatter":
-                copy = 0.0 if target.in_order else self.messages.copy_s(before)
-                return self.messages.sent_s(collectives.reduce_scatter_s, axes, before) + copy
-            case "all_to_all":
-                return self.messages.sent_s(collectives.all_to_all_s, axes, before) + self.messages.copy_s(before)
-        raise ValueError(f"unknown action {action!r}")
-
-    def bucket_s(self, group: Group, num_bytes: np.ndarray, bucket_bytes: float) -> np.ndarray:
-        """Seconds of a gradient of ``num_bytes`` in a bucket of ``bucket_bytes``: its share of the all-reduce and of
-        the copy into the bucket."""
-        alone = collectives.all_reduce_s(num_bytes, group)
-        if not bucket_bytes:
-            return alone
-        whole = collectives.all_reduce_s(bucket_bytes, group) + collectives.copy_s(bucket_bytes, self.device)
-        return np.where(num_bytes < bucket_bytes, np.minimum(alone, num_bytes / bucket_bytes * whole), alone)
-
-    @cached_property
-    def block_bytes(self) -> float:
-        """Bytes of the parameters of a block, which our programs and FSDP gather, and whose gradients they scatter, as
-        one; 0: software that treats each parameter by itself."""
-        profile, blocks = self.cluster.profile, defaultdict[str, float](float)
-        if profile is not None and not profile.by_block:
-            return 0.0
-        for decision, s in zip(self.space.decisions, self.space.strategy_sets, strict=True):
-            if decision.kind == "parameter" and (path := block_path(decision.path.rpartition(".")[0])):
-                blocks[path] += s.output_metas[0].num_bytes
-        return sum(blocks.values()) / len(blocks) if blocks else BUCKET_BYTES
-
-    def _in_block_s(self, summing: Summing, axes: Axes, action: str, cut: Placement, num_bytes: np.ndarray
-                    ) -> np.ndarray:
-        """How much less a parameter's gather or reduce-scatter takes as a share of its block's, with the copy out of or
-        into the bucket (which `action_s` counts of shards that are not ``in_order``). Where the copy takes longer than
-        what is saved: 0, so that no plan is priced below the bounds of its combination."""
-        if not (summing.in_block and self.block_bytes and action in ("all_gather", "reduce_scatter")):
-            return np.zeros_like(num_bytes)
-        one_way = collectives.all_gather_s if action == "all_gather" else collectives.reduce_scatter_s
-        alone, whole = (self.messages.sent_s(one_way, axes, some) for some in (num_bytes, np.array(self.block_bytes)))
-        copied = cut.in_order & (num_bytes < LARGE_BYTES)
-        copy_s = np.where(copied, self.messages.copy_s(num_bytes), 0.0)
-        return np.asarray(np.minimum(num_bytes / self.block_bytes * whole + copy_s - alone, 0.0))
-
-    def _forward_s(self, summing: Summing, axes: Axes, source: Placement, target: Placement, before: np.ndarray,
-                   after: np.ndarray) -> np.ndarray:
-        """Forward seconds of a step from ``source`` to ``target`` under ``summing``."""
-        action, _ = actions_of(axes, source, target, self.space.mesh_shape)
-        return (self.action_s(action, axes, source, target, before, after)
-                + self._in_block_s(summing, axes, action, source, after))
-
-    def summed_s(self, summing: Summing, axes: Axes, source: Placement, target: Placement, before: np.ndarray,
-                 after: np.ndarray) -> np.ndarray:
-        """Backward seconds of a step from ``source`` to ``target`` under ``summing``: gradients of unsharded parameters
-        in buckets, and casts to and from another dtype."""
-        _, backward = actions_of(axes, source, target, self.space.mesh_shape)
-        scale = summing.scale if backward in SUMS else 1.0
-        bucket_bytes = bytes_on(summing.axis_bytes, name_of(axes, self.space.axis_names), summing.bucket_bytes)
-        if bucket_bytes and (source.kind, target.kind) == ("I", "R"):
-            seconds = self.bucket_s(self.groups[axes], scale * after, bucket_bytes)
-        else:
-            seconds = self.action_s(backward, axes, target, source, scale * after, scale * before)
-            seconds = seconds + self._in_block_s(summing, axes, backward, source, scale * after)
-        if scale == 1.0:
-            return seconds
-        return seconds + self.messages.copy_s((1 + scale) / 2 * (after + before))
 
     def steps(self, use: TensorUse, source: Layout, target: Layout, summing: Summing = ALONE) -> list[PricedStep]:
         """The priced steps of a use from layout to layout, memoised."""
@@ -213,10 +128,10 @@ class RedistributionPrices:
         space = self.space.spaces(meta)
         before, after = (np.array([space.local_elements[space.index(x)] * meta.dtype.itemsize / pieces])
                          for x in (step.before, step.after))
-        forward = self._forward_s(summing, step.axes, step.source, step.target, before, after)
+        forward = self.single.forward_s(summing, step.axes, step.source, step.target, before, after)
         if not (meta.requires_grad and self.training):
             return float(forward[0]), 0.0
-        backward = self.summed_s(summing, step.axes, step.source, step.target, before, after)
+        backward = self.single.summed_s(summing, step.axes, step.source, step.target, before, after)
         return float(forward[0]), float(backward[0])
 
     def use_s(self, use: TensorUse, times: tuple[float, float] = (1, 1), summing: Summing = ALONE) -> np.ndarray:
@@ -231,7 +146,7 @@ class RedistributionPrices:
             seconds = self._seconds(use, times)
             if summing != ALONE:
                 seconds = seconds + times[1] * self._more_by(use, summing)
-                if self.block_bytes and summing.in_block:
+                if self.single.block_bytes and summing.in_block:
                     seconds = seconds + times[0] * self._more_forward(use, summing)
             self._uses[key] = seconds[rows[:, None], columns]
         return self._uses[key]
@@ -242,8 +157,8 @@ class RedistributionPrices:
         if key not in self._weighted:
 
             def cost(axes: Axes, source: Placement, target: Placement, before: np.ndarray, after: np.ndarray) -> Any:
-                return (self.summed_s(summing, axes, source, target, before, after)
-                        - self.summed_s(ALONE, axes, source, target, before, after))
+                return (self.single.summed_s(summing, axes, source, target, before, after)
+                        - self.single.summed_s(ALONE, axes, source, target, before, after))
 
             more = self.table(use).sum_along(cost)
             self._weighted[key] = np.where(np.isfinite(more), more, 0.0)
@@ -256,7 +171,7 @@ class RedistributionPrices:
 
             def cost(axes: Axes, source: Placement, target: Placement, before: np.ndarray, after: np.ndarray) -> Any:
                 forward, _ = actions_of(axes, source, target, self.space.mesh_shape)
-                return self._in_block_s(summing, axes, forward, source, after)
+                return self.single.in_block_s(summing, axes, forward, source, after)
 
             more = self.table(use).sum_along(cost)
             self._weighted[key] = np.where(np.isfinite(more), more, 0.0)
@@ -272,7 +187,7 @@ class RedistributionPrices:
 
             def cost(axes: Axes, source: Placement, target: Placement, before: np.ndarray, after: np.ndarray) -> Any:
                 forward, _ = actions_of(axes, source, target, self.space.mesh_shape)
-                return self.action_s(forward, axes, source, target, before, after)
+                return self.single.action_s(forward, axes, source, target, before, after)
 
             self._weighted[key] = table.sum_along(cost)
         more = times[0] - times[1]  # the rest runs in one direction only
@@ -284,19 +199,7 @@ class RedistributionPrices:
         """Seconds of forward and backward along the paths of a use; by (layout, layout)."""
         if self._whole is None:
             return self.table(use).seconds
-        grad = use.meta.requires_grad and self.training
-
-        def cost(axes: Axes, source: Placement, target: Placement, before: np.ndarray, after: np.ndarray) -> Any:
-            return self._both_s(grad, axes, source, target, before, after)
-
-        return self.summed_along(use, "once", cost)
-
-    def _both_s(self, grad: bool, axes: Axes, source: Placement, target: Placement, before: np.ndarray,
-                after: np.ndarray) -> np.ndarray:
-        """Seconds of a step forward and, of what has a gradient, backward."""
-        forward, backward = actions_of(axes, source, target, self.space.mesh_shape)
-        seconds = self.action_s(forward, axes, source, target, before, after)
-        return seconds + self.action_s(backward, axes, target, source, after, before) if grad else seconds
+        return self.summed_along(use, "once", self.single.there_and_back(use.meta.requires_grad and self.training))
 
     def use_copies(self, use: TensorUse) -> np.ndarray:
         """Bytes of the redistributed copy (0: no redistribution); by (source strategy, target strategy)."""

@@ -9,6 +9,8 @@ import numpy as np
 
 from autoparallel.pricing.counts import ExecutionCounts
 from autoparallel.pricing.host_parameters import HostParameters
+from autoparallel.pricing.op_costs import kept_precision
+from autoparallel.pricing.parameter_prices import elements_of, parameter_update_s, training_bytes
 from autoparallel.pricing.unit_costs import Prices
 from autoparallel.schedule.tiers import buffer_bytes
 from cost_models import memory, offload
@@ -36,10 +38,10 @@ class StatePrices:
     def device_bytes(self, index: int) -> np.ndarray:
         """Bytes of the parameter, unless it is in another tier, of its gradient and the optimizer states that stay."""
         s, rows = self.space.strategy_sets[index], self._rows(index)
-        whole = self.prices.parameter_bytes(s) - self.tier_bytes(index) - self.parameters.away_bytes(index)
+        whole = training_bytes(self.prices, s) - self.tier_bytes(index) - self.parameters.away_bytes(index)
         if rows < 1:
-            kept = self.prices.kept(s.output_metas[0])
-            state = memory.training_state(self.prices.elements(s), kept, self.prices.optimizer)
+            kept = kept_precision(s.output_metas[0], self.prices.cluster)
+            state = memory.training_state(elements_of(self.prices, s), kept, self.prices.optimizer)
             whole = whole - (1 - rows) * state.gradients
         return whole
 
@@ -49,7 +51,7 @@ class StatePrices:
 
     def tier_bytes(self, index: int) -> np.ndarray:
         """Bytes of optimizer states in the parameter's tier, if that is not the device."""
-        kept = self.prices.kept(self.space.strategy_sets[index].output_metas[0])
+        kept = kept_precision(self.space.strategy_sets[index].output_metas[0], self.prices.cluster)
         return memory.training_state(self._moved(index), kept, self.prices.optimizer).optimizer
 
     def update_s(self, index: int, prices: Prices) -> np.ndarray:
@@ -60,7 +62,7 @@ class StatePrices:
     def device_s(self, index: int, prices: Prices) -> np.ndarray:
         """As `update_s`, of what is stepped on the devices."""
         s, rows = self.space.strategy_sets[index], self._rows(index)
-        whole_s, elements = prices.parameter_s(s), self.prices.elements(s)
+        whole_s, elements = parameter_update_s(prices, s), elements_of(self.prices, s)
         if self._steps_there(index, whole_s):
             return rows * whole_s * (1 - self._moved(index) / np.maximum(elements, 1))
         by_row = self._by_row(index) * self.prices.cluster.host.shared_memory
@@ -69,10 +71,10 @@ class StatePrices:
     def host_s(self, index: int, prices: Prices) -> np.ndarray:
         """As `update_s`, of what is stepped on the host."""
         s, away = self.space.strategy_sets[index], self.counts.away[index]
-        if not self._steps_there(index, prices.parameter_s(s)):
+        if not self._steps_there(index, parameter_update_s(prices, s)):
             return np.zeros(len(s.strategies))
         moved = self._moved(index)
-        found = offload.host_step(moved, self.prices.kept(s.output_metas[0]), self.prices.optimizer,
+        found = offload.host_step(moved, kept_precision(s.output_metas[0], self.prices.cluster), self.prices.optimizer,
                                   self.prices.cluster, away.states == "disk", away.moves_gradients,
                                   away.moves_parameters, away.in_tier("disk"))
         return self._rows(index) * (np.asarray(found.total_s) + self._by_row(index) * moved)
@@ -108,7 +110,7 @@ class StatePrices:
         meta = s.output_metas[0]
         if not (meta.requires_grad and self.prices.training):
             return np.zeros(len(s.strategies))
-        return self.counts.away[index].moved(self.prices.elements(s), meta.dtype.itemsize)
+        return self.counts.away[index].moved(elements_of(self.prices, s), meta.dtype.itemsize)
 
     def tiles_bytes(self, disk_bytes: float) -> float:
         """Bytes of host memory for tiles of a rank that has so many bytes of states on disk."""

@@ -16,9 +16,10 @@ from autoparallel.pricing.layer_overlap import LayerOverlap, exposed_s
 from autoparallel.pricing.memo import Memo
 from autoparallel.pricing.op_costs import dtype_name, share_of_work
 from autoparallel.pricing.redistribution_costs import PricedStep
+from autoparallel.pricing.stage_devices import along_pipeline
 from autoparallel.pricing.tier_costs import TierCosts
 from autoparallel.pricing.unit_costs import Prices
-from autoparallel.strategies.space import Strategy, TensorUse
+from autoparallel.strategies.space import Strategy, StrategySet, TensorUse
 from autoparallel.strategies.sparse_tables import as_stored
 from cost_models import compute
 
@@ -165,8 +166,8 @@ class StepCosts:
         ranks = self.counts.ranks_with(index)
         if len(ranks) < 2:
             return self._nothing(len(self.space.strategy_sets[index].strategies))[0]
-        return self.prices.redistribution.bucket_s(self.prices.along_pipeline(ranks, together=True),
-                                                   self.shared_bytes(index), self.counts.hybrid.bucket_bytes)
+        return self.prices.redistribution.single.bucket_s(along_pipeline(self.prices, ranks, together=True),
+                                                          self.shared_bytes(index), self.counts.hybrid.bucket_bytes)
 
     def shared_read_s(self, index: int, prices: Prices | None = None) -> np.ndarray:
         """Seconds of summing the gradients from a value's readers once, by strategy."""
@@ -190,7 +191,7 @@ class StepCosts:
         disk, or goes there), by strategy."""
         s, kind = self.space.strategy_sets[index], self.space.decisions[index].kind
         saved = self.counts.saved
-        nothing = index in saved.inside_only or self.prices.in_registers(index)
+        nothing = index in saved.inside_only or in_registers(self.prices, index)
         how = nothing, saved.products_only(index), self.gradients.leave(index)
         if kind == "parameter" and self.lookups.is_table(index):
             return self._table_bytes(index)
@@ -212,7 +213,7 @@ class StepCosts:
             return self.states.device_bytes(index) - self.gradients.bytes_of(index)
         if kind == "parameter":
             return self.states.device_bytes(index) + self._sums_bytes(s.output_metas[0], s.outputs[0])
-        total = self.prices.exchanged_bytes(s)
+        total = _exchanged_bytes(self.prices, s)
         if kind in ("shared_read", "output", "update") or (s.rule is not None and s.rule.alias):
             return total
         for meta, numbers in zip(s.output_metas, s.outputs, strict=True) if not inside_only else ():
@@ -240,7 +241,7 @@ class StepCosts:
     def use_s(self, use: TensorUse, rows: Picked, columns: Picked) -> np.ndarray:
         """Seconds of a use per step, by (row choice, column choice)."""
         forward, again, backward = self.counts.use_times(use)
-        ways, prices = self.exposed.of(use, self.counts.of_parameter[use.source]), self._prices_of(use)
+        ways, prices = self.exposed.of(use, self.counts.of_parameter[use.source]), prices_of_use(self, use)
         sums, summing, moves = self.counts.sums(use), self.counts.summing(use), self.counts.offloads_copy(use)
         skips = self.counts.skips(use)
 
@@ -263,10 +264,6 @@ class StepCosts:
             skips is not None, id(self.counts.away[use.source]), self.lookups.place(use.source), \
             self.counts.sparse.density.get(use.source), id(prices)
         return self.memo.once(key, seconds)
-
-    def _prices_of(self, use: TensorUse) -> Prices:
-        """Those by which the value of a use is redistributed: where it is read, on the slowest of all its stages."""
-        return prices_of(self.prices, self.counts, use.target)
 
     def _are_all(self, picked: Picked, size: int) -> bool:
         """Whether these are the numbers of all strategies, in order."""
@@ -341,7 +338,13 @@ class StepCosts:
         target = self.space.strategy_sets[use.target].input_layout(of_target, use.position)
         if source == target:
             return ()
-        return self._prices_of(use).redistribution.steps(use, source, target, self.counts.summing(use))
+        return prices_of_use(self, use).redistribution.steps(use, source, target, self.counts.summing(use))
+
+
+def prices_of_use(costs: StepCosts, use: TensorUse) -> Prices:
+    """The unit costs by which the value of a use is redistributed: where it is read, on the slowest of all its
+    stages."""
+    return prices_of(costs.prices, costs.counts, use.target)
 
 
 def _sent_s(costs: StepCosts, prices: Prices, use: TensorUse, ways: Ways | LayerOverlap, times: tuple[int, int],
@@ -352,3 +355,19 @@ def _sent_s(costs: StepCosts, prices: Prices, use: TensorUse, ways: Ways | Layer
     there, back = costs.memo.once(("layer overlap", costs.use_key(use), ways, id(prices)),
                                   lambda: exposed_s(prices, use, ways))
     return times[0] * there + times[1] * back if times[1] else times[0] * there
+
+
+def _exchanged_bytes(prices: Prices, s: StrategySet) -> np.ndarray:
+    """Bytes of exchanged copies of inputs that an op keeps, by strategy."""
+    total = np.zeros(len(s.strategies))
+    for number, row in enumerate(s.axis_strategies):
+        for exchange in (e for e in row.inside if e.kept):
+            copies = prices.local_bytes(s.input_metas[exchange.input], s.inputs[exchange.input])
+            total = total + np.where((s.array == number).any(axis=1), copies, 0.0)
+    return total
+
+
+def in_registers(prices: Prices, index: int) -> bool:
+    """Whether a kernel keeps a decision's result in registers, in backward too."""
+    chain = prices.chains[index]
+    return prices.fuses and chain is not None and not chain.writes and not chain.gradients

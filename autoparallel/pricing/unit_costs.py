@@ -19,14 +19,13 @@ from autoparallel.capture import TensorMeta
 from autoparallel.layout import Layout, Step
 from autoparallel.layout.redistribution import Axes, axes_together
 from autoparallel.pricing.chains import InChain, chains_of, with_losses
-from autoparallel.pricing.op_costs import OpCosts, costs_of, kept_precision, share_read, worst
+from autoparallel.pricing.op_costs import OpCosts, costs_of, share_read
 from autoparallel.pricing.recomputing import Recomputing
 from autoparallel.pricing.redistribution_costs import RedistributionPrices
+from autoparallel.pricing.stage_devices import devices_of
 from autoparallel.rules.rule import Exchange
-from autoparallel.schedule.step_config import Hybrid
 from autoparallel.strategies.space import StrategySet, StrategySpace, TensorUse
-from cost_models import Cluster, Group, collectives, compute, memory
-from cost_models.accuracy import usable_bytes
+from cost_models import Cluster, Group, collectives
 
 
 @dataclass(frozen=True)
@@ -72,7 +71,7 @@ class Prices:
         self.space, self.cluster, self.optimizer, self.training = space, cluster, optimizer, training
         self.direct, self.spread, self.same_limit = direct, spread, same_limit
         self.device = cluster.working_device
-        self._mesh_shape = mesh_shape = (stages, *space.mesh_shape)
+        self.mesh_shape = mesh_shape = (stages, *space.mesh_shape)
         self.kinds, self.least, self.differ = cluster.kinds(range(math.prod(mesh_shape))), False, True
         #: Whether some hosts send to others by slower NICs, so that stages may differ in that.
         self._uneven = stages > 1 and any(one.bandwidth < 1 or one.failed_nics for one in cluster.slow)
@@ -94,7 +93,7 @@ class Prices:
         communication needs take as long as on the slowest devices of all."""
         if not self.unlike:
             return self
-        devices = self.devices_of(ranks)
+        devices = devices_of(self, ranks)
         kinds, groups = self.cluster.kinds(devices), self._groups_by(devices) if self._uneven else self.groups
         key = (*map(id, kinds), repr(groups) if self._uneven else "")
         if key not in self._of_kinds:
@@ -111,20 +110,9 @@ class Prices:
         """Whether stages of a pipeline may have other devices, or other NICs, than others."""
         return self.differ and (len(self.kinds) > 1 or self._uneven)
 
-    def devices_of(self, ranks: Sequence[int]) -> Sequence[int]:
-        """The numbers of the devices of some ranks of the pipeline axis."""
-        size = math.prod(self.space.mesh_shape)
-        return [number for rank in ranks for number in range(rank * size, (rank + 1) * size)]
-
-    def along_pipeline(self, ranks: Sequence[int] = (), together: bool = False) -> Group:
-        """How messages along the pipeline axis cross the links, by the NICs of these ranks' hosts (default: of all);
-        ``together``: collectives of these ranks."""
-        devices = () if self.least else self.devices_of(ranks) if ranks and self.unlike else None
-        return self.cluster.group(self._mesh_shape, 0, ranks if together else (), devices)
-
     def _groups_by(self, devices: Sequence[int]) -> Mapping[Axes, Group]:
         """By mesh axes their groups, which leave hosts by the NICs of those of ``devices``."""
-        return {axes: self.cluster.group_of(self._mesh_shape, [axis + 1 for axis in axes], devices=devices)
+        return {axes: self.cluster.group_of(self.mesh_shape, [axis + 1 for axis in axes], devices=devices)
                 for axes in axes_together(self.space.mesh_shape)}
 
     def alike(self) -> Prices:
@@ -132,26 +120,6 @@ class Prices:
         made = copy(self)
         made.differ = False
         return made
-
-    def paces(self, groups: Sequence[Sequence[int]]) -> list[float]:
-        """By group of pipeline ranks: how many times as fast its devices run all ops as the slowest of all devices do,
-        each op by its fastest strategy."""
-        if len(self.kinds) == 1 or len(groups) == 1:
-            return [1.0] * len(groups)
-        ops = [decision.index for decision in self.space.decisions if decision.kind == "op"]
-        whole, *each = (sum(float(prices.op_of(index).total_s.min()) for index in ops)
-                        for prices in (self, *map(self.of_ranks, groups)))
-        return [whole / seconds if seconds else 1.0 for seconds in each]
-
-    def memory_shares(self, hybrid: Hybrid) -> tuple[float, ...]:
-        """By group of pipeline ranks: what the smallest device of all can take over what the smallest of the group can;
-        empty where that is the same for all."""
-        if len(self.kinds) == 1 or hybrid.stages == 1 or self.same_limit or not self.differ:
-            return ()
-        usable = [min(map(usable_bytes, self.of_ranks(hybrid.ranks_of(number)).kinds))
-                  for number in range(len(hybrid.groups))]
-        least = min(map(usable_bytes, self.kinds))
-        return tuple(least / one for one in usable) if max(usable) > least else ()
 
     def of_device(self, cache: float = 1.0) -> Prices:
         """A copy for lower bounds: with the seconds of the device alone, as if the host launched everything ahead
@@ -239,11 +207,6 @@ class Prices:
         profile = self.cluster.profile
         return profile is not None and bool(profile.fused)
 
-    def in_registers(self, index: int) -> bool:
-        """Whether a kernel keeps a decision's result in registers, in backward too."""
-        chain = self.chains[index]
-        return self.fuses and chain is not None and not chain.writes and not chain.gradients
-
     def local_bytes(self, meta: TensorMeta, numbers: np.ndarray) -> np.ndarray:
         """Bytes of a tensor on the fullest rank, an array: of each layout in ``numbers`` (`strategies.space` numbers a
         tensor's layouts)."""
@@ -284,42 +247,6 @@ class Prices:
                     if uses.any():
                         seconds = np.where(uses, _exchange_s(exchange.action, num_bytes, group), 0.0)
                         yield Inside(row.variant, axis, exchange, num_bytes, seconds)
-
-    def exchanged_bytes(self, s: StrategySet) -> np.ndarray:
-        """Bytes of exchanged copies of inputs that an op keeps, by strategy."""
-        total = np.zeros(len(s.strategies))
-        for number, row in enumerate(s.axis_strategies):
-            for exchange in (e for e in row.inside if e.kept):
-                copies = self.local_bytes(s.input_metas[exchange.input], s.inputs[exchange.input])
-                total = total + np.where((s.array == number).any(axis=1), copies, 0.0)
-        return total
-
-    def elements(self, strategy_set: StrategySet) -> np.ndarray:
-        """Elements of a parameter on the fullest rank, by strategy."""
-        return self.space.spaces(strategy_set.output_metas[0]).local_elements[strategy_set.outputs[0]]
-
-    def parameter_bytes(self, strategy_set: StrategySet) -> np.ndarray:
-        """Bytes of parameter, gradient and optimizer state on the fullest rank, by strategy."""
-        (meta,), elements = strategy_set.output_metas, self.elements(strategy_set)
-        if not (meta.requires_grad and self.training):
-            return elements * meta.dtype.itemsize
-        return memory.training_bytes(elements, self.kept(meta), self.optimizer)
-
-    def kept(self, meta: TensorMeta) -> str:
-        """The precision in which the software trains parameters of this dtype."""
-        return kept_precision(meta, self.cluster)
-
-    def parameter_s(self, strategy_set: StrategySet) -> np.ndarray:
-        """Seconds of the optimizer's update on the fullest rank, by strategy."""
-        (meta,), elements = strategy_set.output_metas, self.elements(strategy_set)
-        if not (meta.requires_grad and self.training):
-            return np.zeros(len(elements))
-        kept, moved = self.kept(meta), self.cluster.profile.update_bytes if self.cluster.profile is not None else 0.0
-        each = [memory.optimizer_step_s(elements, kept, self.optimizer, device)
-                + (compute.traffic_s(moved * elements, device) if moved else 0.0)
-                for device in (kind.working_device for kind in self.kinds)]
-        return worst(each, self.least)
-
 
 def _exchange_s(action: str, num_bytes: np.ndarray, group: Group) -> np.ndarray:
     match action:

@@ -65,7 +65,7 @@ def timeline_pictures(line: Timeline, step_s: float, fixed_s: float = 0.0) -> li
     ``fixed_s``: what no box has, since the framework takes it for each step and micro-batch."""
     note, more_s = f"Simulated: {seconds_str(line.total_s)}", step_s - fixed_s - line.total_s
     note += f"; the framework takes {seconds_str(fixed_s)} of a step" if fixed_s >= LEAST_TOLD * step_s else ""
-    note += (f"; the prediction counts {seconds_str(more_s)} more of waiting, by the schedule's closed form"
+    note += (f"; the prediction counts {seconds_str(more_s)} more of waiting, as equal stages have"
              if more_s >= LEAST_TOLD * step_s else "")
     note += f": predicted {seconds_str(step_s)}."
     left_out = {number for number, row in enumerate(line.rows) if row.stream != "compute"} \
