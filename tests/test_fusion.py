@@ -76,6 +76,19 @@ def test_named_parameters_are_one_bucket_of_any_size() -> None:
     assert sorted(pair.steps for pair in AsyncWindows(gathers, 5.0).gathered) == [(0, 2, 4), (1,), (3,)]
 
 
+def test_a_block_is_gathered_as_one_unless_sizes_are_given() -> None:
+    """Of two blocks of three parameters and one of no block, each larger than a bucket."""
+    blocks = [*["layers.0"] * 3, *["layers.1"] * 3, None]
+    reads = [Read(None, "gather", "data", "float32", 40 * MIB, place, block) for place, block in enumerate(blocks)]
+
+    def found(**how: Any) -> list[tuple[int, ...]]:
+        return sorted(pair.steps for pair in AsyncWindows(reads, **how).gathered)
+
+    assert found() == [(0, 1, 2), (3, 4, 5), (6,)]
+    assert found(fusion=Fusion(most=2)) == [(0,), (1, 2), (3,), (4, 5), (6,)]
+    assert found(fusion=Fusion(blocks=False)) == [(n,) for n in range(7)]
+
+
 # ----------------------------------------------------------------------------------------------------------- the prices
 
 
@@ -156,7 +169,7 @@ def test_auto_keeps_to_the_memory_limit(monkeypatch: pytest.MonkeyPatch) -> None
 
 def test_plans_say_their_buckets(tmp_path: Any) -> None:
     made = _deep(bucket_bytes={"model": 5 * MIB}, buckets=["layers.0.*", "layers.1.*"])
-    assert made.hybrid.fusion == Fusion((("model", 5 * MIB),), None, ("layers.0.*", "layers.1.*"))
+    assert made.hybrid.fusion == Fusion((("model", 5 * MIB),), None, ("layers.0.*", "layers.1.*"), blocks=False)
     made.save(tmp_path / "plan.json")
     assert Plan.load(tmp_path / "plan.json").hybrid == made.hybrid
     report = " ".join(made.report().split())

@@ -44,7 +44,7 @@ def in_fastest_buckets(pricer: SpacePricer, problem: Problem, strategies: Sequen
 def _sized(hybrid: Hybrid, axis: str | None, size: float) -> Hybrid:
     """The step configuration with buckets of one size, on all axes (None) or on one."""
     if axis is None:
-        return replace(hybrid, bucket_bytes=size, fusion=replace(hybrid.fusion, axis_bytes=()))
+        return replace(hybrid, bucket_bytes=size, fusion=replace(hybrid.fusion, axis_bytes=(), blocks=False))
     known = {name: known for name, known in {**dict(hybrid.fusion.axis_bytes), axis: size}.items()
              if known != hybrid.bucket_bytes}
     return replace(hybrid, fusion=replace(hybrid.fusion, axis_bytes=tuple(sorted(known.items()))))

@@ -146,8 +146,9 @@ class AsyncWindows:
 
     def _gather_buckets(self, gathers: Sequence[int], bucket_of: Mapping[int, tuple[int, ...]]
                         ) -> list[tuple[int, ...]]:
-        """Buckets of gathers (in the order in which they are needed) of equal axis, dtype and backward: for one block,
-        or for several until there are `FIRST_BUCKET_BYTES`; or of the parameters that the plan joins by name.
+        """Buckets of gathers (in the order in which they are needed) of equal axis, dtype and backward: for one block
+        (of any size, unless the plan gives sizes), or for several until there are `FIRST_BUCKET_BYTES`; or of the
+        parameters that the plan joins by name.
         ``bucket_of``: buckets of later gathers on their paths, which a bucket does not mix."""
         runs, size, block = list[list[int]](), 0.0, None
         named = defaultdict[int, list[int]](list)
@@ -166,7 +167,12 @@ class AsyncWindows:
             read = self.reads[number]
             return read.axis, read.dtype, read.backward, sorted(self._next_buckets(number, bucket_of))
 
-        return [bucket for run in (*runs, *named.values()) for bucket in self._buckets(sorted(run, key=kind), kind)]
+        return [bucket for run in (*runs, *named.values())
+                for bucket in self._buckets(sorted(run, key=kind), kind, whole=self._is_of_blocks(run))]
+
+    def _is_of_blocks(self, gathers: Sequence[int]) -> bool:
+        """Whether these gathers are one bucket of any size: all of blocks, where the plan gives no sizes."""
+        return self.fusion.blocks and all(self.reads[number].block is not None for number in gathers)
 
     def _next_buckets(self, number: int, bucket_of: Mapping[int, tuple[int, ...]]) -> set[tuple[int, ...]]:
         """The buckets of the next gathers on the paths through a step."""
@@ -200,17 +206,17 @@ class AsyncWindows:
                 begins.update(dict.fromkeys(bucket, found[-1].begin))
         return found
 
-    def _buckets(self, steps: Iterable[int], kind: Callable[[int], object], last: float = math.inf
-                 ) -> Iterator[tuple[int, ...]]:
+    def _buckets(self, steps: Iterable[int], kind: Callable[[int], object], last: float = math.inf,
+                 whole: bool = False) -> Iterator[tuple[int, ...]]:
         """Steps of one kind (consecutive in ``steps``) in buckets; ``last``: see `in_buckets`. Those of a named bucket
-        are one."""
+        are one, and ``whole`` ones, but for the number of parameters that the plan gives."""
         for _, equivalent in itertools.groupby(steps, kind):
             numbers = list(equivalent)
             first = self.reads[numbers[0]]
             if first.named is not None:
                 yield tuple(numbers)
                 continue
-            most = self.fusion.bytes_on(first.axis, self.bucket_bytes)
+            most = math.inf if whole else self.fusion.bytes_on(first.axis, self.bucket_bytes)
             sizes = [self.reads[n].num_bytes for n in numbers]
             for bucket in in_buckets(sizes, most, last, self.fusion.most):
                 yield tuple(numbers[i] for i in bucket)

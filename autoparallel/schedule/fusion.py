@@ -17,11 +17,13 @@ class Fusion:
     ``axis_bytes``: (mesh axis, bytes) where the groups of an axis have a size of their own; sums over several axes
     together have the least of theirs. ``most``: the parameters of a bucket, at most (None: any number). ``names``:
     patterns of parameters' names; those that a pattern matches (the first that does) are one bucket, of any size.
+    ``blocks``: the gathers of a block's parameters are one bucket, whatever the sizes, as FSDP2 has them.
     """
 
     axis_bytes: tuple[tuple[str, float], ...] = ()
     most: int | None = None
     names: tuple[str, ...] = ()
+    blocks: bool = True
 
     def __post_init__(self) -> None:
         for axis, num_bytes in self.axis_bytes:
@@ -49,7 +51,7 @@ class Fusion:
                                 f"{list(axis_names)}: name these, or give one number for all")
 
 
-#: Buckets of one size on all axes.
+#: Reductions of one size on all axes, gathers by block.
 BY_SIZE = Fusion()
 #: In place of a size: the search chooses.
 AUTO_SIZE = "auto"
