@@ -241,6 +241,22 @@ def test_small_gradients_share_a_bucket() -> None:
         collectives.all_reduce_s(2 * BUCKET_BYTES, prices.groups[(0,)]))
 
 
+def test_gradients_of_all_parameters_are_priced_as_the_fewest_equal_buckets() -> None:
+    """Data parallelism whose gradients together fill no bucket: one sum of them all, and its copy."""
+    cluster, space = Cluster.load("local-cpu", num_devices=4), StrategySpace(graph_of("mlp"), (4,))
+    total = sum(4.0 * s.output_metas[0].num_elements for d, s in zip(space.decisions, space.strategy_sets, strict=True)
+                if d.kind == "parameter")
+    for most, count in ((BUCKET_BYTES, 1), (total, 1), (total / 2, 2), (total / 2.5, 3)):
+        counts = ExecutionCounts(space, Hybrid(bucket_bytes=most))
+        assert counts.even_bucket(space.axis_names[0]) == total / count
+    pricer = SpacePricer(Prices(space, cluster, direct=True))
+    strategies = plan_of("mlp", cluster, mesh_shape=(4,), baseline="ddp").strategies_on(space)
+    sums = sum(step.seconds[1] for move in pricer.costs.moves(strategies) for step in move.path
+               if space.decisions[move.use.source].kind == "parameter")
+    group, device = pricer.prices.groups[(0,)], pricer.prices.device
+    assert sums == pytest.approx(float(collectives.all_reduce_s(total, group) + collectives.copy_s(total, device)))
+
+
 @pytest.mark.parametrize(("hybrid", "together"), [
     (Hybrid(zero_stage=3), True), (Hybrid(2, zero_stage=3), True), (Hybrid(2, zero_stage=1), True),
     (Hybrid(2, zero_stage=2), True), (Hybrid(4, 2, 2, zero_stage=3), True),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Sequence
 from functools import cached_property
@@ -184,7 +185,26 @@ class ExecutionCounts:
         scale, together = dtype.itemsize / use.meta.dtype.itemsize, not self.hybrid.reads_alone
         if not together:
             return Summing(0.0, scale)
-        return Summing(self.hybrid.bucket_bytes, scale, True, self.hybrid.fusion.axis_bytes)
+        sizes = tuple((axis, self._even(most)) for axis, most in self.hybrid.fusion.axis_bytes)
+        return Summing(self._even(self.hybrid.bucket_bytes), scale, True, sizes)
+
+    def even_bucket(self, axis: str) -> float:
+        """Bytes of a bucket of gradient sums over a mesh axis, or several ("data+model"), of as many equal ones as the
+        gradients of all parameters fill together: a gradient's sum is priced as its share of one."""
+        return self._even(self.hybrid.fusion.bytes_on(axis, self.hybrid.bucket_bytes))
+
+    def _even(self, most: float) -> float:
+        """Bytes of each of the fewest equal buckets of ``most`` bytes at most."""
+        total = self._gradient_bytes
+        return total / math.ceil(total / most) if most and total else most
+
+    @cached_property
+    def _gradient_bytes(self) -> float:
+        """Bytes of the gradients of all parameters, in the dtype in which they are summed."""
+        metas = [(some, self.space.strategy_sets[decision.index].output_metas[0]) for some, decision in zip(
+            self.multiplicities, self.space.decisions, strict=True) if decision.kind == "parameter"]
+        return float(sum(some * meta.num_elements * (self.hybrid.sum_dtype or meta.dtype).itemsize
+                         for some, meta in metas if meta.requires_grad))
 
     def accumulator_bytes(self, meta: TensorMeta) -> int:
         """Bytes per element of a gradient accumulator more precise than the gradient, kept beside it (0: none)."""

@@ -35,14 +35,14 @@ class MessageSeconds:
 
     def latency_s(self, action: str, axes: Axes, sizes: np.ndarray, full_bytes: float) -> float:
         """Seconds by which one collective of tensors of these ``sizes`` together, in bytes, takes longer than their
-        shares of one of ``full_bytes`` (0: each by itself)."""
+        shares of one of ``full_bytes`` (0: each by itself); negative if that is less than they are together."""
         if action not in _IN_BUCKETS:
             return 0.0
         alone, whole = (self.sent_s(_IN_BUCKETS[action], axes, some) for some in (sizes, sizes.sum(keepdims=True)))
         if full_bytes:
             share = sizes / full_bytes * self.sent_s(_IN_BUCKETS[action], axes, np.array(full_bytes))
             alone = np.where(sizes < full_bytes, np.minimum(alone, share), alone)
-        return max(0.0, float(whole[0]) - float(alone.sum()))
+        return float(whole[0]) - float(alone.sum())
 
     def _once(self, key: tuple[Any, ...], make: Callable[[], np.ndarray]) -> np.ndarray:
         if key not in self._kept:
