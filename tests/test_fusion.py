@@ -206,16 +206,22 @@ def test_buckets_that_cannot_be_are_refused(options: dict[str, Any], said: str) 
 # --------------------------------------------------------------------------------------------------- programs on ranks
 
 
-def on_ranks(backend: str, baseline: str, shape: tuple[int, ...], options: dict[str, Any]
-             ) -> tuple[Trained, dict[str, int], int]:
-    """On each rank: loss and gradients of a step, collectives of its backward, process groups that it has made."""
+def on_ranks(backend: str, baseline: str, shape: tuple[int, ...], options: dict[str, Any],
+             hybrid: dict[str, Any] | None = None) -> tuple[Trained, dict[str, int], int]:
+    """On each rank: loss and gradients of a step, collectives of its backward, process groups that it has made.
+    ``hybrid``: fields in which the plan differs."""
     case, mesh = CASES["llama"], mesh_of(*shape)
     args, kwargs = case.inputs(8)
     autoparallel.compile(torch.nn.Linear(4, 4), mesh_of(4), example_inputs=(torch.zeros(8, 4),))    # once for all
     gc.collect()
     groups = len(dist.distributed_c10d._world.pg_map)
+    options = {"baseline": baseline, **options}
+    if hybrid is not None:
+        made = autoparallel.plan(case.build(), _local(), example_inputs=args, example_kwargs=kwargs, mesh_shape=shape,
+                                 **options)
+        options = {"plan": replace(made, hybrid=replace(made.hybrid, **hybrid))}
     parallel = autoparallel.compile(case.build(), mesh, example_inputs=args, example_kwargs=kwargs, backend=backend,
-                                    baseline=baseline, **options)
+                                    **options)
     loss = case.loss(parallel(*args, **kwargs))
     with Calls() as calls:
         loss.backward()
@@ -258,3 +264,15 @@ def test_scattered_gradients_go_in_the_buckets_that_are_named(ranks: Any, backen
         assert trained.loss == pytest.approx(expected.loss, rel=1e-5)
         assert_same_gradients(trained.gradients, expected)
         assert (counts["reduce_scatter"], groups) == (5, 0)
+
+
+@pytest.mark.parametrize("backend", ["eager", "aot_eager"])
+@pytest.mark.parametrize(("blocks", "count"), [(True, 5), (False, 21)])
+def test_blocks_larger_than_a_bucket_travel_as_one(ranks: Any, backend: str, blocks: bool, count: int) -> None:
+    """Two blocks, two tables and a norm; else each parameter by itself."""
+    expected = train_reference(CASES["llama"], "sgd", num_steps=1, batch_size=8)
+    for trained, counts, _ in ranks(4).run(on_ranks, backend, "fsdp", (4,), {}, {
+            "bucket_bytes": 10.0, "fusion": Fusion(blocks=blocks)}, timeout_s=100):
+        assert trained.loss == pytest.approx(expected.loss, rel=1e-5)
+        assert_same_gradients(trained.gradients, expected)
+        assert counts["reduce_scatter"] == count

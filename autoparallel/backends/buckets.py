@@ -59,8 +59,8 @@ def _num_bytes(node: FxNode) -> int:
 
 def grouped(nodes: Sequence[FxNode], kind: Callable[[FxNode], object], limits: Limits,
             named: Callable[[FxNode], int | None], first: float = math.inf) -> list[Bucket]:
-    """Buckets of nodes of equal ``kind``, in the order of their first nodes. ``named``: the number of the bucket to
-    which the plan assigns a node by name, of any size, or None. ``first``: the most bytes of the first of a kind."""
+    """Buckets of nodes of equal ``kind``, in the order of their first nodes. ``named``: the number of a node's bucket
+    of any size, or None. ``first``: the most bytes of the first of a kind."""
     by_kind: dict[object, Bucket] = {}
     for node in nodes:
         value = node.args[0].meta["val"]  # type: ignore[union-attr]
@@ -109,7 +109,7 @@ def _gather(graph: Graph, bucket: Bucket) -> FxNode:
 def bucket_reductions(graph: Graph, limits: Limits, parameters: Mapping[int, int | None] = MappingProxyType({})
                       ) -> None:
     """Sum gradients in buckets; the first one is small. ``parameters``: by number of the traced function's inputs, the
-    bucket that the plan names."""
+    bucket of any size."""
     depth, named = reductions_of(graph), named_reductions(graph, parameters)
     for bucket in grouped(list(depth), depth.__getitem__, limits, named.get, FIRST_BUCKET_BYTES):
         if len(bucket) > 1:

@@ -23,6 +23,7 @@ from autoparallel.backends.moving import Collective, move_collectives, name_what
 from autoparallel.backends.recompute import tag_blocks, tag_collectives_of_backward, tag_gathers
 from autoparallel.backends.traced import mark_gathers, own_results, with_one_wait
 from autoparallel.backends.untraceable import why_not_traced
+from autoparallel.capture.blocks import block_path
 from autoparallel.errors import InputError
 from autoparallel.kernels import groups, rng
 from autoparallel.kernels.collectives import item
@@ -107,9 +108,8 @@ class CompiledPart(nn.Module):
         self.flat: FlatProgram = flat(body, {node: run for node, run in zip(ops, runs, strict=True) if run is not None})
         first = 1 if self.flat.draws else 0
         placeholders = body.graph.find_nodes(op="placeholder")
-        #: By number of the traced function's inputs that are parameters, the bucket that the plan names.
-        self.parameters_at = {n + first: how.fusion.number_of(node.meta["parameter"])
-                              for n, node in enumerate(placeholders) if node.meta["reads"]}
+        #: By number of the traced function's inputs that are parameters, the bucket of any size that each is in.
+        self.parameters_at = {n + first: bucket for n, bucket in _buckets_of_any_size(placeholders, how).items()}
         self.calls: dict[Any, Callable[..., Sequence[Tensor]]] = {}
 
     def forward(self, *placeholders: Tensor) -> Any:
@@ -146,6 +146,22 @@ class CompiledPart(nn.Module):
         call = aot.compile_graph(self.flat.module, inputs, aot.Passes(passes.tag, passes.each, passes.alone),
                                  self.how.generates, late)
         return call, passes.orders
+
+
+def _buckets_of_any_size(placeholders: Sequence[FxNode], how: Lowering) -> Mapping[int, int | None]:
+    """By number of the placeholders that are parameters: the bucket that the plan names (`Fusion.number_of`), or, below
+    0, that of its block, if the plan gives no sizes and the block is larger than other buckets; None: neither."""
+    found, blocks = dict[int, int | None](), dict[str, list[int]]()
+    for number, node in enumerate(placeholders):
+        if node.meta["reads"]:
+            name = node.meta["parameter"]
+            found[number] = how.fusion.number_of(name)
+            if how.fusion.blocks and found[number] is None and (path := block_path(name.rpartition(".")[0])):
+                blocks.setdefault(path, []).append(number)
+    for count, members in enumerate(blocks.values(), 1):
+        if sum(placeholders[number].meta["global_meta"].num_bytes for number in members) > how.bucket_bytes:
+            found.update(dict.fromkeys(members, -count))
+    return found
 
 
 def _runs_next(weights: Mapping[int, Tensor], _: object) -> None:

@@ -46,8 +46,8 @@ def input_number(placeholder: FxNode) -> int | None:
 
 
 def mark_gathers(graph: Graph, parameters: Mapping[int, int | None]) -> None:
-    """Mark the all-gathers of parameters (numbers of the traced function's inputs), with the bucket that the plan names
-    for each: a graph that is cut out of this one may not show where their data come from."""
+    """Mark the all-gathers of parameters (numbers of the traced function's inputs), with the bucket of any size that
+    each is in: a graph that is cut out of this one may not show where their data come from."""
     of_parameters = dict[FxNode, int | None]()
     for node in graph.nodes:
         number = input_number(node) if node.op == "placeholder" else None
@@ -65,19 +65,20 @@ def gathers_of(graph: Graph) -> list[FxNode]:
 
 
 def named_bucket(gather: FxNode) -> int | None:
-    """The bucket that the plan names for the parameter of a marked all-gather; None: none."""
+    """The bucket of any size of the parameter of a marked all-gather; None: none."""
     found: int | None = gather.meta[_NAMED]
     return found
 
 
 def named_reductions(backward: Graph, parameters: Mapping[int, int | None]) -> dict[FxNode, int]:
     """Of a backward graph, whose results are the gradients of the traced function's inputs in order, the sums of the
-    gradients for whose parameters the plan names a bucket, with its number."""
+    gradients whose parameters are in a bucket of any size, with its number: in that of a block (below 0) those of
+    shards, whose parameters are gathered as one."""
     found = dict[FxNode, int]()
     for number, node in enumerate(backward.output_node().args[0]):  # type: ignore[arg-type]
         named = parameters.get(number)
         while named is not None and isinstance(node, FxNode) and node.op == "call_function":
-            if node.target in (REDUCE, SCATTER):
+            if node.target is SCATTER or (node.target is REDUCE and named >= 0):
                 found[node] = named
             elif not (is_move(node) or node.target is WAIT):
                 break
