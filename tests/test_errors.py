@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Partial, Replicate, Shard
 from typer.testing import CliRunner
 
@@ -227,6 +228,8 @@ def test_unknown_names_list_the_known(call: Callable[[], Any], error: type[Autop
     ({"axis_names": ("a", "a")}, MeshError, ("axis_names ('a', 'a')", "twice")),
     ({"axis_names": ("a",), "pipeline_stages": 2, "micro_batches": 2}, MeshError, ("1 axis names", "(2, 2)")),
     ({"axis_names": ("a", "b", "c"), "mesh_shape": None}, MeshError, ("4 devices are not cut into 3 axes",)),
+    ({"cluster": DeviceMesh("cpu", [[0, 1], [2, 3]], mesh_dim_names=("a", "b"), _init_backend=False, _rank=0)},
+     ClusterError, ("a DeviceMesh", "num_devices=4), mesh_shape=(2, 2), axis_names=('a', 'b')")),
     ({"cluster": 4}, ClusterError, ("type int", "h100-sxm", "TOML file")),
     ({"example_inputs": torch.ones(8, 32)}, InputError, ("type Tensor", "(x,) for one argument x")),
     ({"example_inputs": {"x": torch.ones(8, 32)}}, InputError, ("a mapping", "as example_kwargs")),

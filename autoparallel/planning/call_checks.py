@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 from torch.nn.parameter import is_lazy
 
@@ -64,6 +65,13 @@ def check_call(model: Any, inputs: Any, keywords: Any) -> None:
 
 def check_cluster(cluster: Any) -> Cluster:
     """The cluster of a name or a file; a `Cluster` is returned as it is. Raises ClusterError."""
+    if isinstance(cluster, DeviceMesh):
+        shape, names = tuple(cluster.shape), cluster.mesh_dim_names
+        axes = f"mesh_shape={shape}" + (f", axis_names={tuple(names)}" if names else "")
+        raise ClusterError("the cluster is a DeviceMesh, which does not say how fast its devices and links are\n  Give "
+                           "the name of a known cluster, or a file that autoparallel calibrate has written, and axes "
+                           f"as options: plan(model, Cluster.load(\"h100-sxm\", num_devices={cluster.size()}), {axes}, "
+                           "...); autoparallel.compile takes a mesh.")
     return cluster if isinstance(cluster, Cluster) else Cluster.load(cluster)
 
 
