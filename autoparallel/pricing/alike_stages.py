@@ -23,7 +23,7 @@ def alike_stages(pricer: SpacePricer, strategies: Sequence[Strategy]) -> Sequenc
     """
     counts, number = pricer.counts, pricer.counts.hybrid.stages
     hybrid = counts.hybrid
-    if (pricer.prices.unlike or counts.one_for_all or hybrid.offload.is_away or hybrid.on_host
+    if (pricer.prices.stages_differ or counts.one_for_all or hybrid.offload.is_away or hybrid.on_host
             or hybrid.saved_on != "device" or counts.sparse.density):
         return range(number)
     decisions, uses, blocks = _rows(pricer, strategies)

@@ -23,7 +23,7 @@ def devices_of(prices: Prices, ranks: Sequence[int]) -> Sequence[int]:
 def along_pipeline(prices: Prices, ranks: Sequence[int] = (), together: bool = False) -> Group:
     """How messages along the pipeline axis cross the links, by the NICs of these ranks' hosts (default: of all);
     ``together``: collectives of these ranks."""
-    devices = () if prices.least else devices_of(prices, ranks) if ranks and prices.unlike else None
+    devices = () if prices.least else devices_of(prices, ranks) if ranks and prices.stages_differ else None
     return prices.cluster.group(prices.mesh_shape, 0, ranks if together else (), devices)
 
 

@@ -85,15 +85,20 @@ class Prices:
         self._pieces: dict[tuple[object, ...], OpPrice] = {}
         #: By the kinds of devices and NICs of a stage, of which there are a few.
         self._of_kinds: dict[tuple[object, ...], Prices] = {}
+        self._of_ranks: dict[tuple[int, ...], Prices] = {}
         #: Of a copy for lower bounds: the prices of which it is one.
         self._whole: Prices | None = None
 
     def of_ranks(self, ranks: Sequence[int]) -> Prices:
         """The prices on the devices of some ranks of the pipeline axis, and by the NICs of their hosts; copies that
         communication needs take as long as on the slowest devices of all."""
-        if not self.unlike:
+        if not self.stages_differ:
             return self
-        devices = devices_of(self, ranks)
+        if (known := self._of_ranks.get(tuple(ranks))) is None:
+            self._of_ranks[tuple(ranks)] = known = self._on(devices_of(self, ranks))
+        return known
+
+    def _on(self, devices: Sequence[int]) -> Prices:
         kinds, groups = self.cluster.kinds(devices), self._groups_by(devices) if self._uneven else self.groups
         key = (*map(id, kinds), repr(groups) if self._uneven else "")
         if key not in self._of_kinds:
@@ -106,7 +111,7 @@ class Prices:
         return self._of_kinds[key]
 
     @property
-    def unlike(self) -> bool:
+    def stages_differ(self) -> bool:
         """Whether stages of a pipeline may have other devices, or other NICs, than others."""
         return self.differ and (len(self.kinds) > 1 or self._uneven)
 
@@ -131,7 +136,7 @@ class Prices:
         return self._least_of("host")
 
     def _least_of(self, part: str, cache: float = 1.0) -> Prices:
-        if self.cluster.profile is None and not self.unlike:
+        if self.cluster.profile is None and not self.stages_differ:
             return self
         made = copy(self)
         if self._uneven:
