@@ -17,6 +17,7 @@ from collections.abc import Container, Sequence
 from dataclasses import dataclass
 
 from autoparallel.strategies.space import StrategySet, StrategySpace, TensorUse
+from cost_models import Cluster
 
 FUSED_CLASSES = frozenset({"elementwise", "reduction"})
 
@@ -39,6 +40,11 @@ class InChain:
 #: Of casts before a loss, which it counts.
 FREE = InChain((), False, False)
 LOSS = "cross_entropy_loss"
+
+
+def fuses(cluster: Cluster) -> bool:
+    """Whether the software compiles chains of ops to kernels."""
+    return cluster.profile is not None and bool(cluster.profile.fused)
 
 
 def chains_of(space: StrategySpace) -> list[InChain | None]:

@@ -14,7 +14,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from autoparallel.pricing.chains import FUSED_CLASSES, is_cast, passes_on
+from autoparallel.pricing.chains import FUSED_CLASSES, fuses, is_cast, passes_on
 from autoparallel.pricing.counts import ExecutionCounts
 from autoparallel.pricing.host_gradients import HostGradients
 from autoparallel.pricing.live_intervals import Liveness
@@ -125,7 +125,7 @@ class GradientMemory:
                     yield use
 
     def _is_fused(self, index: int) -> bool:
-        return self.prices.fuses and self.prices.chains[index] is not None
+        return fuses(self.prices.cluster) and self.prices.chains[index] is not None
 
     def _last_readers(self) -> dict[int, int]:
         """By decision, the last op of its stage that computes with its results: the first to make their gradient."""

@@ -9,6 +9,7 @@ from typing import NamedTuple
 import numpy as np
 
 from autoparallel.capture import TensorMeta
+from autoparallel.pricing.chains import fuses
 from autoparallel.pricing.counts import ExecutionCounts, Summing
 from autoparallel.pricing.equivalence import Equivalence
 from autoparallel.pricing.host_activations import HostActivations
@@ -370,4 +371,4 @@ def _exchanged_bytes(prices: Prices, s: StrategySet) -> np.ndarray:
 def in_registers(prices: Prices, index: int) -> bool:
     """Whether a kernel keeps a decision's result in registers, in backward too."""
     chain = prices.chains[index]
-    return prices.fuses and chain is not None and not chain.writes and not chain.gradients
+    return fuses(prices.cluster) and chain is not None and not chain.writes and not chain.gradients

@@ -18,7 +18,7 @@ from autoparallel import clock
 from autoparallel.capture import TensorMeta
 from autoparallel.layout import Layout, Step
 from autoparallel.layout.redistribution import Axes, axes_together
-from autoparallel.pricing.chains import InChain, chains_of, with_losses
+from autoparallel.pricing.chains import InChain, chains_of, fuses, with_losses
 from autoparallel.pricing.op_costs import OpCosts, costs_of, share_read
 from autoparallel.pricing.recomputing import Recomputing
 from autoparallel.pricing.redistribution_costs import RedistributionPrices
@@ -204,13 +204,7 @@ class Prices:
         """By decision: the op's part in a chain that the software fuses into one kernel."""
         if self.cluster.profile is None:
             return [None] * len(self.space)
-        return with_losses(self.space, chains_of(self.space) if self.fuses else [None] * len(self.space))
-
-    @property
-    def fuses(self) -> bool:
-        """Whether the software compiles chains of ops to kernels."""
-        profile = self.cluster.profile
-        return profile is not None and bool(profile.fused)
+        return with_losses(self.space, chains_of(self.space) if fuses(self.cluster) else [None] * len(self.space))
 
     def local_bytes(self, meta: TensorMeta, numbers: np.ndarray) -> np.ndarray:
         """Bytes of a tensor on the fullest rank, an array: of each layout in ``numbers`` (`strategies.space` numbers a
