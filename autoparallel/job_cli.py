@@ -57,7 +57,7 @@ def convert(
 def add_to(app: typer.Typer) -> None:
     """Add the commands."""
     app.add_typer(checkpoint_app, name="checkpoint")
-    for command in (launch, manifest):
+    for command in (launch, host_list, manifest):
         app.command()(command)
 
 
@@ -66,7 +66,8 @@ def launch(
     ranks: Annotated[int | None, typer.Option(min=1, help="processes on this host; by default the plan's")] = None,
     nodes: Annotated[int, typer.Option(min=1, help="hosts; run the same command on each")] = 1,
     node_rank: Annotated[int, typer.Option(min=0, help="which host this is, from 0")] = 0,
-    master: Annotated[str | None, typer.Option(help="host:port of host 0, if there are several")] = None,
+    master: Annotated[str | None, typer.Option(help="host:port of host 0, if there are several, or of "
+                                          "autoparallel host-list")] = None,
     max_restarts: Annotated[int, typer.Option(min=0, help="start all ranks again so often if one fails")] = 0,
     min_ranks: Annotated[int | None, typer.Option(min=1, help="go on without ranks that were killed, if so many are "
                                                   "left")] = None,
@@ -89,6 +90,19 @@ def launch(
                        max_restarts=max_restarts, min_ranks=min_ranks, min_nodes=min_nodes,
                        join_timeout_s=join_timeout, model=model)
     raise typer.Exit(0 if done else 1)
+
+
+def host_list(
+    port: Annotated[int, typer.Option(min=1, max=65535, help="where it listens")] = 29500,
+) -> None:
+    """Keep the list of hosts of one job of launch --min-nodes, on a machine that is none of them: it then goes on when
+    any host is lost, the first too.
+
+    autoparallel host-list --port 29500
+    """
+    from autoparallel.launch.host_list import serve
+
+    serve(port)
 
 
 def manifest(

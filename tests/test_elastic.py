@@ -259,6 +259,47 @@ def test_a_lost_host_leaves_and_comes_back(tmp_path: Path, planned: bool) -> Non
 
 
 @pytest.mark.slow
+def test_a_job_outlives_its_first_host(tmp_path: Path) -> None:
+    """Two agents of a rank each, whose list another process keeps: the first is killed with its rank, and the other
+    goes on alone. The list is of one job, and of elastic ones."""
+    script(tmp_path, 40, "        import time; time.sleep(0.3)\n")
+    port, started = free_port(), list[subprocess.Popen[str]]()
+
+    def start(name: str, *command: str) -> None:
+        with (tmp_path / name).open("w") as out:
+            started.append(subprocess.Popen([*CLI, *command], stdout=out, stderr=subprocess.STDOUT, text=True,
+                                            cwd=tmp_path, env=clean_environment()))
+
+    def command(number: int, *options: str) -> list[str]:
+        return ["launch", "--ranks", "1", "--nodes", "2", *options, "--node-rank", str(number), "--master",
+                f"127.0.0.1:{port}", "--max-restarts", "3", "--", sys.executable, "train.py"]
+
+    def lines(number: int) -> list[tuple[int, float, int]]:
+        return lines_of((tmp_path / f"out{number}").read_text())
+
+    def refused(said: str, *options: str) -> None:
+        run = subprocess.run([*CLI, *command(0, *options)], capture_output=True, text=True, cwd=tmp_path,
+                             env=clean_environment(), timeout=100)
+        assert run.returncode == 2 and said in " ".join(run.stderr.split())
+
+    try:
+        start("list", "host-list", "--port", str(port))
+        waiting(lambda: "--min-nodes; Ctrl-C ends the list" in (tmp_path / "list").read_text(), 60)
+        for number in range(2):
+            start(f"out{number}", *command(number, "--min-nodes", "1"))
+        waiting(lambda: any(step == 4 for n in range(2) for step, _, _ in lines(n)), 100)
+        kill(started[1].pid)
+        assert started[2].wait(150) == 0, (tmp_path / "out1").read_text()
+        refused("is of a job that has ended: start autoparallel host-list anew", "--min-nodes", "1")
+    finally:
+        for one in started:
+            kill(one.pid)
+    found = sorted([*lines(0), *lines(1)])
+    assert found[0][2] == 2 and found[-1][2] == 1
+    check(found, 40)
+
+
+@pytest.mark.slow
 @pytest.mark.timeout(1500)
 @pytest.mark.parametrize("job_number", range(7))
 def test_twenty_kills_at_random_points(tmp_path: Path, job_number: int) -> None:

@@ -12,6 +12,7 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 
 from autoparallel.errors import LaunchError
+from autoparallel.launch import host_list
 from autoparallel.launch.elastic import Failed, keep_running
 from autoparallel.launch.replanned import new_plan
 from autoparallel.launch.roll_call import RollCall
@@ -30,7 +31,8 @@ def run_command(command: Sequence[str], *, plan: Path | None = None, ranks: int 
 
     plan: its file; `autoparallel.init` reads it on each rank.
     ranks: on this host; None: the plan's devices over the hosts, else a process a GPU, or one.
-    nodes, node_rank, master: hosts of the job, this one's number, and ``host:port`` of the first.
+    nodes, node_rank, master: hosts of the job, this one's number, and ``host:port`` of the first, or of their list
+        (``autoparallel host-list``), with min_nodes.
     max_restarts: how often all ranks are started again after one failed.
     min_ranks: of one host: where a signal ends ranks, the others start again without them, if so many are left.
     min_nodes: of several hosts: the job starts, and goes on, with so many of them.
@@ -64,11 +66,15 @@ def run_command(command: Sequence[str], *, plan: Path | None = None, ranks: int 
     # "--": torchrun takes an argument of the command for its own if it begins like one of its own (--log, --run)
     rest = ["--no-python", "--", *command]
     if min_ranks is None:
-        where, store = ["--standalone"], None
+        where, store, listed = ["--standalone"], None, False
         if nodes > 1:
             call = _roll_call(nodes, min_nodes or nodes, node_rank, master, join_timeout_s)
-            where, store = _hosts(call, min_nodes), call.hold()
+            store = call.hold()
+            listed = host_list.is_list(store)
+            where = _hosts(call, min_nodes, listed)
         done = not _torchrun([*where, f"--nproc-per-node={count}", f"--max-restarts={max_restarts}", *rest])
+        if store is not None and listed:
+            host_list.end(store)
         del store                                        # host 0 serves the job's store until here
         return done
 
@@ -94,13 +100,17 @@ def _roll_call(nodes: int, least: int, number: int, master: str | None, timeout_
     return RollCall(found[1].strip("[]"), port, nodes, number, least, timeout_s)
 
 
-def _hosts(call: RollCall, min_nodes: int | None) -> list[str]:
-    """torchrun's arguments for the hosts of the job."""
+def _hosts(call: RollCall, min_nodes: int | None, listed: bool) -> list[str]:
+    """torchrun's arguments for the hosts of the job. ``listed``: their list is on another machine. Raises LaunchError
+    for a list of hosts that all have to stay."""
+    if listed and min_nodes is None:
+        raise LaunchError(f"--master {call.master} is a list of hosts (autoparallel host-list), of jobs that go on "
+                          "without some: give --min-nodes, the fewest hosts that go on; or the address of host 0")
     if min_nodes is None:
         return [f"--nnodes={call.nodes}", f"--node-rank={call.number}", f"--master-addr={call.host}",
                 f"--master-port={call.port}"]
     return [f"--nnodes={min_nodes}:{call.nodes}", "--rdzv-backend=c10d", "--rdzv-id=autoparallel",
-            f"--rdzv-endpoint={call.master}", f"--rdzv-conf=is_host={int(call.number == 0)}"]
+            f"--rdzv-endpoint={call.master}", f"--rdzv-conf=is_host={int(call.number == 0 and not listed)}"]
 
 
 def _check_elastic(ranks: int, nodes: int, min_ranks: int | None, min_nodes: int | None) -> None:

@@ -1,4 +1,5 @@
-"""Hosts of a job report to host 0 before torchrun's agent starts, which would wait without a word for absent ones."""
+"""Hosts of a job report to host 0, or at a list of hosts on another machine (`host_list`), before torchrun's agent
+starts, which would wait without a word for absent ones."""
 
 from __future__ import annotations
 
@@ -13,6 +14,7 @@ from datetime import timedelta
 import torch.distributed as dist
 
 from autoparallel.errors import LaunchError, printable
+from autoparallel.launch.host_list import check_open, is_list
 
 #: Seconds without all hosts after which it is said what is awaited, and again after each so many.
 SAID_AFTER_S, SAID_EVERY_S = 5.0, 60.0
@@ -23,7 +25,8 @@ _NAME = "autoparallel/host/{}"
 
 @dataclass(frozen=True)
 class RollCall:
-    """Who is awaited where. ``host``, ``port``: of host 0; ``nodes``: hosts of the job, ``number``: this one's.
+    """Who is awaited where. ``host``, ``port``: of host 0, or of the list; ``nodes``: hosts of the job, ``number``:
+    this one's.
 
     ``least``: the fewest hosts that start. ``timeout_s``: how long they are awaited.
     """
@@ -37,16 +40,16 @@ class RollCall:
 
     @property
     def master(self) -> str:
-        """The address of host 0, as --master takes it."""
+        """The address, as --master takes it."""
         return f"[{self.host}]:{self.port}" if ":" in self.host else f"{self.host}:{self.port}"
 
     def hold(self) -> dist.TCPStore:
         """Wait until the hosts are there. The store in which they reported, whose server torchrun's agent on host 0
-        then uses too: keep it until the job has ended.
+        then uses too, unless it is a list's: keep it until the job has ended.
 
         Raises LaunchError where hosts do not come in time, or host 0's address is taken or not its own.
         """
-        store = self._serve() if self.number == 0 else self._connect()
+        store = self._of_list() or (self._serve() if self.number == 0 else self._connect())
         own, name = socket.gethostname(), _NAME.format(self.number)
         try:
             other = store.compare_set(name, "", own).decode()
@@ -57,9 +60,19 @@ class RollCall:
                 store.add(_COUNT, 1)
             self._await(lambda: store.add(_COUNT, 0) >= self.least, lambda: self._absent(store))
         except dist.DistError as error:
-            raise LaunchError(f"host 0 of the job has ended at {self.master} before all hosts were there: read what it "
-                              "says, and start all hosts again") from error
+            raise LaunchError(f"host 0 of the job, or its list of hosts, has ended at {self.master} before all hosts "
+                              "were there: read what it says, and start all hosts again") from error
         return store
+
+    def _of_list(self) -> dist.TCPStore | None:
+        """The store of a list of hosts, where one answers."""
+        if self._is_reached():
+            with suppress(dist.DistError):
+                store = dist.TCPStore(self.host, self.port, None, False, timedelta(seconds=10), wait_for_workers=False)
+                if is_list(store):
+                    check_open(store)
+                    return store
+        return None
 
     def _serve(self) -> dist.TCPStore:
         try:
@@ -88,8 +101,9 @@ class RollCall:
         absent = [number for number in range(self.nodes) if not store.check([_NAME.format(number)])]
         some = "" if self.least == self.nodes else f", {self.least} of which start the job"
         named = ", ".join(str(number) for number in absent[:8]) + (", ..." if len(absent) > 8 else "")
-        return (f"{store.add(_COUNT, 0)} of {self.nodes} hosts{some} have reported to host 0 at {self.master}; absent: "
-                f"host {named}. Start the same command there, with its number as --node-rank")
+        where = "the list of hosts" if is_list(store) else "host 0"
+        return (f"{store.add(_COUNT, 0)} of {self.nodes} hosts{some} have reported to {where} at {self.master}; "
+                f"absent: host {named}. Start the same command there, with its number as --node-rank")
 
     def _await(self, is_there: Callable[[], bool], missing: Callable[[], str]) -> None:
         """Until ``is_there``; says what is ``missing`` meanwhile. Raises LaunchError after the time."""
