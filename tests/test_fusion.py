@@ -18,9 +18,8 @@ from autoparallel.errors import PlanError
 from autoparallel.partition import split_batch
 from autoparallel.planning import bucket_sizes
 from autoparallel.planning.bucket_sizes import LEAST_GAIN, TRIED
-from autoparallel.pricing import ExecutionCounts, Prices, SpacePricer, problem
+from autoparallel.pricing import ExecutionCounts, Prices, SpacePricer
 from autoparallel.pricing.overlap_simulation import RankStep
-from autoparallel.pricing.step_seconds import EFFICIENT
 from autoparallel.schedule.async_windows import AsyncWindows, Read
 from autoparallel.schedule.fusion import Fusion, in_buckets
 from autoparallel.strategies.space import StrategySpace
@@ -154,23 +153,6 @@ def test_auto_is_the_fastest_of_all_sizes() -> None:
     assert made.prediction.step_s <= _deep().prediction.step_s
 
 
-def test_buckets_are_as_large_as_the_links_need_unless_sizes_are_given() -> None:
-    """64 GPUs in 8 hosts: sums over all need 100 MiB, those of one GPU of each host, by one NIC, 25."""
-    def sizes(**options: Any) -> Fusion:
-        cluster = Cluster.load("h100-sxm", num_devices=64)
-        return plan_of("mlp", cluster, 64, baseline="ddp", **options).hybrid.fusion
-
-    assert sizes(mesh_shape=(64,)).axis_bytes == (("axis0", 100 * MIB),)
-    both = dict(sizes(mesh_shape=(8, 8), axis_names=("data", "model")).axis_bytes)
-    assert both == {"model": 100 * MIB, "data+model": 100 * MIB}
-    assert Fusion(tuple(both.items())).bytes_on("data", 25 * MIB) == 25 * MIB
-    assert sizes(mesh_shape=(64,), bucket_bytes=25 * MIB).axis_bytes == ()
-    assert plan_of("mlp", _local(), mesh_shape=(4,), baseline="ddp").hybrid.fusion == Fusion()
-    group = Cluster.load("h100-sxm", num_devices=64).group((64,), 0)
-    each = [float(collectives.all_reduce_s(size * MIB, group)) / size for size in (50, 100, 25 * 256)]
-    assert each[1] <= EFFICIENT * each[2] < each[0]
-
-
 def test_auto_leaves_a_size_that_makes_no_other_buckets() -> None:
     made = plan_of("llama", _local(), mesh_shape=(4,), baseline="ddp", bucket_bytes="auto")
     assert made.hybrid.bucket_bytes == 25 * MIB and made.hybrid.fusion == Fusion()
@@ -179,7 +161,6 @@ def test_auto_leaves_a_size_that_makes_no_other_buckets() -> None:
 def test_auto_keeps_to_the_memory_limit(monkeypatch: pytest.MonkeyPatch) -> None:
     """A bucket is a copy of its gradients."""
     monkeypatch.setattr(bucket_sizes, "LEAST_GAIN", -1.0)    # take each size that is tried, where it fits
-    monkeypatch.setattr(problem, "with_sizes", lambda prices, hybrid: hybrid)    # begins with 25 MiB
     free = _deep(bucket_bytes="auto")
     assert free.hybrid.bucket_bytes == 100 * MIB
     limit = free.prediction.peak_bytes + 10 * MIB

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import replace
 from typing import NamedTuple
 
 import torch
@@ -14,7 +13,6 @@ from autoparallel.pricing import Prices
 from autoparallel.pricing.layer_overlap import LayerOverlap
 from autoparallel.pricing.step_cost import Exposed, Ways
 from autoparallel.schedule.activation_windows import NOWHERE, PRODUCTS
-from autoparallel.schedule.fusion import Fusion
 from autoparallel.schedule.pieces import TRIED
 from autoparallel.strategies.space import StrategySpace, TensorUse
 
@@ -26,7 +24,7 @@ class Kind(NamedTuple):
     """What the decision graph of a combination depends on: other schedules, stages per rank and recompute share its
     bound. ``zero_stage``: 1 also for 0; 0: a bound for all of them, with the fewest executions and all overlap.
     ``puts_off``: backward computes the gradients of weights last (zero bubble). ``pieces``: the most in which linear
-    layers run. ``bucket_bytes``, ``fusion``: buckets as in `Hybrid`."""
+    layers run."""
 
     micro_batches: int
     pipeline_ranks: int
@@ -35,15 +33,12 @@ class Kind(NamedTuple):
     copies: int
     puts_off: bool
     pieces: int
-    bucket_bytes: float
-    fusion: Fusion
 
     @classmethod
     def of(cls, candidate: Candidate) -> Kind:
         h = candidate.hybrid
-        fusion = replace(h.fusion, axis_bytes=()) if h.fusion.blocks else h.fusion    # sizes that nobody gave
         return cls(h.micro_batches, h.pipeline_ranks, candidate.mesh_shape, max(1, h.zero_stage), h.copies,
-                   h.puts_off_weights, max(h.pieces, *TRIED), h.bucket_bytes, fusion)
+                   h.puts_off_weights, max(h.pieces, *TRIED))
 
     def least(self, micro_batches: int) -> Kind:
         """Of so many micro-batches, the kind that is a bound of all ZeRO stages, in one part of backward or two."""
@@ -56,8 +51,7 @@ class Kind(NamedTuple):
     @property
     def hybrid(self) -> Hybrid:
         """The step configuration with the fewest executions; its pipeline is priced as one stage."""
-        return Hybrid(self.micro_batches, zero_stage=max(1, self.zero_stage), copies=self.copies,
-                      bucket_bytes=self.bucket_bytes, fusion=self.fusion)
+        return Hybrid(self.micro_batches, zero_stage=max(1, self.zero_stage), copies=self.copies)
 
     @property
     def filling(self) -> float:

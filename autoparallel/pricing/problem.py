@@ -18,7 +18,6 @@ from autoparallel.plans import Hybrid
 from autoparallel.pricing.counts import ExecutionCounts
 from autoparallel.pricing.gradient_memory import GradientMemory
 from autoparallel.pricing.live_intervals import Liveness
-from autoparallel.pricing.long_buckets import with_sizes
 from autoparallel.pricing.pipeline_buffers import Buffer
 from autoparallel.pricing.stage_devices import memory_shares
 from autoparallel.pricing.step_cost import ALL_EXPOSED, Exposed, Picked, StepCosts
@@ -67,7 +66,7 @@ class SpacePricer:
         exposed: Exposed = ALL_EXPOSED,
     ) -> None:
         self.penalties, self.prices, self.space, self.limit_bytes = penalties, prices, prices.space, limit_bytes
-        self.counts = _sized(prices, counts or ExecutionCounts(prices.space, training=prices.training))
+        self.counts = counts or ExecutionCounts(prices.space, training=prices.training)
         self.costs = StepCosts(prices, self.counts, exposed)
         self.live = Liveness(self.counts, () if self.counts.one_for_all else memory_shares(prices, self.counts.hybrid))
         self.windows = WindowMemory(self.counts, self.live)
@@ -189,15 +188,6 @@ class SpacePricer:
         for decision, left in self.allowed.items():
             numbers[decision] = left[numbers[decision]]
         return [s.strategies[number] for s, number in zip(self.space.strategy_sets, numbers, strict=True)]
-
-
-def _sized(prices: Prices, counts: ExecutionCounts) -> ExecutionCounts:
-    """The counts with the sizes of buckets that the links need, unless sizes are given."""
-    if (hybrid := with_sizes(prices, counts.hybrid)) is counts.hybrid:
-        return counts
-    made = copy(counts)
-    made.hybrid = hybrid
-    return made
 
 
 class _Builder:

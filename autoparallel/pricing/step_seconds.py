@@ -19,9 +19,6 @@ from autoparallel.schedule.step_config import BUCKET_BYTES, LARGE_BYTES
 from autoparallel.strategies.space import StrategySpace
 from cost_models import Cluster, Group, collectives
 
-#: Sizes of buckets that are tried, and one that is as good as endless, over `BUCKET_BYTES`; see `long_buckets`.
-TIMES, MUCH_LONGER, EFFICIENT = (1, 2, 4, 8, 16), 256, 1.3
-
 
 class StepSeconds:
     """Seconds of steps from placement to placement of one strategy graph. ``groups``: by mesh axes."""
@@ -29,18 +26,6 @@ class StepSeconds:
     def __init__(self, space: StrategySpace, cluster: Cluster, groups: Mapping[Axes, Group]) -> None:
         self.space, self.cluster, self.groups, self.device = space, cluster, groups, cluster.working_device
         self.messages = MessageSeconds(groups, self.device)
-
-    @cached_property
-    def long_buckets(self) -> Mapping[Axes, float]:
-        """Bytes of a bucket of gradient sums by the mesh axes that need more than `BUCKET_BYTES`: the least of `TIMES`
-        as much whose all-reduce takes at most `EFFICIENT` times as long for each byte as a much longer one."""
-        found, sizes = dict[Axes, float](), BUCKET_BYTES * np.array([*TIMES, MUCH_LONGER], float)
-        for axes, group in self.groups.items():
-            each = np.asarray(collectives.all_reduce_s(sizes, group)) / sizes
-            enough = [size for size, one in zip(sizes[:-1], each, strict=False) if one <= EFFICIENT * each[-1]]
-            if group.size > 1 and (size := min(enough, default=sizes[-2])) > BUCKET_BYTES:
-                found[axes] = float(size)
-        return found
 
     def there_and_back(self, trains: bool) -> StepCost:
         """Seconds of a step forward and, of what ``trains``, backward."""

@@ -99,7 +99,7 @@ def place(root: nn.Module, state: State, compiled: Compiled) -> None:
                     owner._non_persistent_buffers_set.add(leaf)
     keep_states_away(root, state)
     if any(map(leaves_by_itself, state.offload.each)):
-        in_flight = BUCKETS_IN_FLIGHT * compiled.plan.hybrid.largest_bucket
+        in_flight = BUCKETS_IN_FLIGHT * compiled.plan.hybrid.bucket_bytes
         state.host_gradients = HostGradients(state.device, in_flight, state.offload, state.files)
     state.attributes, state.places = SharedAttributes(state.parts), Places(root)
     state.originals = Originals(model, placed)

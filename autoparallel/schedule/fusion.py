@@ -14,11 +14,10 @@ from autoparallel.errors import PlanError, shown
 class Fusion:
     """The limits of buckets of gathers and gradient reductions, in addition to `Hybrid.bucket_bytes`.
 
-    ``axis_bytes``: (mesh axis, bytes) where the groups of an axis, or of several together ("data+model"), have a size
-    of their own; sums over several axes that have none together have the least of theirs. ``most``: the parameters of a
-    bucket, at most (None: any number). ``names``: patterns of parameters' names; those that a pattern matches (the
-    first that does) are one bucket, of any size. ``blocks``: nobody gave sizes: the gathers of a block's parameters are
-    one bucket, as FSDP2 has them, and the others are as large as the links need (`pricing.long_buckets`).
+    ``axis_bytes``: (mesh axis, bytes) where the groups of an axis have a size of their own; sums over several axes
+    together have the least of theirs. ``most``: the parameters of a bucket, at most (None: any number). ``names``:
+    patterns of parameters' names; those that a pattern matches (the first that does) are one bucket, of any size.
+    ``blocks``: the gathers of a block's parameters are one bucket, whatever the sizes, as FSDP2 has them.
     """
 
     axis_bytes: tuple[tuple[str, float], ...] = ()
@@ -46,13 +45,13 @@ class Fusion:
 
     def check_axes(self, axis_names: Collection[str]) -> None:
         """Raises PlanError for a size of an axis that the mesh lacks."""
-        for axis in (one for axes, _ in self.axis_bytes for one in axes.split("+")):
+        for axis, _ in self.axis_bytes:
             if axis not in axis_names:
                 raise PlanError(f"bucket_bytes has a size for the axis {axis!r}, and the mesh of a stage has "
                                 f"{list(axis_names)}: name these, or give one number for all")
 
 
-#: Sizes that nobody gave.
+#: Reductions of one size on all axes, gathers by block.
 BY_SIZE = Fusion()
 #: In place of a size: the search chooses.
 AUTO_SIZE = "auto"
@@ -61,7 +60,7 @@ AUTO_SIZE = "auto"
 def bytes_on(axis_bytes: Sequence[tuple[str, float]], axis: str, otherwise: float) -> float:
     """`Fusion.bytes_on`."""
     known = dict(axis_bytes)
-    return known.get(axis, min(known.get(one, otherwise) for one in axis.split("+"))) if known else otherwise
+    return min(known.get(one, otherwise) for one in axis.split("+")) if known else otherwise
 
 
 def in_buckets(sizes: Iterable[float], most: float, last: float = math.inf, count: int | None = None

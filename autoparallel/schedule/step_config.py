@@ -133,11 +133,6 @@ class Hybrid:
         return SCHEDULES[self.schedule]
 
     @property
-    def largest_bucket(self) -> float:
-        """Bytes of a bucket of gradients, at most, but for those that are named."""
-        return max(self.bucket_bytes, *dict(self.fusion.axis_bytes).values(), 0.0)
-
-    @property
     def is_plain(self) -> bool:
         """Whether a step is one forward and one backward of the whole program."""
         return self.micro_batches == 1 and self.stages == 1

@@ -105,7 +105,7 @@ def _stepped_bytes(plan: Plan, table: MemoryProfile, work: Workload) -> float:
     if not hybrid.is_plain or away.in_backward or away.is_away or "gradients" not in table.kinds:
         return 0.0
     largest = max(map(math.prod, plan.model.parameters.values()), default=0) * work.state_bytes.get("gradient", 0.0)
-    column, most = table.kinds.index("gradients"), BUCKETS_IN_FLIGHT * max(hybrid.largest_bucket, largest)
+    column, most = table.kinds.index("gradients"), BUCKETS_IN_FLIGHT * max(hybrid.bucket_bytes, largest)
     return max(sum(row) - max(0.0, row[column] - most) for row in table.num_bytes)
 
 

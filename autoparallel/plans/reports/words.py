@@ -249,7 +249,7 @@ def _bucket_settings(h: Hybrid) -> Iterator[str]:
     """Buckets of gathers and reductions, where they are not the usual ones."""
     if h.bucket_bytes != BUCKET_BYTES:
         yield f"buckets of {bytes_str(h.bucket_bytes)}"
-    for axis, num_bytes in h.fusion.axis_bytes if not h.fusion.blocks else ():    # that somebody gave
+    for axis, num_bytes in h.fusion.axis_bytes:
         yield f"buckets of {bytes_str(num_bytes)} over {axis}"
     if h.fusion.most is not None:
         yield f"buckets of {h.fusion.most} parameters at most"
