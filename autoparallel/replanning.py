@@ -23,7 +23,7 @@ from autoparallel.export.degrees import degrees_of
 from autoparallel.planning.by_hand import ByHand
 from autoparallel.planning.call_checks import check_call
 from autoparallel.planning.state_moves import Move, moved, read_by
-from autoparallel.plans import Plan
+from autoparallel.plans import Hybrid, Plan
 from autoparallel.plans.reports.text import ReportConsole, as_text
 from autoparallel.plans.reports.units import bytes_str, duration_str, seconds_str
 from autoparallel.plans.roles import roles_of
@@ -197,11 +197,18 @@ def origins(before: int, lost: Sequence[int], now: int) -> tuple[int | None, ...
 _Maker = Callable[[Cluster], Plan]
 
 
+def _bucket_bytes_of(hybrid: Hybrid) -> float | str | None:
+    """The sizes of buckets for other mesh axes: none, if nobody gave any."""
+    if hybrid.fusion.blocks:
+        return None
+    return AUTO_SIZE if hybrid.fusion.axis_bytes else hybrid.bucket_bytes
+
+
 def _makers(plan: Plan, cluster: Cluster, model: nn.Module, example: tuple[Any, Any], time_limit_s: float,
             options: Mapping[str, Any]) -> Iterator[tuple[str, int, _Maker]]:
     """Title, devices and the way to make the plan of each candidate."""
     kept = {"optimizer": optimizer_of(plan), "reduce_dtype": plan.hybrid.reduce_dtype,
-            "bucket_bytes": AUTO_SIZE if plan.hybrid.fusion.axis_bytes else plan.hybrid.bucket_bytes,    # of other axes
+            "bucket_bytes": _bucket_bytes_of(plan.hybrid),
             "buckets": plan.hybrid.fusion.names or plan.hybrid.fusion.most, **options}
     if plan.hybrid.offload.is_away and "offload" not in options:
         kept["offload"] = plan.hybrid.offload.place

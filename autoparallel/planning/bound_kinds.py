@@ -13,6 +13,7 @@ from autoparallel.pricing import Prices
 from autoparallel.pricing.layer_overlap import LayerOverlap
 from autoparallel.pricing.step_cost import Exposed, Ways
 from autoparallel.schedule.activation_windows import NOWHERE, PRODUCTS
+from autoparallel.schedule.fusion import Fusion
 from autoparallel.schedule.pieces import TRIED
 from autoparallel.strategies.space import StrategySpace, TensorUse
 
@@ -24,7 +25,7 @@ class Kind(NamedTuple):
     """What the decision graph of a combination depends on: other schedules, stages per rank and recompute share its
     bound. ``zero_stage``: 1 also for 0; 0: a bound for all of them, with the fewest executions and all overlap.
     ``puts_off``: backward computes the gradients of weights last (zero bubble). ``pieces``: the most in which linear
-    layers run."""
+    layers run. ``bucket_bytes``, ``fusion``: buckets as in `Hybrid`."""
 
     micro_batches: int
     pipeline_ranks: int
@@ -33,12 +34,14 @@ class Kind(NamedTuple):
     copies: int
     puts_off: bool
     pieces: int
+    bucket_bytes: float
+    fusion: Fusion
 
     @classmethod
     def of(cls, candidate: Candidate) -> Kind:
         h = candidate.hybrid
         return cls(h.micro_batches, h.pipeline_ranks, candidate.mesh_shape, max(1, h.zero_stage), h.copies,
-                   h.puts_off_weights, max(h.pieces, *TRIED))
+                   h.puts_off_weights, max(h.pieces, *TRIED), h.bucket_bytes, h.fusion)
 
     def least(self, micro_batches: int) -> Kind:
         """Of so many micro-batches, the kind that is a bound of all ZeRO stages, in one part of backward or two."""
@@ -51,7 +54,8 @@ class Kind(NamedTuple):
     @property
     def hybrid(self) -> Hybrid:
         """The step configuration with the fewest executions; its pipeline is priced as one stage."""
-        return Hybrid(self.micro_batches, zero_stage=max(1, self.zero_stage), copies=self.copies)
+        return Hybrid(self.micro_batches, zero_stage=max(1, self.zero_stage), copies=self.copies,
+                      bucket_bytes=self.bucket_bytes, fusion=self.fusion)
 
     @property
     def filling(self) -> float:

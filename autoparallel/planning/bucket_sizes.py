@@ -47,7 +47,7 @@ def _sized(hybrid: Hybrid, axis: str | None, size: float) -> Hybrid:
         return replace(hybrid, bucket_bytes=size, fusion=replace(hybrid.fusion, axis_bytes=(), blocks=False))
     known = {name: known for name, known in {**dict(hybrid.fusion.axis_bytes), axis: size}.items()
              if known != hybrid.bucket_bytes}
-    return replace(hybrid, fusion=replace(hybrid.fusion, axis_bytes=tuple(sorted(known.items()))))
+    return replace(hybrid, fusion=replace(hybrid.fusion, axis_bytes=tuple(sorted(known.items())), blocks=False))
 
 
 class _Sizes:
