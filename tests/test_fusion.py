@@ -105,8 +105,8 @@ def test_a_bucket_takes_as_long_as_one_all_reduce_of_its_bytes(size: int) -> Non
     made = _step_of(plan_of("llama", cluster, mesh_shape=(4,), baseline="ddp", bucket_bytes=size), cluster)
     step, group = made.step(), made.pricer.prices.groups[0,]
     launched = [(task, label) for task, label in zip(step.tasks, step.labels, strict=True) if label[0] == "reduce"]
-    assert len(launched) == len(made.windows.reduced)
-    told = sorted(sum(made.reads.reads[n].num_bytes for n in pair.steps) for pair in made.windows.reduced)
+    assert len(launched) == len(made.reads.windows.reduced)
+    told = sorted(sum(made.reads.reads[n].num_bytes for n in pair.steps) for pair in made.reads.windows.reduced)
     found = sorted(task.duration_s for task, _ in launched)
     for num_bytes, seconds in zip(told, found, strict=True):
         alone = float(collectives.all_reduce_s(num_bytes, group))

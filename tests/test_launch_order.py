@@ -136,8 +136,8 @@ def test_reductions_that_the_last_micro_batch_launches(baseline: str, mesh_shape
     plan = RankStep(SpacePricer(prices, counts=ExecutionCounts(space, hybrid)), strategies)
     reads = split_step(emit(space, strategies, prices.path, (0,) * len(mesh_shape)), hybrid).reads
     assert reads_of(reads, lambda node: None)[1] == plan.reads.reads
-    pairs = (*plan.windows.reduced, *plan.windows.gathered)
-    early = [pair for pair in pairs if all(map(plan.windows.is_last, pair.steps))]
+    pairs = (*plan.reads.windows.reduced, *plan.reads.windows.gathered)
+    early = [pair for pair in pairs if all(map(plan.reads.windows.is_last, pair.steps))]
     assert len(early) == len(ended_together(overlap(reads, hybrid))) > 0
     shared = [step.target for step in plan.reads.parameter_steps if space.decisions[step.target].kind == "shared_read"]
     assert shared and all(space.decisions[plan.reads.first_reader(one)].kind == "op" for one in shared)

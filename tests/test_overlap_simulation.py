@@ -235,7 +235,7 @@ def test_zero_3_gathers_a_block_ahead_with_or_without_recompute() -> None:
         made = plan_of("llama", cluster, by_hand=f"dp=8,zero=3,recompute={recompute}", bucket_bytes=20_000)
         space = StrategySpace(graph_of("llama"), made.mesh_shape)
         pricer = SpacePricer(Prices(space, cluster), counts=ExecutionCounts(space, made.hybrid))
-        ends[recompute] = {pair.end for pair in RankStep(pricer, made.strategies_on(space)).windows.gathered}
+        ends[recompute] = {pair.end for pair in RankStep(pricer, made.strategies_on(space)).reads.windows.gathered}
     assert ends["none"] == ends["full"]
 
 

@@ -14,8 +14,24 @@ from autoparallel.schedule.multi_copy import block_ends, rounds_of, runs_by_bloc
 At = Callable[[int], None]
 
 
+def nothing(index: int) -> None:
+    """No action at a decision."""
+
+
+class BackwardCalls(NamedTuple):
+    """What happens at the marked decisions of a backward: ``before`` an op, where it has made its parameters' gradients
+    (``arrived``), and ``after`` what it sends."""
+
+    before: At = nothing
+    arrived: At = nothing
+    after: At = nothing
+
+
+NO_CALLS = BackwardCalls()
+
+
 class Tasks(Protocol):
-    """`overlap_simulation.StepTasks`."""
+    """`step_tasks.StepTasks`."""
 
     def issue(self, steps: Sequence[Timed], label: tuple[str, int, int]) -> int: ...
 
@@ -64,11 +80,10 @@ class MultiCopyRound:
             pending[copy] = _begin(step, [one.forward.per(share) for one in segment.begun], segment.stop, "activations")
 
     def backward(self, step: Tasks, until: Sequence[float], count: float, marked: Collection[int],
-                 calls: tuple[At, At, At]) -> None:
-        """Backward of one of ``count`` rounds, in reverse order. ``calls``: as `RankStep._backward` takes
-        ``before``, ``after`` and ``arrived``; the first copy to come needs a parameter, the last one completes its
-        gradient."""
-        before, after, arrived = calls
+                 calls: BackwardCalls) -> None:
+        """Backward of one of ``count`` rounds, in reverse order. The first copy to come needs a parameter, the last one
+        completes its gradient."""
+        before, arrived, after = calls
         share, pending = count * self.copies, [list[int]() for _ in range(self.copies)]
 
         def reduce(index: int) -> None:

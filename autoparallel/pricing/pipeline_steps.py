@@ -7,7 +7,8 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from autoparallel.pricing.backward_reads import BackwardReads
-from autoparallel.pricing.overlap_simulation import Pending, RankStep
+from autoparallel.pricing.overlap_simulation import RankStep
+from autoparallel.pricing.parameter_buckets import Pending
 from autoparallel.pricing.problem import SpacePricer
 from autoparallel.pricing.step_tasks import Launch, Passed, StepTasks, Wait
 from autoparallel.schedule.schedules import Action
@@ -42,16 +43,16 @@ class PipelineRankStep:
             own, pending = self.stages[stage]
             step.events += self._passed(action, sent=False)
             if kind == "F":
-                own.forward(step, pending, first=stage in to_run)
+                own.round.forward(step, pending, first=stage in to_run)
                 to_run.discard(stage)
             elif kind == "W":
                 left[stage] -= 1
-                own.backward_of_weights(step, pending, put_off.pop((stage, micro_batch)), last=not left[stage])
+                own.round.backward_of_weights(step, pending, put_off.pop((stage, micro_batch)), last=not left[stage])
             elif self.hybrid.puts_off_weights:
-                put_off[stage, micro_batch] = own.backward_of_inputs(step)
+                put_off[stage, micro_batch] = own.round.backward_of_inputs(step)
             else:
                 left[stage] -= 1
-                own.backward(step, pending, last=not left[stage])
+                own.round.backward(step, pending, last=not left[stage])
             step.events += self._passed(action, sent=True)
         for own, pending in self.stages.values():
             own.finish(step, pending)

@@ -6,13 +6,19 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from autoparallel import clock
-from autoparallel.pricing.rank_reads import COMPUTE, Message, Timed
+from autoparallel.pricing.rank_reads import COMPUTE, Message, Timed, TimedStep
 from autoparallel.schedule.async_windows import TOP
 from cost_models.timeline import Task, equal_slowdown, simulate
 
 #: What a task does, and the first and the last decision for which.
 Label = tuple[str, int, int]
 UNNAMED: Label = ("", TOP, TOP)
+
+
+def label_of(what: str, steps: Sequence[TimedStep]) -> Label:
+    """The label of redistributions of parameters, or of activations, by the decisions that read them."""
+    targets = [timed.target for timed in steps]
+    return what, min(targets), max(targets)
 
 
 class Launch(NamedTuple):
@@ -102,4 +108,4 @@ class StepTasks:
         return max(0.0, alone - simulate(self.tasks, equal_slowdown(streams, slowdown)).total_s) - self.extra_s
 
 
-__all__ = ["Label", "Launch", "Passed", "StepTasks", "Wait"]
+__all__ = ["Label", "Launch", "Passed", "StepTasks", "Wait", "label_of"]
