@@ -17,7 +17,7 @@ from autoparallel.plans import Plan
 from autoparallel.plans.reports import step_parts as parts
 from autoparallel.plans.reports.step_parts import compare_traces, predicted_parts
 from autoparallel.plans.reports.trace import FIRST_MEASURED, trace_json
-from autoparallel.runtime.measured import _lanes, rank_step
+from autoparallel.runtime.measured import _lanes, measured_step
 from autoparallel.runtime.op_ranges import OP, RUN, OpRange
 from autoparallel.runtime.recorded import Recorded, Recording
 from tests.support.models import CASES
@@ -50,7 +50,7 @@ def test_a_step_is_divided_into_its_parts() -> None:
         event("gloo:all_reduce", 4.05, 7.0, "user_annotation", thread=3),
         event("gloo:recv", 7.0, 8.0, "user_annotation"),
     ]
-    found = rank_step(Recording(tuple(sorted(events, key=lambda e: (e.start_s, -e.end_s))), 10.0), OPS,
+    found = measured_step(Recording(tuple(sorted(events, key=lambda e: (e.start_s, -e.end_s))), 10.0), OPS,
                       {"data": "network", "model": "NVLink"})
     said = {part: seconds for part, seconds in found.parts.items() if seconds}
     assert said == pytest.approx({
@@ -70,7 +70,7 @@ def test_kernels_take_the_decision_of_the_op_that_launched_them() -> None:
               annotation(f"{OP}1", 0.2, 0.3), event("c10d::allreduce_", 0.2, 0.3, link=8),
               event("sm90_gemm", 0.5, 2.0, "kernel", link=7, stream=7),
               event("ncclDevKernel_AllReduce", 1.5, 3.0, "kernel", link=8, stream=9)]
-    found = rank_step(Recording(tuple(events), 4.0), OPS, {"model": "NVLink"})
+    found = measured_step(Recording(tuple(events), 4.0), OPS, {"model": "NVLink"})
     assert {part: s for part, s in found.parts.items() if s} == pytest.approx({
         parts.PRODUCTS: 1.5, "collectives of activations": 1.5, parts.OVERLAPPED: -0.5, parts.IDLE: 1.5})
     assert {(found.rows[row], name) for name, _, row, *_ in found.boxes} == {

@@ -52,7 +52,7 @@ class Calls:
 
 
 @dataclass(frozen=True)
-class RankStep:
+class MeasuredStep:
     """The measured step of one rank. ``rows``: names of streams; ``boxes``: (name, kind, row, start, end, what else).
     ``parts``: seconds by `step_parts.PARTS`; ``collectives``: by kind."""
 
@@ -87,7 +87,7 @@ class _Placed:
     children: list[Interval] = field(default_factory=list)
 
 
-def rank_step(recording: Recording, ops: Sequence[OpRange], links: Mapping[str, str]) -> RankStep:
+def measured_step(recording: Recording, ops: Sequence[OpRange], links: Mapping[str, str]) -> MeasuredStep:
     """The step of a rank; ``links``: by mesh axis, the link that names its row."""
     places = _Places(recording.events, ops)
     boxes = list[tuple[str, str, str, float, float, Mapping[str, str]]]()
@@ -118,7 +118,7 @@ def rank_step(recording: Recording, ops: Sequence[OpRange], links: Mapping[str, 
     computed = list(itertools.chain(*work.values()))
     collectives = {kind: Calls(len(some), sum(end - start for start, end in some),
                                _length([*computed, *some]) - _length(computed)) for kind, some in by_kind.items()}
-    return RankStep(total_s, rows, placed, parts, collectives, recording.held)
+    return MeasuredStep(total_s, rows, placed, parts, collectives, recording.held)
 
 
 class _Places:
@@ -340,4 +340,4 @@ def _lanes(boxes: Iterable[tuple[str, str, str, float, float, Mapping[str, str]]
     return tuple(rows), tuple(found)
 
 
-__all__ = ["Calls", "RankStep", "rank_step"]
+__all__ = ["Calls", "MeasuredStep", "measured_step"]

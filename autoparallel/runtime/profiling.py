@@ -22,7 +22,7 @@ from autoparallel.plans.reports.timeline import Box, Row, Timeline
 from autoparallel.plans.reports.trace import Side, predicted_side, sides_json
 from autoparallel.plans.reports.units import seconds_str
 from autoparallel.runtime.form import Compiled
-from autoparallel.runtime.measured import RankStep, rank_step
+from autoparallel.runtime.measured import MeasuredStep, measured_step
 from autoparallel.runtime.op_ranges import OpRanges, named
 from autoparallel.runtime.recorded import recorded
 from autoparallel.runtime.verify import WARM_UP, _timed
@@ -64,7 +64,7 @@ def profiled(step: Callable[[], object], roots: Callable[[], Mapping[int, nn.Mod
         step()  # finds the ops' names
         dist.barrier()
         recording = recorded(step, device)
-    mine = rank_step(recording, ops.found, links)
+    mine = measured_step(recording, ops.found, links)
     every: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(every, (position[0], statistics.median(unprofiled), mine.parts,
                                    mine if dist.get_rank() in shown_ranks else None))
@@ -103,7 +103,7 @@ def _links(plan: Plan) -> Mapping[str, str]:
     return {name: link for name, link in found if {*apart(name)} <= {*plan.axis_names}}
 
 
-def _timeline(steps: Mapping[int, RankStep]) -> Timeline:
+def _timeline(steps: Mapping[int, MeasuredStep]) -> Timeline:
     rows, boxes = list[Row](), list[Box]()
     for rank, step in steps.items():
         first = len(rows)

@@ -18,7 +18,7 @@ import torch.distributed as dist
 from autoparallel.errors import InputError, shown
 from autoparallel.plans import Prediction
 from autoparallel.plans.reports.step_parts import ATTENTION, OTHERS, PRODUCTS
-from autoparallel.runtime.measured import Calls, rank_step
+from autoparallel.runtime.measured import Calls, measured_step
 from autoparallel.runtime.recorded import recorded
 from cost_models import Cluster, Correction
 from cost_models.calibrate import write_cluster
@@ -149,7 +149,7 @@ def measure(step: Callable[[], object], device: torch.device, steps: int,
     updates = [_timed(optimizer.step, device) for _ in range(steps)] if optimizer is not None else []
     peak = torch.cuda.max_memory_allocated(device) if device.type == "cuda" else 0
     dist.barrier()
-    mine = rank_step(recorded(step, device), (), {})
+    mine = measured_step(recorded(step, device), (), {})
     ranks: list[Any] = [None] * dist.get_world_size()
     compute_s = sum(mine.parts.get(part, 0.0) for part in (PRODUCTS, ATTENTION, OTHERS))
     dist.all_gather_object(ranks, (statistics.median(taken), compute_s,
