@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Collection, Iterable, Iterator, Sequence
+from functools import cached_property
 
 from autoparallel.pricing.rank_reads import RankReads, Timed, TimedStep
 from autoparallel.pricing.step_tasks import StepTasks, label_of
@@ -31,7 +32,7 @@ class ParameterBuckets:
         """Whether gradients are reduced in each micro-batch."""
         return self.hybrid.zero_stage >= 2
 
-    @property
+    @cached_property
     def _read_before(self) -> Sequence[int]:
         """The program points whose parameters are read before all micro-batches."""
         return () if self.reads.equivalent else sorted({TOP, *self.windows.events})
