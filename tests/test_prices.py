@@ -248,7 +248,7 @@ def test_gradients_of_all_parameters_are_priced_as_the_fewest_equal_buckets() ->
                 if d.kind == "parameter")
     for most, count in ((BUCKET_BYTES, 1), (total, 1), (total / 2, 2), (total / 2.5, 3)):
         counts = ExecutionCounts(space, Hybrid(bucket_bytes=most))
-        assert counts.even_bucket(space.axis_names[0]) == total / count
+        assert counts.buckets.even(most) == total / count
     pricer = SpacePricer(Prices(space, cluster, direct=True))
     strategies = plan_of("mlp", cluster, mesh_shape=(4,), baseline="ddp").strategies_on(space)
     sums = sum(step.seconds[1] for move in pricer.costs.moves(strategies) for step in move.path

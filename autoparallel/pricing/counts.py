@@ -60,6 +60,22 @@ def _trainable(counts: ExecutionCounts, meta: TensorMeta) -> bool:
     return meta.requires_grad and bool(counts.saved.kept)
 
 
+class EvenBuckets:
+    """The fewest equal buckets that the gradients of all parameters fill together, by the most bytes of a bucket: a
+    gradient's sum is priced as its share of one. ``multiplicities``: as of `ExecutionCounts`; ``sum_dtype``: in which
+    gradients are summed (None: the parameter's)."""
+
+    def __init__(self, space: StrategySpace, multiplicities: Sequence[int], sum_dtype: torch.dtype | None) -> None:
+        metas = [(some, space.strategy_sets[decision.index].output_metas[0]) for some, decision in zip(
+            multiplicities, space.decisions, strict=True) if decision.kind == "parameter"]
+        self.total = float(sum(some * meta.num_elements * (sum_dtype or meta.dtype).itemsize
+                               for some, meta in metas if meta.requires_grad))
+
+    def even(self, most: float) -> float:
+        """Bytes of each of them."""
+        return self.total / math.ceil(self.total / most) if most and self.total else most
+
+
 class ExecutionCounts:
     """Counts of one step (`Hybrid`) over one strategy graph.
 
@@ -72,7 +88,7 @@ class ExecutionCounts:
     ``recomputing``: how the software recomputes. ``blocks``: the recomputed blocks. ``saved``: the values kept for
     backward. ``of_parameter``, ``views``: by decision, whether its value is a parameter (also read by several), or a
     view of parameters. ``lookups``: tables on the host, and the ops that read them. ``sparse``: tables with
-    sparse gradients. ``away``: by decision, the tiers of a parameter.
+    sparse gradients. ``away``: by decision, the tiers of a parameter. ``buckets``: of gradients.
     """
 
     def __init__(self, space: StrategySpace, hybrid: Hybrid | None = None,
@@ -88,6 +104,7 @@ class ExecutionCounts:
         self.in_one = [*map(len, set(self.stages_of))] == [1]  # all decisions on one stage
         self.blocks = RecomputedBlocks(space, self.hybrid, self.stages_of, recomputing or Recomputing())
         crossing = frozenset((use.target, use.position) for use in space.uses if self.crosses(use))
+        self.buckets = EvenBuckets(space, self.multiplicities, self.hybrid.sum_dtype)
         self.saved = SavedValues(space, self.blocks, crossing, training)
         self.of_parameter = [is_parameter(space, index) for index in range(len(space))]
         self.views = _views_of_parameters(space, self.of_parameter)
@@ -185,26 +202,8 @@ class ExecutionCounts:
         scale, together = dtype.itemsize / use.meta.dtype.itemsize, not self.hybrid.reads_alone
         if not together:
             return Summing(0.0, scale)
-        sizes = tuple((axis, self._even(most)) for axis, most in self.hybrid.fusion.axis_bytes)
-        return Summing(self._even(self.hybrid.bucket_bytes), scale, True, sizes)
-
-    def even_bucket(self, axis: str) -> float:
-        """Bytes of a bucket of gradient sums over a mesh axis, or several ("data+model"), of as many equal ones as the
-        gradients of all parameters fill together: a gradient's sum is priced as its share of one."""
-        return self._even(self.hybrid.fusion.bytes_on(axis, self.hybrid.bucket_bytes))
-
-    def _even(self, most: float) -> float:
-        """Bytes of each of the fewest equal buckets of ``most`` bytes at most."""
-        total = self._gradient_bytes
-        return total / math.ceil(total / most) if most and total else most
-
-    @cached_property
-    def _gradient_bytes(self) -> float:
-        """Bytes of the gradients of all parameters, in the dtype in which they are summed."""
-        metas = [(some, self.space.strategy_sets[decision.index].output_metas[0]) for some, decision in zip(
-            self.multiplicities, self.space.decisions, strict=True) if decision.kind == "parameter"]
-        return float(sum(some * meta.num_elements * (self.hybrid.sum_dtype or meta.dtype).itemsize
-                         for some, meta in metas if meta.requires_grad))
+        return Summing(self.buckets.even(self.hybrid.bucket_bytes), scale, True, tuple(
+            (axis, self.buckets.even(most)) for axis, most in self.hybrid.fusion.axis_bytes))
 
     def accumulator_bytes(self, meta: TensorMeta) -> int:
         """Bytes per element of a gradient accumulator more precise than the gradient, kept beside it (0: none)."""

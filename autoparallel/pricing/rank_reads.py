@@ -223,7 +223,7 @@ class RankReads:
 
     def latency_s(self, steps: Sequence[Timed]) -> float:
         """Seconds by which the collective of a bucket takes longer than the shares as which its steps are priced: those
-        of an even bucket (`ExecutionCounts.even_bucket`), or of a block's. None in a reduced-depth model, whose steps
+        of an even bucket (`EvenBuckets`), or of a block's. None in a reduced-depth model, whose steps
         stand for several blocks'."""
         sent = [step for step in steps if step.message is not None and step.seconds]
         if not sent or self.counts.one_for_all:
@@ -232,7 +232,9 @@ class RankReads:
         assert message is not None
         sizes = np.array([step.message.num_bytes for step in sent if step.message is not None])
         prices = self.prices.redistribution.single
-        full = self.counts.even_bucket(message.axis) if message.action == "all_reduce" else prices.block_bytes
+        full, hybrid = prices.block_bytes, self.counts.hybrid
+        if message.action == "all_reduce":
+            full = self.counts.buckets.even(hybrid.fusion.bytes_on(message.axis, hybrid.bucket_bytes))
         more_s = prices.messages.latency_s(message.action, self._axes_of[message.axis], sizes, full)
         return max(step.times for step in sent) * more_s
 

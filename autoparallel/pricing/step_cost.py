@@ -104,7 +104,7 @@ def prices_of_stage(prices: Prices, counts: ExecutionCounts, *stages: int) -> Pr
 class StepCosts:
     """The costs of one step: unit costs (`Prices`) times execution counts, memoised by equivalence class.
 
-    ``exposed``: as `overlap_simulation.least_exposed` bounds it.
+    ``exposed``: as `hidden.least_exposed` bounds it.
     """
 
     def __init__(self, prices: Prices, counts: ExecutionCounts, exposed: Exposed = ALL_EXPOSED) -> None:
