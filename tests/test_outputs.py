@@ -128,6 +128,48 @@ def test_gradients_of_whole_outputs_are_differentiated(ranks: Any) -> None:
     ranks(2).run(penalise)
 
 
+def differentiate_thrice(outputs: str) -> None:
+    """A Hessian by a vector of the inputs, and what its norm means for the parameters."""
+    torch.manual_seed(1)
+    model = nn.Sequential(nn.Linear(10, 16), nn.Tanh(), nn.Linear(16, 1))
+    parallel = autoparallel.compile(copy.deepcopy(model), mesh_of(2), outputs=outputs, baseline="ddp")
+    found = list[Tensor]()
+    for module in (model, parallel):
+        x = X.clone().requires_grad_()
+        energy = module(x).square().sum()
+        for _ in range(2):
+            (gradient,) = torch.autograd.grad(energy, x, create_graph=True)
+            energy = (gradient * Y[:, None]).sum() + gradient.square().sum()
+        energy.backward()
+        product = torch.autograd.functional.hvp(lambda x, module=module: module(x).square().sum(), X, X.sin())[1]
+        found += [product, x.grad]
+    torch.testing.assert_close(found[2:], found[:2])
+    assert_gradients(parallel, model)
+
+
+@pytest.mark.parametrize("outputs", ["whole", "layout"])
+def test_gradients_are_differentiated_twice_more(ranks: Any, outputs: str) -> None:
+    ranks(2).run(differentiate_thrice, outputs)
+
+
+def weigh_the_gradient() -> None:
+    """Gradients of the weights that a backward from a sharded output was given."""
+    torch.manual_seed(1)
+    model = nn.Sequential(nn.Linear(10, 16), nn.Tanh(), nn.Linear(16, 5))
+    parallel = autoparallel.compile(copy.deepcopy(model), mesh_of(2), baseline="ddp")
+    found = list[Tensor]()
+    for module in (model, parallel):
+        x, weights = X.clone().requires_grad_(), torch.ones(6, 5, requires_grad=True)
+        (gradient,) = torch.autograd.grad(module(x), x, weights, create_graph=True)
+        found += torch.autograd.grad(gradient.square().sum(), (weights, module[0].weight))
+    torch.testing.assert_close(found[2], found[0])
+    torch.testing.assert_close(found[3].full_tensor(), found[1])
+
+
+def test_the_gradient_given_to_a_sharded_output_is_differentiated(ranks: Any) -> None:
+    ranks(2).run(weigh_the_gradient)
+
+
 def regularise(plan: str) -> None:
     """A plain loss with terms of the parameters, which are DTensors, in each order."""
     torch.manual_seed(1)

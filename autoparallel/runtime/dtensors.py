@@ -4,6 +4,7 @@ Assigning a plain tensor to ``.data`` changes nothing of a DTensor, nor does wri
 (``weight[3] = 0``, ``weight[2:9].mul_(2)``), which torch makes of a gathered copy; ``.item()``, ``float()`` and
 ``bool()`` of one that is sharded or a summand read this rank's part. A DTensor may be assigned to ``.data``; copies are
 as those of plain tensors, also of gradients that lie in a bucket; summands are added up before they are written over.
+Gradients of the third order and higher are whole: torch drops those that change their placement on their way (2.13).
 (The one file that touches DTensor's op handlers and attributes.)
 """
 
@@ -20,6 +21,7 @@ from weakref import WeakValueDictionary
 import torch
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, distribute_tensor
+from torch.distributed.tensor._api import _FromTorchTensor
 
 from autoparallel.errors import InputError
 from autoparallel.runtime import interleaved
@@ -100,6 +102,7 @@ def _replace() -> None:
     DTensor.data = property(_DATA.__get__, _set_data)  # type: ignore[assignment]
     DTensor.__deepcopy__ = _copied  # type: ignore[method-assign, assignment]
     DTensor.__setitem__ = _set_item  # type: ignore[assignment]
+    _FromTorchTensor.backward = staticmethod(_differentiably(_FromTorchTensor.backward))  # type: ignore[method-assign]
     for name in _IN_PLACE:
         setattr(DTensor, name, _writing(getattr(torch.Tensor, name)))
     for name in ("numpy", "tolist"):
@@ -132,6 +135,20 @@ def _set_data(tensor: DTensor, value: Any) -> None:
 def _like(value: DTensor, tensor: DTensor) -> bool:
     return (value.device_mesh == tensor.device_mesh
             and (value.shape, value.dtype, value.device) == (tensor.shape, tensor.dtype, tensor.device))
+
+
+def _differentiably(backward: Callable[..., Any]) -> Callable[..., Any]:
+    """The backward of `DTensor.from_local`, which can be differentiated where the gradient lies otherwise than the
+    local tensor does: torch redistributes it outside of autograd."""
+
+    @wraps(backward)
+    def differentiable(ctx: Any, gradient: DTensor | None) -> Any:
+        if torch.is_grad_enabled() and gradient is not None and gradient.requires_grad and is_watched(gradient):
+            wanted = ctx.grad_placements or [Replicate() if p.is_partial() else p for p in ctx.forward_input_placements]
+            gradient = gradient.redistribute(placements=wanted)
+        return backward(ctx, gradient)
+
+    return differentiable
 
 
 def _copied(tensor: DTensor, memo: dict[int, Any]) -> Any:

@@ -10,7 +10,7 @@ from typing import Any, cast
 import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Replicate, distribute_tensor
+from torch.distributed.tensor import DTensor, Replicate
 
 from autoparallel.errors import InputError, StageError
 from autoparallel.kernels.host_copies import table_memory
@@ -105,8 +105,8 @@ def taking_any_gradient(output: torch.Tensor) -> torch.Tensor:
     if output.grad_fn is not None:
         if isinstance(output, DTensor):
             mesh, placements = output.device_mesh, [Replicate() if p.is_partial() else p for p in output.placements]
-            output.register_hook(lambda g: g if g is None or isinstance(_single(g), DTensor) else distribute_tensor(
-                g, mesh, placements, src_data_rank=None))
+            output.register_hook(lambda g: g if g is None or isinstance(_single(g), DTensor) else DTensor.from_local(
+                g, mesh, run_check=False).redistribute(placements=placements))
         else:
             output.register_hook(lambda g: g.full_tensor() if isinstance(_single(g), DTensor) else g)
     return output
