@@ -1,14 +1,16 @@
-"""Torch's wrappers for data parallelism are refused by name, and leave the parallel module as it was."""
+"""Torch's wrappers for data parallelism, and converters, are refused by name, and leave the parallel module as it was."""
 
 from __future__ import annotations
 
 from collections import OrderedDict
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
 import pytest
 import torch
 from torch import nn
+from torch.ao.quantization import prepare, quantize_dynamic
 from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
@@ -38,6 +40,18 @@ def test_wrappers_are_refused(ranks: Any) -> None:
         assert ddp.startswith("DistributedDataParallel cannot wrap a parallel module")
         assert fully.startswith("fully_shard cannot wrap") and fsdp.startswith("FullyShardedDataParallel cannot wrap")
         assert 'baseline="ddp" or "fsdp"' in ddp and unchanged
+
+
+@pytest.mark.parametrize(("convert", "name"), [
+    (quantize_dynamic, "torch.ao.quantization"), (prepare, "torch.ao.quantization"),
+    (torch.jit.script, "torch.jit.script"),
+])
+def test_converters_are_refused(mesh_of_one: Any, convert: Callable[[nn.Module], Any], name: str) -> None:
+    model = nn.Sequential(nn.Linear(8, 4), nn.ReLU())
+    parallel = autoparallel.compile(model, mesh_of_one, example_inputs=(torch.ones(4, 8),))
+    with pytest.raises(InputError, match=f"{name} does not convert a parallel module"):
+        convert(parallel)
+    assert parallel(torch.ones(4, 8)).shape == (4, 4)
 
 
 def test_what_scripts_read_of_a_wrapper_is_told(mesh_of_one: Any) -> None:

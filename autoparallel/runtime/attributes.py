@@ -28,8 +28,8 @@ def read(module: nn.Module, name: str) -> Any:
     except StageError:
         raise
     except AttributeError:
-        refuse_reading(name)
         state: State | None = module.__dict__.get("_state")
+        refuse_reading(name, None if state is None else state.model)
         if state is None or name.startswith("__"):
             raise
         model = state.model

@@ -1,5 +1,5 @@
-"""Torch's wrappers of modules for data parallelism, its tracers and transforms are refused: the module is parallel
-already, and a call of it is of many ranks.
+"""Torch's wrappers of modules for data parallelism, its tracers, converters and transforms are refused: the module is
+parallel already, and a call of it is of many ranks.
 
 Each wrapper leaves a trace on the module before it changes anything: DDP reads an attribute, FSDP sets one, and
 fully_shard keeps a list of what was applied.
@@ -31,7 +31,8 @@ from autoparallel.errors import InputError
 #: Attribute that a wrapper reads -> the wrapper. (Others ask whether a module has FSDP's attribute, which it sets.)
 _READ_BY = {"_ddp_params_and_buffers_to_ignore": "DistributedDataParallel"}
 _SET_BY = {"_is_fsdp_managed_module": "FullyShardedDataParallel"}
-
+#: Attribute that a converter of modules reads of what it converts, unless that has it -> the converter.
+_CONVERTED_BY = {"qconfig": "torch.ao.quantization", "__prepare_scriptable__": "torch.jit.script"}
 
 #: Attributes of DistributedDataParallel that scripts read, and what to write here.
 _OF_DDP = {"module": "write parallel in place of parallel.module",
@@ -50,10 +51,15 @@ def naming_ddp(attribute: str) -> Iterator[None]:
         raise
 
 
-def refuse_reading(attribute: str) -> None:
-    """Raises InputError if this attribute is one that a wrapper reads of what it wraps."""
+def refuse_reading(attribute: str, model: nn.Module | None) -> None:
+    """Raises InputError if this attribute is one that a wrapper reads of what it wraps, or a converter of what it
+    converts. ``model``: the original, which may have been converted itself."""
     if (wrapper := _READ_BY.get(attribute)) is not None:
         raise _refusal(wrapper)
+    if (converter := _CONVERTED_BY.get(attribute)) is not None and not hasattr(model, attribute):
+        raise InputError(f"{converter} does not convert a parallel module, whose layers are parts of this process's "
+                         "programs\n  Save its weights, parallel.save_pretrained(folder), and convert the original "
+                         "model with them.")
 
 
 def refuse_setting(attribute: str) -> None:
