@@ -1,4 +1,4 @@
-"""Torch's wrappers for data parallelism, and converters, are refused by name, and leave the parallel module as it was."""
+"""Torch's wrappers for data parallelism, and converters, are refused by name; the parallel module stays as it was."""
 
 from __future__ import annotations
 
