@@ -1,11 +1,14 @@
-"""A loader with a user's sampler goes on in the epoch's order, also where the sampler has a generator of its own."""
+"""A loader goes on in its sampler's order and with its random numbers, also where sampler, dataset or collator have
+generators of their own."""
 
 from __future__ import annotations
 
 import random
 from collections.abc import Iterator
+from functools import partial
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
@@ -86,3 +89,59 @@ def test_another_order_than_the_one_begun_is_refused(mesh_of_one: Any) -> None:
     again.load_state_dict(loader.state_dict())
     with pytest.raises(InputError, match="the sampler gives another order than in the epoch that is to go on"):
         next(iter(again))
+
+
+class Noisy(Dataset[Tensor]):
+    """Samples with a number of a generator of the dataset's own."""
+
+    def __init__(self) -> None:
+        self.transforms = [np.random.default_rng(0)]
+
+    def __len__(self) -> int:
+        return 10
+
+    def __getitem__(self, index: int) -> Tensor:
+        return torch.full((4,), index + self.transforms[0].random() / 2)
+
+
+class Masking:
+    """A collator that masks by a generator of its own, made at its first use."""
+
+    generator: torch.Generator | None = None
+
+    def __call__(self, samples: list[Tensor]) -> Tensor:
+        self.generator = self.generator or torch.Generator().manual_seed(3)
+        return torch.stack(samples) + torch.rand(len(samples), 1, generator=self.generator) / 2
+
+
+def masking() -> Any:
+    own = random.Random(4)
+    return lambda samples: torch.stack(samples) + own.random() / 2
+
+
+def scaled(samples: list[Tensor], own: np.random.RandomState) -> Tensor:
+    return torch.stack(samples) + own.rand() / 2
+
+
+def test_generators_of_datasets_and_collators_go_on(mesh_of_one: Any) -> None:
+    """Each run has the numbers of a run without a break; batches and epochs have other ones."""
+    parallel = compiled(mesh_of_one)
+    makers: list[Any] = [lambda: (Noisy(), None), lambda: (Numbers(), Masking()), lambda: (Numbers(), masking()),
+                         lambda: (Numbers(), partial(scaled, own=np.random.RandomState(2)))]
+    for make in makers:
+        loaders = []
+        for _ in range(3):
+            dataset, collate = make()
+            loaders.append(parallel.dataloader(dataset, 2, collate_fn=collate))
+        whole, broken, again = loaders
+        first = seen(whole)
+        assert len({round(row - int(row), 9) for batch in first for row in batch}) > 3
+        whole.set_epoch(1)
+        second = seen(whole)
+        assert first != second
+        broken.set_epoch(1)
+        for number, _ in enumerate(broken, start=1):
+            if number == 2:
+                break
+        again.load_state_dict(broken.state_dict())
+        assert seen(again) == second[2:]

@@ -14,7 +14,7 @@ import torch
 from torch.utils.data import BatchSampler, DataLoader, IterableDataset
 
 from autoparallel.errors import InputError
-from autoparallel.integrations.kept import as_they_were
+from autoparallel.runtime.generators import as_they_were
 from autoparallel.runtime.reading import drawing
 
 

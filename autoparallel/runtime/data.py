@@ -16,7 +16,7 @@ from autoparallel.runtime.agree import decide_once
 from autoparallel.runtime.batch_form import Form, Placing
 from autoparallel.runtime.inputs import all_have, hash_of
 from autoparallel.runtime.prefetch import CopyStream, copy_stream, placed
-from autoparallel.runtime.reading import Batch, Parts, Reader, Starting, as_dicts, as_read, drawing, seed_all
+from autoparallel.runtime.reading import Batch, Parts, Reader, Starting, as_dicts, as_read, drawing
 from autoparallel.runtime.resume import check_state
 
 _VERSION = 1
@@ -111,8 +111,8 @@ class Order:
         if own is not None and self.draws.resumed is not None:
             own.set_state(self.draws.resumed)
         before = None if own is None else own.get_state()
-        with drawing():
-            seed_all(mix(self.seed, self.epoch))
+        with drawing() as seed:
+            seed(mix(self.seed, self.epoch))
             found = [int(number) for number in self.sampler]
         if len(found) != self.num_samples:
             raise InputError(f"the sampler gives {len(found)} samples and says it has {self.num_samples}")
@@ -241,8 +241,8 @@ def _parts(dataset: Dataset[Any], form: Form) -> Parts | None:
     which a batch makes several, such as texts, are not cut: then samples are read whole.)"""
     if form.whole or not any(form.parts) or not callable(getattr(dataset, "part", None)):
         return None
-    with drawing():
-        seed_all(0)
+    with drawing(dataset) as seed:
+        seed(0)
         leaves, spec = pytree.tree_flatten(dataset[0])
     return Parts(tuple(form.parts), spec) if len(leaves) == len(form.shapes) else None
 
@@ -276,8 +276,8 @@ def example_batch(dataset: Dataset[Any], batch_size: int, collate: Callable[[lis
         raise InputError(f"batch_size is {batch_size!r}: give the samples of a batch over all ranks, 1 or more")
     if len(dataset) < batch_size:
         raise InputError(f"the dataset has {len(dataset)} samples, fewer than one batch of {batch_size}")
-    with drawing():
-        seed_all(0)
+    with drawing(dataset, collate) as seed:
+        seed(0)
         batch = as_dicts((collate or default_collate)([dataset[0]] * batch_size))
     for leaf in pytree.tree_leaves(batch):
         if by_row and isinstance(leaf, torch.Tensor) and (leaf.dim() == 0 or leaf.shape[0] != batch_size):

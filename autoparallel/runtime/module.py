@@ -325,7 +325,8 @@ class ParallelModule(nn.Module):
         A sample (or the result of ``collate_fn`` on a list of samples) is a call of the model: a mapping of keyword
         arguments, or a tuple of arguments; further entries, which forward does not take (targets), come as of
         `shard_batch`. With ``shuffle`` all ranks draw one order from ``seed`` and the epoch (`set_epoch`). Random
-        numbers within a sample or ``collate_fn`` (torch, numpy, Python) are seeded by seed, epoch and sample or batch.
+        numbers within a sample or ``collate_fn`` (torch, numpy, Python; also of generators that they keep in attributes
+        or read as variables) are seeded by seed, epoch and sample or batch.
 
         With a ``collate_fn`` each rank reads and collates whole batches and keeps its shard, since the function may
         depend on the whole batch (pad to the longest). ``per_sample=True`` promises that it treats each sample alone:

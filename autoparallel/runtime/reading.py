@@ -1,4 +1,5 @@
-"""Reading a batch's samples in the loader's workers, with a random seed per sample and per batch.
+"""Reading a batch's samples in the loader's workers, with a random seed per sample and per batch, also for generators
+that the dataset and the collate function keep.
 
 Ranks that read the same sample, and a resumed run, thus get the same augmented values.
 """
@@ -6,18 +7,19 @@ Ranks that read the same sample, and a resumed run, thus get the same augmented 
 from __future__ import annotations
 
 import random
-import sys
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
+import numpy as np
 import torch
 import torch.utils._pytree as pytree
 from torch.utils.data import Dataset, default_collate, get_worker_info
 
 from autoparallel.kernels.rng import mix
+from autoparallel.runtime.generators import generators_of, restoring, seed_generator
 
 
 @dataclass(frozen=True)
@@ -92,16 +94,16 @@ class Reader:
 
     def _collated(self, batch: Batch) -> Any:
         indices = [batch.indices[row] for row in batch.rows]
-        with drawing():
+        with drawing(self.dataset, self.collate) as seed:
             if self.parts is None and self.at_once and callable(read := getattr(self.dataset, "__getitems__", None)):
-                seed_all(mix(batch.seed, 1, *indices))
+                seed(mix(batch.seed, 1, *indices))
                 samples = read(indices)
             else:
                 samples = []
                 for index in indices:
-                    seed_all(mix(batch.seed, 0, index))
+                    seed(mix(batch.seed, 0, index))
                     samples.append(self._sample(index))
-            seed_all(mix(batch.seed, 2, *batch.indices))
+            seed(mix(batch.seed, 2, *batch.indices))
             return as_dicts((self.collate or default_collate)(samples))
 
     def _sample(self, index: int) -> Any:
@@ -112,9 +114,9 @@ class Reader:
     def _wrong_part(self, batch: Batch, parts: Parts) -> str:
         """How the first sample's part differs from that part of the whole sample; "" if it does not."""
         index, found = batch.indices[batch.rows.start], list[Any]()
-        with drawing():
+        with drawing(self.dataset) as seed:
             for read in (partial(self.dataset.part, slices=parts.slices), self.dataset.__getitem__):  # type: ignore[attr-defined]
-                seed_all(mix(batch.seed, 0, index))
+                seed(mix(batch.seed, 0, index))
                 found.append(read(index))
         return parts.difference(index, *found)
 
@@ -171,22 +173,25 @@ def _same(a: Any, b: Any) -> bool:
 
 
 @contextmanager
-def drawing() -> Iterator[None]:
-    """Restore the random states of torch (CPU), Python and numpy afterwards; within, `seed_all` may be called."""
-    numpy = sys.modules.get("numpy")
-    before = torch.default_generator.get_state(), random.getstate(), numpy and numpy.random.get_state()
+def drawing(*holders: Any) -> Iterator[Callable[[int], None]]:
+    """Within, random numbers may be drawn: afterwards the states of torch (CPU), Python and numpy, and of generators
+    that ``holders`` keep, are restored. Gives a function that seeds all of these."""
+    own = generators_of(*holders)
+    before = torch.default_generator.get_state(), random.getstate(), np.random.get_state()
+    give_back = [restoring(generator) for generator in own]
+
+    def seed_all(seed: int) -> None:
+        torch.default_generator.manual_seed(seed)
+        random.seed(seed)
+        np.random.seed(seed % 2**32)
+        for number, generator in enumerate(own):
+            seed_generator(generator, mix(seed, number))
+
     try:
-        yield
+        yield seed_all
     finally:
         torch.default_generator.set_state(before[0])
         random.setstate(before[1])
-        if numpy:
-            numpy.random.set_state(before[2])
-
-
-def seed_all(seed: int) -> None:
-    """Seed torch (CPU), Python and, if it is imported, numpy."""
-    torch.default_generator.manual_seed(seed)
-    random.seed(seed)
-    if numpy := sys.modules.get("numpy"):
-        numpy.random.seed(seed % 2**32)
+        np.random.set_state(before[2])
+        for restore in give_back:
+            restore()

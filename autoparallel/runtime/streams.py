@@ -21,7 +21,7 @@ from autoparallel.kernels.rng import mix
 from autoparallel.runtime.batch_form import Form, Placing
 from autoparallel.runtime.inputs import all_have, digest, form_text
 from autoparallel.runtime.prefetch import CopyStream, copy_stream, placed
-from autoparallel.runtime.reading import as_dicts, drawing, seed_all
+from autoparallel.runtime.reading import as_dicts, drawing
 from autoparallel.runtime.resume import check_state
 
 _VERSION = 1
@@ -105,8 +105,8 @@ class StreamedLoader:
             self._position = 0
         skipped = 0 if self._has_state else self._position // self.batch_size
         self._resumed = False
-        with drawing():
-            seed_all(mix(self.seed, self.epoch))
+        with drawing() as seed:
+            seed(mix(self.seed, self.epoch))
             batches = iter(self.loader)
         read = self._read(islice(self._together(batches), skipped, None))
         for batch, count in placed(read, self._place, None if self._has_state else self.stream):
@@ -127,8 +127,8 @@ class StreamedLoader:
         """The batches. Raises InputError on all ranks if one has another than the others, none, or an error."""
         for number in count_from(0):
             batch, error = None, None
-            with drawing():
-                seed_all(mix(self.seed, self.epoch, number))
+            with drawing(self.loader.collate_fn) as seed:
+                seed(mix(self.seed, self.epoch, number))
                 try:
                     batch = as_dicts(next(batches, None))
                 except Exception as raised:
