@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.ao.quantization import prepare, quantize_dynamic
 from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
@@ -52,6 +53,20 @@ def test_converters_are_refused(mesh_of_one: Any, convert: Callable[[nn.Module],
     with pytest.raises(InputError, match=f"{name} does not convert a parallel module"):
         convert(parallel)
     assert parallel(torch.ones(4, 8)).shape == (4, 4)
+
+
+@pytest.mark.parametrize(("send", "name"), [
+    (lambda p: dist.all_reduce(p.grad), "all_reduce"), (lambda p: dist.broadcast(p.data, 0), "broadcast"),
+    (lambda p: dist.all_gather([torch.empty_like(p.grad)], p.grad), "all_gather"),
+    (lambda p: dist.all_reduce_coalesced([p.grad]), "all_reduce"),
+])
+def test_collectives_of_gradients_and_parameters_are_refused(mesh_of_one: Any, send: Callable[[Any], Any], name: str
+                                                             ) -> None:
+    """As scripts write them that average gradients by hand: those of a parallel module are of the whole batch."""
+    parallel = autoparallel.compile(nn.Linear(8, 4), mesh_of_one)
+    parallel(torch.ones(4, 8)).sum().backward()
+    with pytest.raises(InputError, match=rf"{name} is given a DTensor \[4, 8\].*\n  Leave the call out"):
+        send(parallel.weight)
 
 
 def test_what_scripts_read_of_a_wrapper_is_told(mesh_of_one: Any) -> None:

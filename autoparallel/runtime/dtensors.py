@@ -2,8 +2,9 @@
 
 Assigning a plain tensor to ``.data`` changes nothing of a DTensor, nor does writing to a selection along a sharded dim
 (``weight[3] = 0``, ``weight[2:9].mul_(2)``), which torch makes of a gathered copy; ``.item()``, ``float()`` and
-``bool()`` of one that is sharded or a summand read this rank's part. A DTensor may be assigned to ``.data``; copies are
-as those of plain tensors, also of gradients that lie in a bucket; summands are added up before they are written over.
+``bool()`` of one that is sharded or a summand read this rank's part. Collectives of DTensors, which scripts for data
+parallelism write by hand, are refused. A DTensor may be assigned to ``.data``; copies are as those of plain tensors,
+also of gradients that lie in a bucket; summands are added up before they are written over.
 Gradients of the third order and higher are whole: torch drops those that change their placement on their way (2.13).
 (The one file that touches DTensor's op handlers and attributes.)
 """
@@ -13,7 +14,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from copy import deepcopy
 from dataclasses import replace
-from functools import cache, wraps
+from functools import cache, partial, wraps
 from types import EllipsisType
 from typing import Any
 from weakref import WeakValueDictionary
@@ -22,6 +23,7 @@ import torch
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, distribute_tensor
 from torch.distributed.tensor._api import _FromTorchTensor
+from torch.utils._pytree import tree_leaves
 
 from autoparallel.errors import InputError
 from autoparallel.runtime import interleaved
@@ -51,6 +53,12 @@ _WHOLE = '; of outputs, autoparallel.compile(..., outputs="whole") gives them wh
 #: The users of memory that one tensor has, while they are counted.
 _ALONE = 2
 _BASIC = (int, slice, type(None), EllipsisType)
+#: Ops of torch.distributed's collectives -> their names there.
+_COLLECTIVES = {"allreduce_": "all_reduce", "allreduce_coalesced_": "all_reduce", "broadcast_": "broadcast",
+                "reduce_": "reduce", "allgather_": "all_gather", "_allgather_base_": "all_gather_into_tensor",
+                "reduce_scatter_": "reduce_scatter", "_reduce_scatter_base_": "reduce_scatter_tensor",
+                "gather_": "gather", "scatter_": "scatter", "alltoall_": "all_to_all",
+                "alltoall_base_": "all_to_all_single", "send": "send", "recv_": "recv"}
 
 
 def watch(mesh: DeviceMesh) -> None:
@@ -98,6 +106,9 @@ def hold_whole(tensor: DTensor) -> None:
 @cache
 def _replace() -> None:
     set_handler(_NUMBER, _number)
+    for op in _COLLECTIVES:
+        before: list[Handler | None] = []
+        before.append(set_handler(getattr(torch.ops.c10d, op).default, partial(_refuse_sending, before)))
     interleaved.handle(lambda mesh: id(mesh) in _MESHES)
     DTensor.data = property(_DATA.__get__, _set_data)  # type: ignore[assignment]
     DTensor.__deepcopy__ = _copied  # type: ignore[method-assign, assignment]
@@ -118,6 +129,16 @@ def _number(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
                          f"{value.placements}, of which this rank has a part only\n"
                          f"  Write value.full_tensor().item(), on all ranks{_WHOLE}")
     return op(value._local_tensor)
+
+
+def _refuse_sending(before: list[Handler | None], op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    given = [value for value in tree_leaves((args, kwargs)) if is_watched(value)]
+    if not given:
+        return as_before(before, op, args, kwargs)
+    raise InputError(f"torch.distributed's {_COLLECTIVES[op._opname]} is given a DTensor {list(given[0].shape)} with "
+                     f"placements {given[0].placements}: parameters, gradients and outputs of a parallel module are "
+                     "those of the whole model and batch already\n  Leave the call out. The whole of a sharded one is "
+                     "value.full_tensor(), on all ranks; numbers of this rank's own are summed as plain tensors.")
 
 
 def _set_data(tensor: DTensor, value: Any) -> None:
