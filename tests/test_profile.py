@@ -65,6 +65,15 @@ def test_a_step_is_divided_into_its_parts() -> None:
     assert ("backward of micro-batch 0, stage 0", "compute") in names
 
 
+def test_a_collective_is_of_the_kind_that_was_asked_for() -> None:
+    """gloo runs a reduce-scatter as an all-reduce, and records that."""
+    events = [annotation(f"{OP}1", 0.0, 0.5), event("c10d::reduce_scatter_tensor_coalesced_", 0.1, 0.4),
+              event("gloo:all_reduce", 0.2, 1.0, "user_annotation", thread=2),
+              event("gloo:all_gather", 1.0, 1.5, "user_annotation", thread=2)]
+    found = rank_step(Recording(tuple(events), 2.0), OPS, {"model": "network"})
+    assert {kind: calls.count for kind, calls in found.collectives.items()} == {"reduce_scatter": 1, "all_gather": 1}
+
+
 def test_kernels_take_the_decision_of_the_op_that_launched_them() -> None:
     events = [annotation(f"{OP}0", 0.0, 0.2), event("aten::mm", 0.0, 0.1, link=7),
               annotation(f"{OP}1", 0.2, 0.3), event("c10d::allreduce_", 0.2, 0.3, link=8),

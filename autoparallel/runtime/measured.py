@@ -95,7 +95,7 @@ def measured_step(recording: Recording, ops: Sequence[OpRange], links: Mapping[s
     for part, interval in places.computed():
         work[part].append(interval)
     asked, by_kind = defaultdict[str, list[Interval]](list), defaultdict[str, list[Interval]](list)
-    for event, context in places.communication():
+    for event, context, collective in places.communication():
         if event.name.startswith(SENDS):
             kind = "send" if "send" in event.name else "receive"
             boxes.append((kind, "exchange", kind, event.start_s, event.end_s, {"op": event.name}))
@@ -103,7 +103,7 @@ def measured_step(recording: Recording, ops: Sequence[OpRange], links: Mapping[s
         op = ops[context.op] if context.op >= 0 else None
         part, kind, said = _purpose(event, context, op)
         asked[part].append((event.start_s, event.end_s))
-        by_kind[_kind(event.name)].append((event.start_s, event.end_s))
+        by_kind[collective].append((event.start_s, event.end_s))
         row = links.get(op.axis, op.axis) if op is not None and op.axis else next(
             iter(links.values())) if len(links) == 1 else NO_AXIS
         boxes.append((said, kind, row, event.start_s, event.end_s, {"op": event.name, "part": part}))
@@ -211,11 +211,12 @@ class _Places:
         placed = self.by_link.get(event.link)
         return placed.context if placed is not None else _Context()
 
-    def communication(self) -> Iterator[tuple[Recorded, _Context]]:
-        """Collectives, sends and receives, with the context of the op that asked for them."""
+    def communication(self) -> Iterator[tuple[Recorded, _Context, str]]:
+        """Collectives, sends and receives, with the context of the op that asked for them, and the kind that was asked
+        for: gloo's reduce-scatter, for one, is an all-reduce of which each rank keeps its part."""
         for event in self.kernels:
             if _is_communication(event):
-                yield event, self._of_kernel(event)
+                yield event, self._of_kernel(event), _kind(event.name)
         if self.kernels:
             return
         asked = [placed for placed in self.placed if placed.event.name.startswith("c10d::") and not (
@@ -224,11 +225,13 @@ class _Places:
         left = iter(sorted(asked, key=lambda placed: placed.event.start_s))
         for event in self.beside:  # a process group runs its collectives in the order in which they were asked for
             if event.name.startswith(SENDS):
-                yield event, _Context()
+                yield event, _Context(), _kind(event.name)
                 continue
             placed = next(left, None)
-            begun = placed is not None and placed.event.start_s <= event.start_s
-            yield event, placed.context if placed is not None and begun else _Context()
+            if placed is not None and placed.event.start_s <= event.start_s:
+                yield event, placed.context, _kind(placed.event.name)
+            else:
+                yield event, _Context(), _kind(event.name)
 
     def boxes(self) -> Iterator[tuple[str, str, str, float, float, Mapping[str, str]]]:
         """The compute row: runs of stages, and in them ops, forward and backward; on a GPU its kernels."""
