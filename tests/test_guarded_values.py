@@ -211,3 +211,22 @@ def test_globals_with_the_names_of_attributes_are_not_read(mesh_of_one: Any) -> 
     for number in range(3):
         loss = shift = float(parallel(batch)) + number
     assert loss == 9.0 + 2 and shift == loss and parallel._state.forms.compiled == 1
+
+
+class AsCython(type):
+    """The class of a class, with a descriptor for its module, as Cython's of functions for several types."""
+
+    __module__ = property(lambda cls: "compiled")  # type: ignore[assignment]
+
+
+KINDS = {"compiled": AsCython("Compiled", (), {})}
+
+
+class ReadsCompiled(nn.Module):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x * 2 if isinstance(x, KINDS["compiled"]) else x * 3
+
+
+def test_classes_of_compiled_functions_are_read(mesh_of_one: Any) -> None:
+    parallel = autoparallel.compile(ReadsCompiled(), mesh_of_one)
+    assert torch.equal(parallel(torch.ones(2)), torch.full((2,), 3.0))

@@ -155,7 +155,7 @@ def has_fields(value: Any) -> bool:
     kind: Any = type(value)
     if isinstance(value, _WITH_FIELDS):
         return True
-    home = kind.__module__.partition(".")[0]
+    home = str(kind.__module__).partition(".")[0]    # Cython's metaclasses have a descriptor there
     others = isinstance(value, (type, FunctionType, MethodType, ModuleType, nn.Module, torch.Tensor))
     return (hasattr(value, "__dict__") or bool(_slots(kind))) and not others and home not in _NOT_USERS
 
