@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from functools import partial
 from inspect import getclosurevars
 from types import BuiltinMethodType, FunctionType, MethodType, ModuleType
@@ -66,8 +66,9 @@ def _collect(value: Any, found: dict[int, Any], depth: int) -> None:
     if isinstance(value, partial):
         held += [value.func, *value.args, *value.keywords.values()]
     if isinstance(value, FunctionType):
-        read = getclosurevars(value)
-        held += [*read.nonlocals.values(), *(one for one in read.globals.values() if isinstance(one, _KINDS))]
+        with suppress(ValueError):  # a variable of the function around it that has no value yet
+            read = getclosurevars(value)
+            held += [*read.nonlocals.values(), *(one for one in read.globals.values() if isinstance(one, _KINDS))]
     if isinstance(getattr(value, "__dict__", None), dict):
         held += vars(value).values()
     elif not isinstance(value, _KINDS) and held == [None]:
