@@ -93,6 +93,7 @@ def prices_on_one_device() -> dict[str, tuple[float, float]]:
 
 
 @pytest.mark.parametrize("largest", [slow("micro_batch=2"), "recompute=full"])
+@pytest.mark.slow
 def test_micro_batches_are_as_large_as_fit_unless_recompute_is_faster(largest: str) -> None:
     one, prices = replace(CLUSTER, num_devices=1), prices_on_one_device()
     limit = 1.01 * prices[largest][1]

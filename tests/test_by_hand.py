@@ -99,6 +99,7 @@ def test_context_parallelism_gathers_its_stored_weights(degrees: str, zero: int)
     assert "context parallel" in plan.summary().lower() and "tensor parallel" not in plan.summary().lower()
 
 
+@pytest.mark.slow
 def test_what_context_parallelism_cannot_cut_is_named() -> None:
     """Experts get flat tokens, which a shard of each sequence is not."""
     said = plan_of("mixtral", Cluster.load("h100-sxm", num_devices=4), 8, by_hand="cp=4,zero=3").evidence.stop_reason
@@ -193,6 +194,7 @@ def test_a_group_of_one_shards_nothing() -> None:
     assert whole > 2 * sharded
 
 
+@pytest.mark.slow
 def test_the_command_line_compares_with_a_plan_by_hand() -> None:
     config = Path(__file__).parents[1] / "benchmarks/configs/small-llama.json"
     told = CliRunner().invoke(app, ["plan", str(config), "--mesh", "4", "--sequence-length", "128", "--software",

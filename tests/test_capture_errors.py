@@ -21,6 +21,7 @@ from autoparallel.errors import (
     CaptureError,
 )
 from tests.support.messages import says
+from tests.support.tiers import with_slow
 
 
 class Branches(nn.Module):
@@ -359,7 +360,8 @@ def test_a_gpu_tries_no_op_whose_kernel_asserts(op: Any, shapes: tuple[tuple[int
     assert set(devices) == {"cpu"}
 
 
-@pytest.mark.parametrize("name", TYPES_TAKEN)
+@pytest.mark.parametrize("name", with_slow(TYPES_TAKEN, *(
+    name for name in TYPES_TAKEN if name.endswith(f" of {-torch.finfo(torch.float64).max}")), "promotion", "quotients"))
 def test_types_that_the_model_takes(name: str) -> None:
     """Other types than one are no reason to refuse."""
     function, low = TYPES_TAKEN[name]

@@ -174,7 +174,8 @@ def reading_data(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
 @pytest.mark.parametrize("function", with_slow(
     [vmapped, vmapped_products, twice_differentiated, differentiated_norms, a_step_of_descent,
      gradients_of_convolutions, derivatives_of_functions, counts, gaussian_likelihood, distributions,
-     temporal_classification, weight_norms, reading_data], vmapped_products, derivatives_of_functions),
+     temporal_classification, weight_norms, reading_data], vmapped_products, derivatives_of_functions,
+    twice_differentiated, gradients_of_convolutions, distributions),
                          ids=lambda f: f.__name__)
 def test_functions_that_a_trace_does_not_see_are_traced(function: Any) -> None:
     """Value and gradient are the model's own, in float64."""

@@ -219,7 +219,9 @@ def whole(value: Any) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("name", with_slow(
-    CHANGES, "property of an object", "operator of an object", "weak dictionary", "function in a list"))
+    CHANGES, "property of an object", "operator of an object", "object in containers", "weak dictionary",
+    "function in a list", "value in torch", "attribute of a metaclass", "import", "import of a name", "import by text",
+    "global by text", "vars", "object.__getattribute__", "forward of a class that had none", "array of objects"))
 def test_the_next_call_computes_with_the_change(mesh_of_one: Any, name: str) -> None:
     read, change = CHANGES[name]
     torch.manual_seed(0)

@@ -124,8 +124,9 @@ def test_the_documentation_has_the_exit_codes() -> None:
 
 @pytest.mark.parametrize("words", [
     ["plan", "--mesh", "1", "--memory-limit", "1kB"],
-    ["advise", "--devices", "1", "--memory-limit", "1kB", "--time-limit", "0"],
-    ["fit", "--devices", "1", "--cluster", "a100-sxm", "--memory-limit", "1kB", "--most", "1", "--offload", "none"],
+    slow(["advise", "--devices", "1", "--memory-limit", "1kB", "--time-limit", "0"]),
+    slow(["fit", "--devices", "1", "--cluster", "a100-sxm", "--memory-limit", "1kB", "--most", "1", "--offload",
+          "none"]),
     slow(["size", "--cluster", "a100-sxm", "--step-time", "1e-9", "--most", "1", "--time-limit", "0.1"]),
 ])
 def test_nothing_that_fits_ends_with_3(words: Sequence[str], folder: Path) -> None:

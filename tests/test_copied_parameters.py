@@ -21,7 +21,7 @@ import autoparallel
 from autoparallel.errors import CaptureError, InputError
 from autoparallel.runtime import originals
 from tests.support.ranks import mesh_of
-from tests.support.tiers import slow
+from tests.support.tiers import slow, with_slow
 
 X = torch.linspace(-1, 1, 24).view(4, 6)
 
@@ -125,7 +125,8 @@ REFUSED: dict[str, tuple[Callable[[Any, Any], Any], str]] = {
 }
 
 
-@pytest.mark.parametrize("name", REFUSED)
+@pytest.mark.parametrize("name", with_slow(
+    REFUSED, "vector", "call of the original", "part of the original", "make_fx", "jit", "meta"))
 def test_changes_that_a_copy_does_not_see_are_refused(pair: tuple[Any, Any], name: str) -> None:
     change, said = REFUSED[name]
     with pytest.raises(InputError) as found:
@@ -190,7 +191,7 @@ TOLD: dict[str, tuple[Callable[[Any], object], str]] = {
 }
 
 
-@pytest.mark.parametrize("name", TOLD)
+@pytest.mark.parametrize("name", with_slow(TOLD, "other buffer", "frozen"))
 def test_what_is_done_to_the_original_is_told(pair: tuple[Any, Any], warned: list[str], name: str) -> None:
     (model, parallel), (change, said) = pair, TOLD[name]
     change(model)
@@ -230,7 +231,7 @@ def test_an_original_that_takes_device_memory_is_told(mesh_of_one: Any, warned: 
 
 @pytest.mark.parametrize("name", RESETS)
 @pytest.mark.parametrize(("batches", "options"), [
-    (1, {}), slow(2, {}), slow(1, {"foreach": True}), (1, {"fused": True})])
+    (1, {}), slow(2, {}), slow(1, {"foreach": True}), slow(1, {"fused": True})])
 def test_gradients_that_are_not_reset_after_a_step_are_told(pair: tuple[Any, Any], warned: list[str], name: str,
                                                             batches: int, options: dict[str, bool]) -> None:
     """Also by optimizers that set all gradients to zero together, which torch counts as no change of them."""
@@ -258,7 +259,7 @@ def test_gradients_of_another_loss_that_are_reset_before_a_step_are_not_told(pai
     assert not any("has stepped with already" in line for line in warned), warned
 
 
-@pytest.mark.parametrize("name", ["none", "optimizer", "zeros"])
+@pytest.mark.parametrize("name", [slow("none"), slow("optimizer"), "zeros"])
 def test_gradients_in_host_memory_that_are_not_reset_are_told(mesh_of_one: Any, warned: list[str], name: str) -> None:
     parallel = autoparallel.compile(Net(), mesh_of_one, example_inputs=(X,), offload="host")
     (reset, resets), optimizer = RESETS[name], parallel.optimizer(torch.optim.SGD, lr=0.1)
@@ -319,7 +320,7 @@ TWICE: dict[str, tuple[Callable[[Any, Any], object], bool]] = {
 }
 
 
-@pytest.mark.parametrize("name", TWICE)
+@pytest.mark.parametrize("name", with_slow(TWICE, "evaluated", "called before", "not used"))
 def test_a_model_that_is_compiled_twice_is_told_where_one_misses_the_others_training(
         mesh_of_one: Any, warned: list[str], name: str) -> None:
     (use, told), model = TWICE[name], nn.Linear(6, 6)

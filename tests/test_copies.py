@@ -25,7 +25,7 @@ from tests.support.tiers import slow
     slow("bert", (2, 2), Hybrid(2, copies=2)), ("mlp", (2, 2), Hybrid(2, zero_stage=3, copies=2)),
     slow("gpt2", (4,), Hybrid(4, zero_stage=3, copies=2, bucket_bytes=20_000)),
     slow("bert", (2, 2), Hybrid(4, zero_stage=1, copies=4)), ("mlp", (4,), Hybrid(2, zero_stage=0, copies=2)),
-    ("gpt2", (2,), Hybrid(2, zero_stage=1, copies=2, recompute="selective")),
+    slow("gpt2", (2,), Hybrid(2, zero_stage=1, copies=2, recompute="selective")),
     slow("gpt2", (2, 2), Hybrid(4, zero_stage=3, copies=2, recompute="full")),
     slow("llama", (4,), Hybrid(4, zero_stage=1, copies=4, recompute="selective")),
 ], ids=str)

@@ -263,6 +263,7 @@ def test_a_copy_has_recordings_of_its_own_parameters(mesh_of_one: DeviceMesh) ->
     assert all(one > 0 and other == 0 for one, other in found)
 
 
+@pytest.mark.slow
 def test_decoding_replays(mesh_of_one: DeviceMesh) -> None:
     """Each token is a call of one form."""
     transformers = pytest.importorskip("transformers")

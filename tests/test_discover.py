@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from autoparallel.capture import capture
 from autoparallel.rules.registry import find_rule
+from tests.support.tiers import slow
 
 
 def function(forward: Any, backward: Any = None) -> Any:
@@ -67,7 +68,7 @@ ROUND = function(lambda x: x.round(), lambda x, g: g)
     (function(lambda x: x / x.abs().max()), [(6, 5)], {}),  # which looks at everything
     (function(lambda x: x, lambda x, g: g / g.norm()), [(6, 5)], {"P": "P"}),  # and so does its backward
     (function(lambda x: x * (torch.arange(x.shape[1]) < 20)), [(6, 40)], {"S(0)": "S(0)", "P": "P"}),  # by position
-    (function(lambda x: 3 * x), [(6, 1 << 25)], {"S(0)": "S(0)", "P": "P"}),  # too long to try
+    slow(function(lambda x: 3 * x), [(6, 1 << 25)], {"S(0)": "S(0)", "P": "P"}),  # too long to try
     (function(lambda x: x + torch.rand_like(x)), [(6, 5)], {}),  # draws numbers
     (function(lambda x: x.view(2, 3, 5).sum(1)), [(6, 5)], {"P": "P"}),  # runs on no other sizes
     (function(lambda x: x.view(x.shape[0], 2, 3).sum(1)), [(8, 6)], {"S(0)": "S(0)", "P": "P"}),

@@ -32,7 +32,7 @@ from tests.support.steps import assert_one_process
 from tests.support.tiers import slow
 
 
-@pytest.mark.parametrize("name", ["deepseek_v3", "qwen2_moe"])
+@pytest.mark.parametrize("name", ["deepseek_v3", slow("qwen2_moe")])
 def test_shared_experts_come_right_behind_the_routed_ones(name: str) -> None:
     """DeepSeek computes them after the routed ones, Qwen before; nothing that needs the mixture is between."""
     graph = graph_of(name) if name in CASES else capture(build(name), (), inputs_of(name))
@@ -107,7 +107,7 @@ def on_two(**device: float) -> Cluster:
     return dataclasses.replace(cluster, device=dataclasses.replace(cluster.device, **device), profile=None)
 
 
-@pytest.mark.parametrize("slowdown", [1.0, 2.0])
+@pytest.mark.parametrize("slowdown", [slow(1.0), 2.0])
 def test_a_plan_leaves_windows_out_where_they_do_not_pay(slowdown: float) -> None:
     """Where compute and communication at a time take twice as long each, rows are awaited at once."""
     cluster = on_two(overlap_slowdown=slowdown)

@@ -28,6 +28,7 @@ from benchmarks.zoo import build
 from cost_models import Cluster
 from tests.support.captured import plan_again
 from tests.support.decoder import IDS, Decoder
+from tests.support.tiers import slow, with_slow
 
 DIGITS = "tensor-model-parallel-size 2"
 
@@ -157,7 +158,8 @@ PLANS = [
 
 
 @pytest.mark.parametrize(("by_hand", "refused"), [
-    pytest.param(*row, marks=[pytest.mark.slow] if number % 3 else []) for number, row in enumerate(PLANS)])
+    slow(*row) if number % 3 or row[0].startswith(("dp=4,zero", "dp=2,pp=2,s")) else row
+    for number, row in enumerate(PLANS)])
 def test_plans_pass_megatron_s_checks_or_are_refused_with_the_rule(by_hand: str, refused: str, tmp_path: Path) -> None:
     plan = planned(by_hand)
     if by_hand == "tp=4":
@@ -219,6 +221,7 @@ def test_a_program_for_torch_alone_is_not_read_back(tmp_path: Path) -> None:
         autoparallel.import_plan(path)
 
 
+@pytest.mark.slow
 def test_recompute_of_experts_is_asked_of_megatron_by_its_own_name() -> None:
     """Its "mlp" is that of layers without experts."""
     for plan, has in ((planned("dp=4,recompute=selective"), False), (of_experts("dp=4,recompute=selective"), True)):
@@ -252,7 +255,8 @@ _DEEPSPEED = ["dp=4", "dp=4,zero=1", "dp=4,zero=2,micro_batch=1", "dp=4,zero=3",
               "dp=2,tp=2,sequence_parallel"]
 
 
-@pytest.mark.parametrize("by_hand", _DEEPSPEED)
+@pytest.mark.parametrize("by_hand", with_slow(
+    _DEEPSPEED, "dp=4,zero=1", "dp=2,tp=2", "dp=2,pp=2,zero=1", "dp=4,recompute=full"))
 def test_deepspeed_s_file_comes_back_the_same(by_hand: str, tmp_path: Path) -> None:
     made = autoparallel.export_plan(planned(by_hand), "deepspeed")
     [path] = made.save(tmp_path)
@@ -446,6 +450,7 @@ def test_the_command_line_exports_and_imports(tmp_path: Path) -> None:
     assert priced == ours  # a plan by hand, exported as it is
 
 
+@pytest.mark.slow
 def test_what_was_exported_is_priced_with_the_plans_software_and_optimizer(tmp_path: Path) -> None:
     """And whether it fits: what a file cannot say may have saved memory."""
     config, file = Path(__file__).parents[1] / "benchmarks/configs/small-llama.json", str(tmp_path / "plan.json")

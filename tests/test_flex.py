@@ -123,6 +123,7 @@ def test_torch_computes_the_same_forward(options: Options) -> None:
         torch.testing.assert_close(model(x).logits, mine(x).logits)
 
 
+@pytest.mark.slow
 def test_that_all_scores_are_computed_is_said_once_a_trace() -> None:
     class Twice(nn.Module):
         def forward(self, x: Tensor, y: Tensor) -> Tensor:

@@ -15,7 +15,7 @@ from torch.distributed.tensor import DTensor
 import autoparallel
 from autoparallel.capture import capture
 from autoparallel.kernels.norm import rms_norm
-from tests.support.tiers import slow
+from tests.support.tiers import slow, with_slow
 
 aten = torch.ops.aten
 F = nn.functional
@@ -122,6 +122,9 @@ FUNCTIONS: dict[str, tuple[Callable[..., Tensor], Any]] = {
 #: Ops that are not rounded in 16 bits as their parts are.
 NORMS = (aten.rms_norm.default, aten.layer_norm.default)
 
+#: Forms of a function of which another one is there too.
+LIKE_OTHERS = ("gelu_fast", "halved last", "rms of products", "rms of two dims", "layer norm, centred once",
+               "layer norm, variance", "layer norm of two dims")
 OTHERS: dict[str, tuple[Callable[..., Tensor], torch.dtype]] = {
     "other coefficient": (lambda x, w: 0.5 * x * (1 + torch.tanh(0.7979 * (x + 0.044715 * x ** 3))), torch.float32),
     "coefficient of few digits in 64 bits":
@@ -152,7 +155,7 @@ def ops(model: nn.Module, x: Tensor) -> list[Any]:
 
 
 @pytest.mark.parametrize(("name", "dtype"), [
-    *((name, torch.float32) for name in FUNCTIONS),
+    *((name, torch.float32) if name not in LIKE_OTHERS else slow(name, torch.float32) for name in FUNCTIONS),
     *((name, torch.bfloat16) if name in ("gelu_new", "silu", "rms", "rms, cast", "rms + 1")
       else slow(name, torch.bfloat16) for name in FUNCTIONS)])
 def test_a_function_written_out_is_one_op(name: str, dtype: torch.dtype) -> None:
@@ -166,7 +169,9 @@ def test_a_function_written_out_is_one_op(name: str, dtype: torch.dtype) -> None
         assert len(found) == 2 + apart, found
 
 
-@pytest.mark.parametrize("name", OTHERS)
+@pytest.mark.parametrize("name", with_slow(
+    OTHERS, "coefficient of few digits in 64 bits", "of another tensor", "gate of another", "scale read twice", "cubes",
+    "variance around another", "centred along rows", "mean read twice", "root over it"))
 def test_what_only_looks_like_one_stays(name: str) -> None:
     function, dtype = OTHERS[name]
     fused = {aten.gelu.default, aten.silu.default, *NORMS}
@@ -242,7 +247,7 @@ def test_a_norm_of_no_elements_stays() -> None:
                                             torch.randn(3, 4))
 
 
-@pytest.mark.parametrize("name", FUNCTIONS)
+@pytest.mark.parametrize("name", with_slow(FUNCTIONS, *LIKE_OTHERS))
 def test_values_and_gradients_are_the_models(name: str, mesh_of_one: DeviceMesh) -> None:
     torch.manual_seed(0)
     model, x = Model(FUNCTIONS[name][0]), torch.randn(8, 4)

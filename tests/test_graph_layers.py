@@ -62,7 +62,8 @@ def check(model: nn.Module, calls: list[tuple[Tensor, ...]]) -> None:
         torch.testing.assert_close(*both)
 
 
-@pytest.mark.parametrize("name", with_slow(LAYERS, "GCN", "GATConv with edges", "TAGConv", "ARMAConv"))
+@pytest.mark.parametrize("name", with_slow(LAYERS, "GCN", "GATConv", "GATConv with edges", "SGConv", "TAGConv",
+                                           "ARMAConv"))
 def test_item_20_graph_layers_at_their_defaults(name: str) -> None:
     check(*layer_of(name))
 

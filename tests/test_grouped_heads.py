@@ -21,7 +21,7 @@ from autoparallel.pricing import Prices
 from autoparallel.strategies.space import StrategySpace
 from cost_models import Cluster
 from tests.support.ranks import mesh_of
-from tests.support.tiers import slow
+from tests.support.tiers import slow, with_slow
 
 aten = torch.ops.aten
 attention = nn.functional.scaled_dot_product_attention
@@ -108,20 +108,22 @@ def called(model: nn.Module, x: Tensor) -> Any:
     return bool(node.kwargs.get("enable_gqa")), [graph.meta(ref).shape for ref in node.inputs], graph
 
 
-@pytest.mark.parametrize("name", GROUPED)
+@pytest.mark.parametrize("name", with_slow(GROUPED, "before heads are in front", "cast", "biased", "other widths",
+                                           "fewer queries"))
 def test_heads_that_are_repeated_are_read_once(name: str) -> None:
     grouped, shapes, graph = called(Model(GROUPED[name]), torch.randn(2, TOKENS, 5))
     assert grouped and [shape[1] for shape in shapes[1:3]] == [1 if name == "one head" else GROUPS] * 2
     assert not any(len(out.shape) == 5 for node in graph.of_kind("op") for out in node.outputs)
 
 
-@pytest.mark.parametrize("name", OTHERS)
+@pytest.mark.parametrize("name", with_slow(OTHERS, "along the tokens", "of three dims", "another op between"))
 def test_other_repetitions_stay(name: str) -> None:
     assert not called(Model(OTHERS[name]), torch.randn(2, TOKENS, 5))[0]
 
 
 @pytest.mark.parametrize(("name", "repeats"), [
-    *((name, False) for name in {**GROUPED, **OTHERS}),
+    *((name, False) if name in ("repeat_kv", "cast", "one head", "biased", "other widths", "in turn", "keys only")
+      else slow(name, False) for name in {**GROUPED, **OTHERS}),
     *((name, True) if name in ("repeat_kv", "masked", "in turn") else slow(name, True)
       for name in {**GROUPED, **OTHERS})])
 def test_loss_and_gradients_are_the_models(name: str, repeats: bool, mesh_of_one: DeviceMesh,

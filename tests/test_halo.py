@@ -82,7 +82,8 @@ CASES: dict[str, tuple[tuple[Any, ...], set[str]]] = {
 @pytest.mark.parametrize("name", with_slow(
     CASES, "not padded", "dilated", "grouped", "valid", "without a batch", "a patch embedding", "of points",
     "transposed", "transposed, with places between", "transposed, of steps of one", "transposed, wider than shards",
-    "maxima", "maxima of tiles", "means of what there is", "a slice of half", "filled up"))
+    "maxima", "maxima of tiles", "means of what there is", "a slice of half", "filled up", "by channel", "same",
+    "transposed, grouped", "in a volume", "means", "with more filled up than there is"))
 def test_windows_on_shards(name: str) -> None:
     """Even and uneven shards on 2, 3 and 4 ranks; each axis strategy of space applies on some of them."""
     arguments, expected = CASES[name]

@@ -26,6 +26,7 @@ from autoparallel.search.model.problem import Problem, Solution
 from autoparallel.strategies.space import StrategySpace
 from cost_models import Cluster
 from tests.support.reported import SEQUENCE, TOKENS, graph
+from tests.support.tiers import slow, with_slow
 
 BATCH = TOKENS // SEQUENCE
 #: The latency of buckets that are not full, as a share of these steps at most.
@@ -40,7 +41,7 @@ def priced(split: Splits, text: str) -> Plan:
     return plan_by_hand(split, CLUSTER, Options(by_hand=hand), hand)
 
 
-@pytest.mark.parametrize("text", HANDS)
+@pytest.mark.parametrize("text", with_slow(HANDS, *HANDS[1:-1]))
 def test_equal_blocks_are_laid_out_once(text: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """The search sees three blocks; the whole model only where these cost more there. Both give one plan."""
     sizes = list[int]()
@@ -75,7 +76,7 @@ def test_equal_blocks_share_the_costs_of_their_redistributions() -> None:
         assert (edge.costs == free.costs + FAULT_S * fresh[rows[:, None], columns]).all()
 
 
-@pytest.mark.parametrize("left_s", [0.0, -5.0])
+@pytest.mark.parametrize("left_s", [slow(0.0), -5.0])
 def test_a_lack_of_time_does_not_change_the_layouts(left_s: float, monkeypatch: pytest.MonkeyPatch) -> None:
     """Usual plans are priced until one fits, also after their time: the search for layouts has its own."""
     limits = list[float]()
@@ -116,8 +117,9 @@ def test_further_counts_of_micro_batches_take_half_of_the_work() -> None:
     assert parts == [(BATCH // 8,)] * 2
 
 
-@pytest.mark.parametrize("text", [*HANDS, "dp=4,zero=3", "dp=2,cp=2", "dp=2,cp=2,zero=1", "dp=2,tp=2,sequence_parallel",
-                                  "dp=4,zero=3,shards=2", "tp=4"])
+@pytest.mark.parametrize("text", [
+    *HANDS, slow("dp=4,zero=3"), "dp=2,cp=2", slow("dp=2,cp=2,zero=1"), slow("dp=2,tp=2,sequence_parallel"),
+    slow("dp=4,zero=3,shards=2"), "tp=4"])
 def test_a_plan_is_of_the_kind_that_its_text_says(text: str) -> None:
     """Recognised from the layouts of the plan, and from the degrees of one that is not priced."""
     plan = priced(Splits(graph()), text)
@@ -127,8 +129,9 @@ def test_a_plan_is_of_the_kind_that_its_text_says(text: str) -> None:
     assert roles_of(plan).family == ByHand.of(text).on(4).family == kind
 
 
-@pytest.mark.parametrize("text", ["dp=4", *(f"dp=4,{more}" for more in (
-    "zero=1,micro_batch=8,recompute=full", "zero=1,micro_batch=8,recompute=selective", "zero=3,micro_batch=8"))])
+@pytest.mark.parametrize("text", ["dp=4", slow("dp=4,zero=1,micro_batch=8,recompute=full"),
+                                  "dp=4,zero=1,micro_batch=8,recompute=selective",
+                                  slow("dp=4,zero=3,micro_batch=8")])
 def test_an_estimate_of_three_blocks_is_the_plan_s_step_and_bytes(text: str) -> None:
     """Without a pipeline: also of the gradients in backward, which equal blocks hold one after the other. Estimates
     leave out the latency of buckets that are not full."""
@@ -139,7 +142,7 @@ def test_an_estimate_of_three_blocks_is_the_plan_s_step_and_bytes(text: str) -> 
     assert estimate_by_hand(Splits(graph(3)), CLUSTER, Options(), hand, math.inf) is None    # takes as long as the plan
 
 
-@pytest.mark.parametrize(("text", "slower"), [("dp=4,zero=3", 40), ("dp=4,zero=3,micro_batch=2", 40),
+@pytest.mark.parametrize(("text", "slower"), [slow("dp=4,zero=3", 40), ("dp=4,zero=3,micro_batch=2", 40),
                                               ("dp=4,zero=3,micro_batch=8,recompute=full", 60)])
 def test_equal_blocks_hide_what_they_gather_among_one_another(text: str, slower: float) -> None:
     """On links on which gathers take about as long as compute: the simulated step of three blocks hides the least part

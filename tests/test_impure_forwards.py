@@ -30,6 +30,7 @@ from torch import Tensor, nn
 from autoparallel.capture import capture
 from autoparallel.capture.variables import read_by
 from autoparallel.errors import CaptureError
+from tests.support.tiers import with_slow
 
 X = torch.ones(2, 4)
 COUNTS = {"calls": 0}
@@ -149,7 +150,10 @@ def _filled(made: Any) -> Any:
     return made
 
 
-@pytest.mark.parametrize("name", REFUSED)
+@pytest.mark.parametrize("name", with_slow(
+    REFUSED, "count in a list of a dict", "list that shrinks", "deque", "default argument", "zip", "iterator in a dict",
+    "iterator in an object", "global iterator", "Random", "imported clock", "today", "uuid", "secrets", "default_rng",
+    "seed of a fork"))
 def test_item_1_memory_clocks_and_chance_are_refused(name: str) -> None:
     scale, value, said = REFUSED[name]
     with pytest.raises(CaptureError) as found:

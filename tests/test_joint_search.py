@@ -38,7 +38,8 @@ from tests.support.steps import assert_one_process
 from tests.support.tiers import slow
 
 
-def test_a_reduced_model_has_the_price_of_the_model() -> None:
+@pytest.mark.parametrize("shape", [(4,), slow((2, 2))])
+def test_a_reduced_model_has_the_price_of_the_model(shape: tuple[int, ...]) -> None:
     """Six layers as three: the reduced model's price is the whole's, where equal layers get equal strategies."""
     from transformers import LlamaConfig, LlamaForCausalLM
 
@@ -49,11 +50,10 @@ def test_a_reduced_model_has_the_price_of_the_model() -> None:
     small = reduced_model(graph)
     assert len(small.graph) < 0.7 * len(graph) and set(small.stands_for.values()) == {1, 4}
     cluster = Cluster.load("h100-sxm", num_devices=4)
-    for shape in ((4,), (2, 2)):
-        whole = SpacePricer(Prices(StrategySpace(graph, shape), cluster))
-        space = StrategySpace(small.graph, shape)
-        part = SpacePricer(Prices(space, cluster), counts=ExecutionCounts(space, multiplicities=small.counts(space)))
-        assert solve(part.full(), "exact").objective == pytest.approx(solve(whole.full(), "exact").objective, rel=0.02)
+    whole = SpacePricer(Prices(StrategySpace(graph, shape), cluster))
+    space = StrategySpace(small.graph, shape)
+    part = SpacePricer(Prices(space, cluster), counts=ExecutionCounts(space, multiplicities=small.counts(space)))
+    assert solve(part.full(), "exact").objective == pytest.approx(solve(whole.full(), "exact").objective, rel=0.02)
 
 
 @pytest.mark.parametrize(("stages", "ranks", "schedule", "recompute"), [

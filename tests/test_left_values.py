@@ -101,7 +101,8 @@ def parallel(mesh_of_one: Any) -> Any:
     return autoparallel.compile(Net(), mesh_of_one, example_inputs=(X,))
 
 
-@pytest.mark.parametrize("name", with_slow(READ, "stack", "method", "item", "truth"))
+@pytest.mark.parametrize("name", with_slow(
+    READ, "stack", "last block", "method", "item", "truth", "asked for", "in a dict"))
 def test_attributes_have_the_tensors_of_the_last_call(mesh_of_one: Any, name: str) -> None:
     model = Net()
     parallel = autoparallel.compile(copy.deepcopy(model), mesh_of_one)
@@ -110,7 +111,7 @@ def test_attributes_have_the_tensors_of_the_last_call(mesh_of_one: Any, name: st
         torch.testing.assert_close(READ[name](parallel), READ[name](model))
 
 
-@pytest.mark.parametrize("name", REFUSED)
+@pytest.mark.parametrize("name", with_slow(REFUSED, "of an object", "of a new object", "of the model's copy"))
 def test_lists_that_grow_objects_and_copies_are_refused(parallel: Any, name: str) -> None:
     read, attribute = REFUSED[name]
     parallel(X)
@@ -218,7 +219,7 @@ def last_of(model: Any) -> Any:
 
 
 @pytest.mark.parametrize(("make", "otherwise"), [
-    (Moded, puts_none), (InBlocks, puts_zero), (Moded, puts_nothing),
+    (Moded, puts_none), slow(InBlocks, puts_zero), (Moded, puts_nothing),
     slow(InBlocks, puts_none), slow(Moded, puts_zero), slow(InBlocks, puts_nothing)])
 def test_calls_of_two_forms_leave_values_in_one_attribute(mesh_of_one: Any, make: Any, otherwise: Any) -> None:
     model = make(otherwise)
@@ -359,7 +360,7 @@ def delete(model: Any) -> None:
             del layer.penalty
 
 
-@pytest.mark.parametrize("before", [clear, delete])
+@pytest.mark.parametrize("before", [clear, slow(delete)])
 def test_attributes_may_be_set_before_each_call(parallel: Any, before: Callable[[Any], None]) -> None:
     model = Net()
     parallel.load_state_dict(model.state_dict())

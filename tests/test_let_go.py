@@ -298,7 +298,8 @@ def with_default(model: nn.Module) -> None:
 @pytest.mark.parametrize("give", with_slow(
     [with_method, with_patched_forward, with_parent, with_object, with_closure, with_partial, with_hook,
      with_weak_reference, with_proxy, with_weak_set, with_slots, with_default],
-    with_patched_forward, with_partial, with_proxy, with_weak_set, with_default))
+    with_patched_forward, with_parent, with_closure, with_partial, with_hook, with_proxy, with_weak_set, with_slots,
+    with_default))
 def test_a_model_that_refers_to_itself_stays(mesh_of_one: Any, give: Callable[[nn.Module], None]) -> None:
     """What it reads by way of itself must be seen."""
     model = Recurrent()
@@ -371,7 +372,7 @@ def test_methods_of_the_users_are_not_called(mesh_of_one: Any) -> None:
     assert model._state.originals is None
 
 
-@pytest.mark.parametrize("parametrize", [weight_norm, spectral_norm])
+@pytest.mark.parametrize("parametrize", [weight_norm, slow(spectral_norm)])
 def test_parametrized_and_empty_modules_are_freed(mesh_of_one: Any, parametrize: Any) -> None:
     model = Doubled(nn.Sequential(parametrize(nn.Linear(8, 8)), nn.Sequential()))
     first = ref(next(model.parameters()))

@@ -52,6 +52,7 @@ def test_item_20_speech_models_without_layer_drop(kind: str) -> None:
 
 
 @pytest.mark.parametrize("kind", with_slow(KINDS, "Wav2Vec2Conformer"))
+@pytest.mark.slow
 def test_item_20_layers_that_are_dropped_are_refused_with_the_option(kind: str) -> None:
     with pytest.raises(CaptureError, match=r"(?s)skip_the_layer.*is of transformers.*config\.layerdrop = 0\.0"):
         capture(speech(kind, layerdrop=0.1), (), call(torch.ones(2, 4, dtype=torch.long)))
@@ -65,6 +66,7 @@ def test_item_20_masks_of_numpy_are_refused_by_name() -> None:
                 call(torch.ones(2, 4, dtype=torch.long)))
 
 
+@pytest.mark.slow
 def test_item_20_experts_that_take_lists_of_tokens_are_refused_by_name() -> None:
     config = transformers.JetMoeConfig(
         vocab_size=50, hidden_size=32, num_hidden_layers=1, num_key_value_heads=2, kv_channels=8, intermediate_size=32,

@@ -36,6 +36,7 @@ from autoparallel.strategies.space import Strategy, StrategySpace
 from tests.support.captured import graph_of, plan_of
 from tests.support.models import CASES
 from tests.support.ranks import mesh_of
+from tests.support.tiers import slow
 
 AXES = ("dp", "tp", "pp")
 STEPS = set(STEP_FUNCTIONS.values())
@@ -108,7 +109,7 @@ def test_counts_are_the_steps_collectives() -> None:
     assert count_collectives(program) == {("forward", "all_gather"): 8, ("backward", "reduce_scatter"): 8}
 
 
-@pytest.mark.parametrize("case_name", ["mlp", "llama"])
+@pytest.mark.parametrize("case_name", ["mlp", slow("llama")])
 def test_every_rank_issues_the_same_collectives(case_name: str) -> None:
     """On an uneven mesh too; other plans issue others."""
     space, prices = space_of(case_name, (2, 3))
@@ -157,7 +158,7 @@ def test_sizes_of_an_uneven_mesh_add_up(seed: int) -> None:
 # ------------------------------------------------------------------------------------------------------------ the check
 
 
-@pytest.mark.parametrize("case_name", ["mlp", "llama", "gpt2", "resnet"])
+@pytest.mark.parametrize("case_name", ["mlp", "llama", slow("gpt2"), slow("resnet")])
 def test_emitted_programs_pass(case_name: str) -> None:
     """Random plans on an even and an uneven mesh, on every rank."""
     for mesh_shape, seed in (((2, 2), 0), ((2, 2), 1), ((2, 3), 2)):

@@ -19,6 +19,7 @@ from autoparallel.search import evaluate
 from autoparallel.strategies.space import Strategy, StrategySpace
 from benchmarks.model_zoo import Candidate, Ranks, truth, worst_error
 from tests.support.random_plans import TOLERANCE, cluster
+from tests.support.tiers import with_slow
 
 #: Mesh, storage of x [m, k] and of w [k, n], and what the product cuts, by axis.
 PRODUCTS = {
@@ -40,7 +41,7 @@ class Product(torch.nn.Module):
         return SequenceClassifierOutput(loss=y.sin().sum(), logits=y)
 
 
-@pytest.mark.parametrize("name", list(PRODUCTS))
+@pytest.mark.parametrize("name", with_slow(PRODUCTS, "2-D", "3-D"))
 def test_products_on_several_axes(name: str) -> None:
     mesh, *wanted = PRODUCTS[name]
     model, inputs = Product(), {"x": torch.randn(10, 8, dtype=torch.float64)}

@@ -188,9 +188,9 @@ class Applied(nn.Module):
 
 
 @pytest.mark.parametrize(("name", "kind"), [
-    *(slow(name, float) if name in ("powers", "activations", "recomputed", "filled", "compared") else (name, float)
-      for name in FUNCTIONS),
-    *((name, int) for name in ("factor", "alpha", "table", "sizes"))])
+    *(slow(name, float) if name in ("powers", "activations", "recomputed", "filled", "compared", "alpha", "drawn",
+                                    "text", "kind", "maths", "norm") else (name, float) for name in FUNCTIONS),
+    slow("factor", int), ("alpha", int), slow("table", int), ("sizes", int)])
 def test_a_program_for_all_numbers_is_that_of_each(name: str, kind: type) -> None:
     model, x, (first, *others) = Applied(FUNCTIONS[name]), torch.randn(3, 4), [kind(n) for n in (2, 1, -3)]
     graph = capture_for_any(model, (x, first), {}, [1])

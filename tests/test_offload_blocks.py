@@ -168,6 +168,7 @@ CONFIG = {"model_type": "llama", "hidden_size": 64, "intermediate_size": 128, "v
           "num_attention_heads": 4, "num_key_value_heads": 4}
 
 
+@pytest.mark.slow
 def test_the_command_line(tmp_path: Path) -> None:
     config, written = tmp_path / "llama.json", tmp_path / "plan.json"
     config.write_text(json.dumps(CONFIG))

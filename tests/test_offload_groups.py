@@ -38,15 +38,15 @@ def elements(pattern: str) -> int:
     return sum(p.numel() for name, p in CASES["llama"].build().named_parameters() if name.startswith(pattern))
 
 
-def test_one_tier_for_all_is_the_group_of_all() -> None:
+@pytest.mark.parametrize("tier", [slow("host"), "parameters", slow("disk/disk/disk")])
+def test_one_tier_for_all_is_the_group_of_all(tier: str) -> None:
     """However the names are divided, prices are those of one tier."""
-    for tier in ("host", "parameters", "disk/disk/disk"):
-        whole = planned(zero_stage=3, offload=tier)
-        assert planned(zero_stage=3, offload={"*": tier}).hybrid.offload == whole.hybrid.offload == offload_of(tier)
-        parts = planned(zero_stage=3, offload={"model.layers.1*": tier, "model*": tier, "lm_head*": tier})
-        assert parts.strategies == whole.strategies
-        for name in ("step_s", "optimizer_s", "peak_bytes", "state_bytes", "host_bytes", "disk_bytes"):
-            assert getattr(parts.prediction, name) == pytest.approx(getattr(whole.prediction, name)), (tier, name)
+    whole = planned(zero_stage=3, offload=tier)
+    assert planned(zero_stage=3, offload={"*": tier}).hybrid.offload == whole.hybrid.offload == offload_of(tier)
+    parts = planned(zero_stage=3, offload={"model.layers.1*": tier, "model*": tier, "lm_head*": tier})
+    assert parts.strategies == whole.strategies
+    for name in ("step_s", "optimizer_s", "peak_bytes", "state_bytes", "host_bytes", "disk_bytes"):
+        assert getattr(parts.prediction, name) == pytest.approx(getattr(whole.prediction, name)), (tier, name)
 
 
 def test_each_group_has_the_price_of_its_tier() -> None:

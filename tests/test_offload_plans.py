@@ -258,6 +258,7 @@ def test_bounds_leave_out_tiers(here: float, fit: Collection[str], least_s: dict
 
 @pytest.mark.parametrize(("tier", "fraction"), [("host", 0.5), slow("host", None), slow("parameters", None),
                                                 slow("disk", None)])
+@pytest.mark.slow
 def test_bounds_of_tiers_are_below_their_plans(tier: str, fraction: float | None) -> None:
     """And what they rule out has no plan."""
     options: dict[str, Any] = {"offload": tier, "offload_fraction": fraction}

@@ -24,6 +24,7 @@ from autoparallel.errors import InputError
 from autoparallel.optim import Adafactor, transformers_adafactor
 from tests.support.ranks import mesh_of
 from tests.support.reference import gathered
+from tests.support.tiers import slow
 
 O = torch.optim
 Parameters = dict[str, Tensor]
@@ -372,9 +373,9 @@ def turned(p: Tensor) -> None:
 
 
 @pytest.mark.parametrize(("kind", "options", "dtype", "strided", "fused"), [
-    (O.AdamW, {}, torch.float32, False, True), (O.Adam, {"amsgrad": True}, torch.float64, False, True),
+    (O.AdamW, {}, torch.float32, False, True), slow(O.Adam, {"amsgrad": True}, torch.float64, False, True),
     (O.AdamW, {"foreach": False}, torch.float32, False, False),
-    (O.AdamW, {"fused": False}, torch.float32, False, False), (O.AdamW, {}, torch.bfloat16, False, False),
+    slow(O.AdamW, {"fused": False}, torch.float32, False, False), slow(O.AdamW, {}, torch.bfloat16, False, False),
     (O.AdamW, {}, torch.float32, True, True)])
 def test_adam_on_a_cpu_passes_over_memory_once_where_its_kernel_is_left_open(
         mesh_of_one: DeviceMesh, kind: Any, options: dict[str, Any], dtype: torch.dtype, strided: bool, fused: bool

@@ -30,9 +30,10 @@ from autoparallel.schedule.async_windows import starts
 from autoparallel.strategies.space import StrategySpace
 from cost_models import Cluster, Device, Link
 from tests.support.captured import graph_of, plan_of
+from tests.support.tiers import slow
 
 
-@pytest.mark.parametrize("most_bytes_per_s", [1e12, 5e6])
+@pytest.mark.parametrize("most_bytes_per_s", [slow(1e12), 5e6])
 def test_an_estimate_of_one_micro_batch_is_its_step(most_bytes_per_s: float) -> None:
     """On links that take far longer than compute, too, where two of them at once hide more than a micro-batch takes
     without communication of parameters."""
@@ -48,8 +49,8 @@ def test_an_estimate_of_one_micro_batch_is_its_step(most_bytes_per_s: float) -> 
 
 
 @pytest.mark.parametrize(("mesh_shape", "options"), [
-    ((4, 2), {"baseline": "ddp"}), ((8,), {"baseline": "fsdp"}), ((4, 2), {}),
-    ((4, 2), {"baseline": "tensor_parallel", "micro_batches": 2}),
+    slow((4, 2), {"baseline": "ddp"}), ((8,), {"baseline": "fsdp"}), ((4, 2), {}),
+    slow((4, 2), {"baseline": "tensor_parallel", "micro_batches": 2}),
     ((4, 2), {"baseline": "fsdp", "micro_batches": 4, "zero_stage": 3, "recompute": "full"}),
     *(pytest.param(*plan, marks=pytest.mark.slow) for plan in [
         ((8,), {"baseline": "ddp"}), ((4, 2), {"baseline": "fsdp", "recompute": "full"}),
@@ -83,9 +84,9 @@ def test_no_part_of_a_step_is_lost(mesh_shape: tuple[int, ...], options: dict[st
 
 
 @pytest.mark.parametrize("options", [
-    {"micro_batches": 4}, {"micro_batches": 4, "baseline": "fsdp", "schedule": "gpipe", "recompute": "full"},
-    {"micro_batches": 4, "schedule": "interleaved", "pipeline_stages": 4}, {"micro_batches": 1, "schedule": "gpipe"},
-    {"micro_batches": 4, "baseline": "fsdp", "zero_stage": 2},
+    {"micro_batches": 4}, slow({"micro_batches": 4, "baseline": "fsdp", "schedule": "gpipe", "recompute": "full"}),
+    {"micro_batches": 4, "schedule": "interleaved", "pipeline_stages": 4},
+    slow({"micro_batches": 1, "schedule": "gpipe"}), slow({"micro_batches": 4, "baseline": "fsdp", "zero_stage": 2}),
     {"micro_batches": 4, "baseline": "fsdp", "zero_stage": 3},
     {"micro_batches": 4, "schedule": "zero_bubble", "pipeline_stages": 4},
 ])

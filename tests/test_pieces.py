@@ -232,7 +232,7 @@ class Pair(torch.nn.Module):
 
 @pytest.mark.parametrize("pieces", TRIED)
 @pytest.mark.parametrize(("name", "rows", "width"), [("slow network", 256, 512), ("h100-sxm", 16384, 8192),
-                                                     ("h100-sxm", 2048, 2048)])
+                                                     slow("h100-sxm", 2048, 2048)])
 def test_bounds_count_what_pieces_take_longer(name: str, rows: int, width: int, pieces: int) -> None:
     """Each layer of a plan saves no more in pieces than the bound of its redistribution says."""
     cluster = (replace(TOY, device=replace(DEVICE, overlap_slowdown=1.2)) if name == "slow network" else

@@ -137,7 +137,7 @@ def test_the_report_has_its_parts() -> None:
 
 @pytest.mark.parametrize(("case_name", "options"), [
     ("mlp", {}), ("gpt2", {}), slow("bert", {"search": "exact"}), ("llama", {"baseline": "fsdp"}),
-    ("mlp", {"baseline": "ddp"}), ("resnet", {"search": "recursive"}),
+    ("mlp", {"baseline": "ddp"}), slow("resnet", {"search": "recursive"}),
 ])
 def test_the_objective_is_the_price_of_the_plan(case_name: str, options: dict[str, Any]) -> None:
     """Objective = `evaluate` on the whole problem = sum of the prediction's parts, and not below the bound."""
@@ -162,7 +162,7 @@ def wide_plan() -> Plan:
     return planned("bert", (2, 2, 2), "local-cpu")
 
 
-@pytest.mark.parametrize("baseline", [None, "ddp", "fsdp", "tensor_parallel", "sequence_parallel"])
+@pytest.mark.parametrize("baseline", [None, slow("ddp"), "fsdp", "tensor_parallel", slow("sequence_parallel")])
 def test_predicted_collectives_are_those_of_the_program(baseline: str | None) -> None:
     """The report's counts, kind by kind (it counts scalars too, which the program's count leaves out)."""
     made = planned("llama", baseline=baseline)
@@ -267,7 +267,7 @@ def num_parameters(case_name: str) -> int:
     return sum(decision.kind == "parameter" and decision.index in read for decision in space.decisions)
 
 
-@pytest.mark.parametrize("case_name", ["gpt2", "llama", "mlp", "bert"])
+@pytest.mark.parametrize("case_name", ["gpt2", "llama", "mlp", slow("bert")])
 def test_ddp_is_one_all_reduce_per_gradient(case_name: str) -> None:
     assert counted(case_name, 4, "ddp") == {("backward", "all_reduce"): num_parameters(case_name)}
 

@@ -33,7 +33,7 @@ from tests.support.tiers import slow
 
 
 @pytest.mark.parametrize(("search", "case_name"), [
-    ("exact", "resnet"), ("ilp", "resnet"), ("recursive", "gpt2"), slow("ilp", "bert"),
+    slow("exact", "resnet"), slow("ilp", "resnet"), ("recursive", "gpt2"), slow("ilp", "bert"),
     *(slow(search, "llama") for search in ("recursive", "exact", "ilp"))])
 def test_the_price_is_the_sum_over_operations(case_name: str, search: str) -> None:
     """Objective = evaluate on the whole problem = parts of the report; the bound is below; searches agree."""
@@ -261,7 +261,7 @@ def test_gradients_of_all_parameters_are_priced_as_the_fewest_equal_buckets() ->
     (Hybrid(zero_stage=3), True), (Hybrid(2, zero_stage=3), True), (Hybrid(2, zero_stage=1), True),
     (Hybrid(2, zero_stage=2), True), (Hybrid(4, 2, 2, zero_stage=3), True),
     (Hybrid(4, 2, 2, "zero_bubble", zero_stage=2), True), (Hybrid(4, 2, 2, "zero_bubble", zero_stage=3), False)])
-@pytest.mark.parametrize("width", [256, 4096])
+@pytest.mark.parametrize("width", [256, slow(4096)])
 def test_parameters_of_a_block_are_gathered_and_reduced_together_with_a_copy_of_small_ones(
         width: int, hybrid: Hybrid, together: bool) -> None:
     """Each by itself where the program does so: with ZeRO-3 and zero bubble."""

@@ -107,6 +107,7 @@ def test_parts_by_chance_hold_as_much_of_every_source() -> None:
     assert sorted(map(parts.count, range(5))) == [4, 4, 4, 5, 5]
 
 
+@pytest.mark.slow
 def test_a_common_error_moves_unmeasured_constants() -> None:
     """Products slower than the prior on one machine make every machine's slower, its own most."""
     truth = load(PRIORS)

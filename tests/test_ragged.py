@@ -303,7 +303,8 @@ def draws() -> list[tuple[Tensor, Tensor]]:
 
 @pytest.mark.parametrize("name", with_slow(
     FUNCTIONS, "litgpts_mixtral", "by_mask", "singular_behind_parameters", "by_length", "side_by_side", "asked_twice",
-    "places_in_one_tensor", "largest_of_some"))
+    "places_in_one_tensor", "largest_of_some", "by_number", "skipped", "places_out_of_range_elsewhere", "of_two_dims",
+    "means", "twice"))
 def test_rows_by_value(name: str) -> None:
     """Forward and gradients, on values that the trace did not see."""
     torch.manual_seed(0)
@@ -457,7 +458,8 @@ def columns(m: Any, x: Tensor, scores: Tensor) -> Tensor:
 @pytest.mark.parametrize("refused", with_slow(
     [counted, added_up, numbered, collected, written_whole, left_over, across, met, contracted, mask_written, largest,
      written_in_part, kept_in_a_list, of_another_rank, of_what_was_written, of_a_written_test, columns],
-    numbered, left_over, contracted, largest, kept_in_a_list, of_another_rank, of_what_was_written, columns))
+    counted, collected, written_whole, across, numbered, left_over, contracted, largest, kept_in_a_list,
+    of_another_rank, of_what_was_written, columns))
 def test_more_than_dynamic_rows_is_refused(refused: Any) -> None:
     with pytest.raises(CaptureError, match=rf"(?s)(the data|by the values|written to since).*test_ragged.py:\d+ in "
                                            rf"{refused.__name__}.*Write torch.where"):

@@ -87,7 +87,8 @@ NAMED = {
 
 @pytest.mark.parametrize("plans", [range(1), pytest.param(range(1, 8), marks=pytest.mark.slow)], ids=str)
 @pytest.mark.parametrize("name", with_slow(
-    NAMED, "weighed targets", "bags of embeddings", "covariances, and places of a constant mask"))
+    NAMED, "weighed targets", "groups of channels", "bags of embeddings", "tokens and the next",
+    "covariances, and places of a constant mask"))
 def test_named_models_under_random_plans(name: str, plans: range) -> None:
     tried = itertools.product(MESHES, plans)
     for (mesh, plan), (error, worst) in zip(tried, errors_of(NAMED[name], MESHES, plans), strict=True):

@@ -158,7 +158,8 @@ def test_saved_tensors_go_to_the_host_where_recompute_costs_more(factor: float, 
     assert (found.prediction.host_bytes > 0) == (found.hybrid.offload.is_away or how == "offload")
 
 
-@pytest.mark.parametrize(("fitting", "tier"), [("host", "host"), slow("disk", "disk"), ("", "device")])
+@pytest.mark.parametrize(("fitting", "tier"), [
+    ("host", "host"), slow("disk", "disk"), slow("", "device")])
 def test_what_is_saved_goes_to_the_first_tier_with_room(fitting: str, tier: str) -> None:
     """All of it, or what selective recompute keeps, whichever is faster: of as few blocks as memory requires."""
     plan, blocks = half_recomputed(CASES["llama"], (2, 2)), [list("abcd")]

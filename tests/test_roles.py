@@ -30,14 +30,14 @@ def by_hand(name: str, text: str) -> autoparallel.Plan:
     slow("llama", "dp=2,tp=2,zero=3", "data 2 (in shards) x tensor 2, ZeRO 3"),
     ("llama", "dp=2,tp=2,sequence_parallel", "data 2 x tensor 2 (norms along the sequence)"),
     ("llama", "dp=2,cp=2", "data 2 x context 2"),
-    ("llama", "dp=4,zero=3,shards=2", "data 2 x data 2 (in shards), ZeRO 3"),
+    slow("llama", "dp=4,zero=3,shards=2", "data 2 x data 2 (in shards), ZeRO 3"),
     ("gpt2", "pp=2,dp=2,recompute=full", "data 2, pipeline 2 (1f1b), 4 micro-batches, recompute full"),
     slow("mixtral", "dp=2,tp=2", "data 2 x tensor 2 (experts)"),
     slow("mixtral", "dp=4,ep=2", "data 2 x expert 2"),
     slow("mixtral", "dp=4,ep=2,zero=1", "data 2 (in shards) x expert 2 (in shards), ZeRO 1"),
     slow("mixtral", "dp=4,ep=2,zero=3", "data 2 (in shards) x expert 2 (in shards), ZeRO 3"),
     slow("mixtral", "dp=4,ep=4,zero=1", "expert 4 (in shards), ZeRO 1"),
-    ("mixtral", "dp=2,ep=2,tp=2", "expert 2 x tensor 2"),
+    slow("mixtral", "dp=2,ep=2,tp=2", "expert 2 x tensor 2"),
 ])
 def test_roles_written_by_hand_are_found(name: str, text: str, found: str) -> None:
     roles = roles_of(by_hand(name, text))
@@ -100,6 +100,7 @@ def test_weights_that_a_sharded_axis_stores_whole_are_named() -> None:
     assert not axis_words(plan, None)[0].departures
 
 
+@pytest.mark.slow
 def test_a_file_tells_the_same() -> None:
     plan = by_hand("mixtral", "dp=2,tp=2")
     assert roles_of(autoparallel.Plan.from_json(plan.to_json())) == roles_of(plan)

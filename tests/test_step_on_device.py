@@ -106,7 +106,8 @@ def stepped(mesh: DeviceMesh, early: bool, make: Callable[[Any], list[torch.opti
 
 
 @pytest.mark.parametrize("kind", with_slow(
-    [kind.__name__ for kind in ELEMENTWISE], "Adamax", "NAdam", "RAdam", "Adagrad", "ASGD", "Rprop"))
+    [kind.__name__ for kind in ELEMENTWISE], "Adamax", "NAdam", "RAdam", "Adagrad", "ASGD", "Rprop", "Adadelta",
+    "RMSprop"))
 def test_every_optimizer_steps_as_after_backward(mesh_of_one: DeviceMesh, kind: str) -> None:
     """With groups that have options of their own."""
     def make(parallel: Any) -> list[torch.optim.Optimizer]:
@@ -145,7 +146,7 @@ def with_tables(kind: str, parallel: Any) -> list[torch.optim.Optimizer]:
 SPARSE = ("SparseAdam", "Adagrad", "SGD")
 
 
-@pytest.mark.parametrize("kind", SPARSE)
+@pytest.mark.parametrize("kind", with_slow(SPARSE, "Adagrad", "SGD"))
 def test_sparse_gradients_of_tables(mesh_of_one: DeviceMesh, kind: str) -> None:
     after, early = (stepped(mesh_of_one, one, partial(with_tables, kind), Tables, IDS) for one in (False, True))
     assert_equal(early, after)
@@ -283,8 +284,9 @@ def grown_meanwhile(parallel: Any, optimizer: Any) -> None:
     other.step()
 
 
-@pytest.mark.parametrize("act", [in_a_closure, two_calls, hooked, step_hooks, unfrozen, restored, verified, grown,
-                                 grown_meanwhile, failed])
+@pytest.mark.parametrize("act", with_slow(
+    [in_a_closure, two_calls, hooked, step_hooks, unfrozen, restored, verified, grown, grown_meanwhile, failed],
+    step_hooks, verified, grown, unfrozen))
 def test_what_users_do_gives_the_same(mesh_of_one: DeviceMesh, act: Callable[[Any, Any], None]) -> None:
     found = []
     for early in (True, False):
@@ -381,11 +383,11 @@ def not_elementwise(parallel: Any, optimizer: Any) -> None:
 REFUSED: list[tuple[Callable[[Any, Any], None], str]] = [
     (twice, "each backward needs a step() of its own"), (clipped, "clip_grad_norm_ before optimizer.step()"),
     (clipped_by_torch, "the gradient of a parameter is read or written to, and backward has stepped with it"),
-    (scaled_step, "gradients are scaled (GradScaler)"),
+    slow(scaled_step, "gradients are scaled (GradScaler)"),
     (reset, "a gradient was changed after backward had stepped with it"),
     (other_rate, "options of the optimizer changed after backward had stepped with them"),
-    (saved, "state_dict() before optimizer.step()"), (weights_saved, "state_dict() before optimizer.step()"),
-    (weights_written, "save_pretrained before optimizer.step()"),
+    (saved, "state_dict() before optimizer.step()"), slow(weights_saved, "state_dict() before optimizer.step()"),
+    slow(weights_written, "save_pretrained before optimizer.step()"),
     (again, "the module was called before optimizer.step()"),
     (differentiated, "backward(create_graph=True) makes gradients that can be differentiated"),
     (plain, "the plan steps parameters during backward (step_in_backward=True), and SGD would step them after it"),

@@ -36,6 +36,7 @@ def measured_on(cluster: Cluster, kinds: list[str]) -> list[Measured]:
     return [replace(m, seconds=predicted_s(cluster, m)) for m in blank]
 
 
+@pytest.mark.slow
 def test_links_that_save_up_are_recovered() -> None:
     """Shaped by token buckets: the longer of messages and bytes, less a burst that all groups on a card share."""
     true = cluster_of(Link("inside", 2, 2e-6, 5e9, burst_bytes=2.0**15),
@@ -48,6 +49,7 @@ def test_links_that_save_up_are_recovered() -> None:
         assert link.burst_bytes == expected.burst_bytes
 
 
+@pytest.mark.slow
 def test_relays_are_recovered_where_rings_have_a_card_alone_and_share_one() -> None:
     true = cluster_of(Link("inside", 2, 2e-6, 5e9),
                       Link("card", 64, 9e-6, 1e9, nics_per_host=1, relay_s_per_byte=2e-10),

@@ -39,6 +39,7 @@ from tests.known_answers.models import (
     mlp,
 )
 from tests.support.captured import plan_again
+from tests.support.tiers import slow
 
 LOSS = 6.0  # an all_reduce of one float32 among four
 #: Alpa prices an all_to_all among n n/2 times as high as its bytes.
@@ -81,7 +82,7 @@ def test_attention_on_two_devices() -> None:
         assert counts(best) == {} and saved(best, stated) == pytest.approx(4 * 512 * 512 * 4, rel=1e-3)
 
 
-@pytest.mark.parametrize("recompute", ["none", "full"])
+@pytest.mark.parametrize("recompute", [slow("none"), "full"])
 def test_transformer_layers_by_heads(recompute: str) -> None:
     """Alpa: 4L - 1 all_reduces of the activations, 6L - 1 where backward computes layers again (540,683.11).
 
@@ -261,7 +262,7 @@ class Named(nn.Module):
         return self.block(x)
 
 
-@pytest.mark.parametrize("name", ["feed-forward", "block"])
+@pytest.mark.parametrize("name", ["feed-forward", slow("block")])
 def test_budgets_on_256_devices(name: str) -> None:
     """autoparallel (Meta): rows stay cut; with a tight budget all parameters are in 256 shards, with a loose one whole.
 

@@ -103,12 +103,13 @@ def ends_on_time(problem: Problem, limit_s: float) -> None:
 
 
 @pytest.mark.parametrize("limit_s", [0.5, pytest.param(3.0, marks=pytest.mark.slow)])
-@pytest.mark.parametrize("size", [(60, 60, 12), (5, 40, 12)])
+@pytest.mark.parametrize("size", [pytest.param((60, 60, 12), marks=pytest.mark.slow), (5, 40, 12)])
 def test_a_short_limit_is_kept(size: tuple[int, int, int], limit_s: float) -> None:
     """A graph too wide to eliminate, and one where an elimination takes a good part of the time."""
     ends_on_time(grid(*size, room=0.3), limit_s)
 
 
+@pytest.mark.slow
 def test_a_short_limit_is_kept_where_choices_are_many(monkeypatch: pytest.MonkeyPatch) -> None:
     """Comparing choices with one another, where there are too many cells for messages, takes seconds."""
     monkeypatch.setattr("autoparallel.search.solver.SCREEN_CELLS", 0.0)

@@ -63,14 +63,14 @@ def test_brute_force_with_a_limit(seed: int) -> None:
     check_against_brute_force(random_problem(seed, limited=True))
 
 
-@pytest.mark.parametrize("limited", [False, True])
+@pytest.mark.parametrize("limited", [False, slow(True)])
 def test_brute_force_as_if_elimination_were_dear(limited: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("autoparallel.search.solver.AT_ONCE_CELLS", 0)
     for seed in range(12):
         check_against_brute_force(random_problem(seed, limited))
 
 
-@pytest.mark.parametrize("limited", [False, True])
+@pytest.mark.parametrize("limited", [slow(False), True])
 def test_brute_force_as_if_elimination_were_too_wide(limited: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """Plans and prices come from the choices with the least regrets, of which some can be eliminated."""
     monkeypatch.setattr("autoparallel.search.solver.AT_ONCE_CELLS", 0)
@@ -150,7 +150,8 @@ def test_a_plan_that_hardly_does_not_fit_proves_nothing(search: str) -> None:
     assert found.stop_reason != "optimal" or found.objective == pytest.approx(best, rel=1e-5)
 
 
-@pytest.mark.parametrize("seed", [*range(20), 45, 189, 193, 215, 225, 281, 317, 342, 577, 749])
+@pytest.mark.parametrize("seed", [
+    *(slow(seed) for seed in range(20)), 45, 189, 193, 215, 225, 281, 317, 342, 577, 749])
 def test_limits_are_kept_to_the_byte(seed: int) -> None:
     """Limits of billions of bytes beside plans that differ by a few: HiGHS took such plans for the best that fit."""
     rng = np.random.default_rng(seed)
