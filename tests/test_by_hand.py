@@ -18,6 +18,7 @@ from autoparallel.planning.by_hand import ByHand
 from autoparallel.plans.roles import roles_of
 from cost_models import Cluster
 from tests.support.captured import plan_of
+from tests.support.tiers import slow
 
 Lines = dict[str, tuple[str, str]]
 
@@ -74,6 +75,7 @@ def test_tensor_parallelism_cuts_columns_then_rows() -> None:
     assert lines["self_attn scaled_dot_product_attention"] == ("b·h", "S(0)·S(1)")
 
 
+@pytest.mark.slow
 def test_sequence_parallelism_cuts_norms_along_the_sequence() -> None:
     cluster = Cluster.load("h100-sxm", num_devices=4, software="none")    # whose ops take no less for a host's launches
     plain, cut = (block_of(plan_of("llama", cluster, 8, by_hand=f"tp=2,dp=2{more}"))
@@ -88,8 +90,7 @@ def test_context_parallelism_sends_keys_around() -> None:
     assert block_of(plan)["self_attn scaled_dot_product_attention"][0] in ("b·ring", "b·queries")
 
 
-@pytest.mark.parametrize("zero", [1, 3])
-@pytest.mark.parametrize("degrees", ["dp=2,cp=2", "cp=4"])
+@pytest.mark.parametrize(("degrees", "zero"), [("dp=2,cp=2", 3), slow("dp=2,cp=2", 1), slow("cp=4", 3), ("cp=4", 1)])
 def test_context_parallelism_gathers_its_stored_weights(degrees: str, zero: int) -> None:
     """A product cut by the shard of its weight that a rank stores would be tensor parallelism."""
     plan = priced(f"{degrees},zero={zero}")

@@ -347,6 +347,7 @@ def test_configs_that_make_no_model(tmp_path: Path, config: Any, parts: Any) -> 
     says(InputError, str(file), *parts, of=lambda: load_model(str(file), 2, dtype="float32"))
 
 
+@pytest.mark.slow
 def test_whisper_gets_sound_and_labels() -> None:
     config = {"model_type": "whisper", "architectures": ["WhisperForConditionalGeneration"], "d_model": 16,
               "encoder_layers": 1, "decoder_layers": 1, "encoder_attention_heads": 2, "decoder_attention_heads": 2,

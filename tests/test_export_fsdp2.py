@@ -215,7 +215,7 @@ def test_products_that_every_rank_computes_are_as_planned() -> None:
 BEYOND = [
     slow("gpt2", "dp=2,tp=2", "take nn.Linear and nn.Embedding, and none of these",
          "dp=4,zero=3,shards=2,micro_batch=2"),
-    ("gpt2", "dp=2,pp=2", "it needs a decoder", "dp=4,zero=3,shards=2,micro_batch=1"),  # its head is the embedding
+    slow("gpt2", "dp=2,pp=2", "it needs a decoder", "dp=4,zero=3,shards=2,micro_batch=1"),  # its head is the embedding
     ("gpt2", "tp=2,pp=2", "take nn.Linear and nn.Embedding, and none of these", "dp=4,zero=3,micro_batch=1"),
     ("llama", "dp=2,cp=2", "context_parallel is experimental", "dp=4,micro_batch=2"),
     slow("mixtral", "dp=4,ep=2", "torch has no expert-parallel style", "dp=4,zero=3,shards=2,micro_batch=2"),
@@ -240,6 +240,7 @@ def test_heads_that_ranks_do_not_divide_are_not_cut() -> None:
     assert made.by_hand.tp == 1 and made.by_hand.dp == 4
 
 
+@pytest.mark.slow
 def test_a_batch_without_rows_for_more_ranks_is_refused_with_the_list() -> None:
     plan = planned("llama", by_hand="dp=2,cp=2")
     odd = replace(plan, model=replace(plan.model, inputs={"input_ids": (2, 16), "labels": (2, 16)}))

@@ -107,6 +107,7 @@ def test_bounds_leave_out_what_a_search_would(monkeypatch: pytest.MonkeyPatch, m
     assert max(count.values()) <= 2 and max(batches.values()) == 1
 
 
+@pytest.mark.slow
 def test_saved_tensors_that_leave_are_said() -> None:
     """Of such a plan the report said that all is on the device."""
     found = autoparallel.fit(deep, ONE, smallest=8, most=8, tiers=["none", "host"], time_limit_s=1.0,

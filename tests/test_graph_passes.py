@@ -26,6 +26,7 @@ from autoparallel.schedule.step_config import BUCKET_BYTES
 from autoparallel.strategies.space import StrategySpace
 from cost_models import Cluster
 from tests.support.captured import planning_on
+from tests.support.tiers import slow
 
 AXIS = Axis("x", 4, 0, "0")
 LAYERS = 3
@@ -140,7 +141,7 @@ def test_results_of_backward_own_their_memory(graphs: Graphs) -> None:
         assert all(node.target is aten.clone.default for node in shards)
 
 
-@pytest.mark.parametrize(("recompute", "repeated"), [("none", 0), ("full", LAYERS)])
+@pytest.mark.parametrize(("recompute", "repeated"), [slow("none", 0), ("full", LAYERS)])
 def test_blocks_are_recomputed_from_their_inputs(graphs: Graphs, recompute: str, repeated: int) -> None:
     """Backward repeats a block's first product; its second one only makes the block's result, which is saved."""
     _, backward = graphs("ddp", recompute=recompute)

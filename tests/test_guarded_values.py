@@ -140,7 +140,8 @@ def settings() -> Iterator[None]:
     CHANGES, "array", "bytearray", "UserDict", "UserList", "class of an object", "attribute of a dict", "ChainMap",
     "attribute of a subclass", "attribute of a base class", "threading.local", "code of a function",
     "forward of a library's class", "anomaly detection", "precision of products", "field of a function",
-    "TF32 in products", "fast path of attention", "autocast's cache", "gradients, by an imported function"))
+    "TF32 in products", "fast path of attention", "autocast's cache", "gradients, by an imported function",
+    "MappingProxyType", "slots", "Namespace", "attribute of a list", "attention's backend"))
 def test_item_1_values_that_change_between_calls(mesh_of_one: Any, settings: None, change: str,
                                                  monkeypatch: pytest.MonkeyPatch) -> None:
     torch.manual_seed(0)

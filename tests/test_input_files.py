@@ -132,7 +132,7 @@ def is_a_cluster_or_a_cluster_error(data: Any, folder: Path) -> None:
     assert Cluster.load(folder / "cluster.toml") == found
 
 
-@settings(max_examples=100, **FUZZ)
+@settings(max_examples=40, **FUZZ)
 @given(data=mutated_clusters())
 def test_a_mutated_cluster_is_a_cluster_or_a_cluster_error(data: Any, tmp_path_factory: Any) -> None:
     is_a_cluster_or_a_cluster_error(data, tmp_path_factory.getbasetemp())

@@ -39,6 +39,7 @@ from autoparallel.layout import (
 )
 from autoparallel.layout.redistribution import ACTIONS, JOINT, Axes, axes_together
 from autoparallel.layout.shapes import shard_of
+from tests.support.tiers import slow
 
 MESHES = st.lists(st.integers(1, 4), min_size=1, max_size=3).map(tuple)
 SHAPES = st.lists(st.integers(1, 13), min_size=1, max_size=3).map(tuple)
@@ -187,7 +188,7 @@ def seconds_of(space: LayoutSpace, step: Step) -> float:
     return float(some_cost(step.axes, step.source, step.target, before, after))
 
 
-@pytest.mark.parametrize("joint_first", [False, True])
+@pytest.mark.parametrize("joint_first", [slow(False), True])
 @pytest.mark.parametrize("space", SPACES, ids=lambda s: f"{s.shape}-{s.mesh_shape}-{len(s.interleaved)}")
 def test_paths_are_legal_chains_and_the_shortest(space: LayoutSpace, joint_first: bool) -> None:
     """Between all pairs of legal layouts, against networkx on the graph of legal steps. ``joint_first``: nodes are

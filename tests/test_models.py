@@ -24,7 +24,7 @@ from tests.support.reference import (
     train_in_float64,
     train_reference,
 )
-from tests.support.tiers import slow
+from tests.support.tiers import slow, with_slow
 
 Ranks = Callable[[int], RankPool]
 
@@ -51,7 +51,7 @@ def test_export(case: ModelCase) -> None:
     assert len(program.graph.nodes) > 10
 
 
-@every_case
+@pytest.mark.parametrize("case", with_slow(CASES.values(), CASES["gpt2_full_vocab"]), ids=str)
 def test_same_model_and_inputs_every_time(case: ModelCase) -> None:
     torch.manual_seed(1)
     first, first_inputs = case.build(), case.inputs(BATCH_SIZE)

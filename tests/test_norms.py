@@ -44,7 +44,7 @@ CASES: dict[str, tuple[tuple[Any, ...], set[str]]] = {
 
 
 @pytest.mark.parametrize("name", with_slow(CASES, "layer, of two dims", "RMS, of two dims", "group, without a scale",
-                                           "batch, of vectors, without a scale", "group"))
+                                           "batch, of vectors, without a scale", "instance"))
 def test_norms_on_shards(name: str) -> None:
     """Even and uneven shards on 2, 3 and 4 ranks, forward and gradients."""
     arguments, rows = CASES[name]

@@ -118,7 +118,7 @@ def interleaved(plan: Plan, parts: int) -> Plan:
         for name, strategy in plan.strategies.items()})
 
 
-@pytest.mark.parametrize(("first_parts", "second_parts"), [(4, 1), (1, 2), slow(4, 4), slow(2, 4)])
+@pytest.mark.parametrize(("first_parts", "second_parts"), [slow(4, 1), (1, 2), slow(4, 4), slow(2, 4)])
 def test_moves_of_interleaved_shards_are_those_counted_element_by_element(first_parts: int, second_parts: int) -> None:
     first, second = interleaved(planned("dp=4,tp=4"), first_parts), interleaved(planned("dp=6,tp=2", 12), second_parts)
     assert f"S(0;{max(first_parts, second_parts)})" in f"{first.strategies} {second.strategies}"
@@ -134,7 +134,7 @@ def test_moves_of_interleaved_shards_are_those_counted_element_by_element(first_
     ("dp=4,tp=4", "dp=6,tp=2", 12, (4, 5, 6, 7)),
     ("dp=4,tp=4,zero=3", "dp=4,tp=4,zero=3", 16, (1,)),
     ("dp=4,pp=2,tp=2,zero=1,shards=2", "dp=3,pp=4,zero=1", 12, (4, 5, 6, 7)),
-    ("dp=8,pp=2", "dp=4,tp=3,zero=3", 12, (12, 13, 14, 15)),
+    slow("dp=8,pp=2", "dp=4,tp=3,zero=3", 12, (12, 13, 14, 15)),
     slow("dp=12,zero=3", "dp=16", 16, ()),
 ])
 def test_moves_are_those_counted_element_by_element(old: str, new: str, devices: int, lost: tuple[int, ...]) -> None:

@@ -158,7 +158,8 @@ class Largest(torch.autograd.Function):
 def test_functions_across_samples_refuse_micro_batches() -> None:
     model = Model(lambda m, x: Largest.apply(m.a(x)).square().mean(), a=mlp())
     with pytest.raises(InfeasibleError, match="cannot be split into micro-batches"):
-        autoparallel.plan(model, Cluster.load("local-cpu", num_devices=4), example_inputs=(x(),), micro_batches=2)
+        autoparallel.plan(model, Cluster.load("local-cpu", num_devices=4), example_inputs=(x(),), micro_batches=2,
+                          time_limit_s=0.1)
 
 
 class Scaled(torch.autograd.Function):

@@ -52,6 +52,7 @@ def saved(best: Plan, stated: Plan) -> float:
     return (judged(best, stated) - judged(best, best)) * 1e9
 
 
+@pytest.mark.slow
 def test_attention_forward() -> None:
     """Alpa on 4 x 4: samples by one axis, heads by the other, and one all_reduce of a quarter of the result.
 
@@ -115,6 +116,7 @@ def test_transformer_layers_by_samples() -> None:
     assert saved(best, stated) == pytest.approx(0, abs=1)
 
 
+@pytest.mark.slow
 def test_transformer_layers_on_two_axes() -> None:
     """Alpa on 2 x 2 with beta 1 and 0.1: samples by one axis, heads by the other, 4L - 1 all_reduces along it, and
     gradients along the first, of which it makes one.
@@ -172,6 +174,7 @@ def test_a_tied_embedding() -> None:
     assert saved(best, stated) == pytest.approx(communication(stated) - communication(best), rel=0.01)
 
 
+@pytest.mark.slow
 def test_a_language_model_by_heads() -> None:
     """Alpa: 4L + 4 all_reduces: of the layers, of embedding and head, and two of cross-entropy (skipped there, since
     its search finds that plan no more). The dense layer of the head is whole, and computed by all.
@@ -226,6 +229,7 @@ def test_convolutions_by_samples() -> None:
     assert saved(best, stated) == pytest.approx(0, abs=1)
 
 
+@pytest.mark.slow
 def test_convolutions_by_channels() -> None:
     """Alpa: channels out and in by turns, layers - 1 all_reduces. Ours is cheaper: sums go to shards of channels."""
     x, y, model = torch.zeros(8, 256, 16, 16), torch.zeros(8, 256, 1, 1), WithLoss(Convolutions(4, 256))

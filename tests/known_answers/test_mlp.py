@@ -17,6 +17,7 @@ from tests.known_answers.machines import (
     planned,
 )
 from tests.known_answers.models import WithLoss, mlp
+from tests.support.tiers import slow
 
 LOSS = 2 * 3 / 4 * 4  # an all_reduce of the loss, one float32, among four: the others leave the loss in parts
 
@@ -28,11 +29,11 @@ def on_four(layers: int, batch: int, hidden: int, bias: bool, baseline: str | No
 
 #: layers, batch, hidden, bias; the plan, its all_reduces, and the stated objective less about 1 per all_reduce.
 MLPS = [
-    (6, 256, 32, True, "ddp", 12, 38016.0),
+    slow(6, 256, 32, True, "ddp", 12, 38016.0),
     (6, 32, 256, True, "tensor_parallel", 5, 245760.0),
     (2, 1024, 128, False, "ddp", 2, 196608.0),
     (12, 1024, 128, False, "ddp", 12, 1179648.0),
-    (12, 128, 1024, False, "tensor_parallel", 11, 8650752.0),
+    slow(12, 128, 1024, False, "tensor_parallel", 11, 8650752.0),
 ]
 
 
@@ -61,8 +62,8 @@ def test_data_parallelism_by_force_costs_ten_times_as_much() -> None:
 MESHES = [
     (6, 32, True, True, 256, (2, 2), (1.0, 0.1), (12, 5), 21248.0, 5660.0),
     (12, 128, False, False, 1024, (4, 8), (1.0, 0.01), (12, 11), 172702.23, 12300.0),
-    (12, 128, False, False, 1024, (8, 4), (1.0, 0.01), (12, 11), 354900.23, 0.0),
-    (12, 128, False, False, 1024, (3, 4), (1.0, 0.01), (12, 11), 290994.23, 0.0),
+    slow(12, 128, False, False, 1024, (8, 4), (1.0, 0.01), (12, 11), 354900.23, 0.0),
+    slow(12, 128, False, False, 1024, (3, 4), (1.0, 0.01), (12, 11), 290994.23, 0.0),
 ]
 
 

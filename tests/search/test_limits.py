@@ -150,7 +150,8 @@ def test_a_search_leaves_nothing_to_collect(monkeypatch: pytest.MonkeyPatch) -> 
         gc.enable()
 
 
-@pytest.mark.parametrize("answer", ["StatusNotOk: kError", (None, 0.0, "NUMERICAL_ERROR", 0, 0), None])
+@pytest.mark.parametrize("answer", [
+    pytest.param("StatusNotOk: kError", marks=pytest.mark.slow), (None, 0.0, "NUMERICAL_ERROR", 0, 0), None])
 def test_failures_of_highs_lose_no_plan(answer: Any, monkeypatch: pytest.MonkeyPatch, caplog: Any) -> None:
     """It errs on some of the contest's large instances, minutes after there is a plan."""
     asked = []
