@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import itertools
 import math
 from dataclasses import replace
 from pathlib import Path
@@ -18,6 +19,7 @@ from autoparallel.cli import app
 from autoparallel.errors import InputError, PlanError
 from autoparallel.sizing import Target
 from cost_models.goodput import HOUR_S, Failures
+from tests.support.tiers import slow
 
 WIDTH, ROWS, MOST = 2048, 65_536, 4
 
@@ -31,7 +33,7 @@ def wide(devices: int) -> tuple[nn.Module, tuple[torch.Tensor, ...], dict[str, A
 
 @functools.cache
 def sized(**asked: float) -> autoparallel.Sizing:
-    return autoparallel.size(wide, most=MOST, time_limit_s=0.5, **asked)
+    return autoparallel.size(wide, **{"most": MOST, "time_limit_s": 0.5, **asked})
 
 
 def steps() -> dict[int, float]:
@@ -39,10 +41,12 @@ def steps() -> dict[int, float]:
     return {one.devices: one.step_s for one in sized(step_s=1e-9).sizes}
 
 
-def test_nothing_does_what_is_impossible() -> None:
-    found = sized(step_s=1e-9)
+@pytest.mark.parametrize("most", [2, slow(MOST)])
+def test_nothing_does_what_is_impossible(most: int) -> None:
+    found = sized(step_s=1e-9, most=most)
     assert found.best is None and all(one.lacks(found.target) == "too slow" for one in found.sizes)
-    assert list(steps()) == [1, 2, 4] and steps()[4] < steps()[2] < steps()[1]
+    assert [one.devices for one in found.sizes] == [1, 2, 4][:most]
+    assert all(more.step_s < fewer.step_s for fewer, more in itertools.pairwise(found.sizes))
     assert "None of these" in found.report()
 
 
@@ -69,14 +73,14 @@ def test_days_are_of_the_whole_run() -> None:
 
 def test_the_cheapest_is_chosen_where_there_are_prices() -> None:
     """More devices are faster, and cost more for the same work: the fewest are the cheapest."""
-    machine = autoparallel.Cluster.load("h100-sxm")
+    machine, sizes = autoparallel.Cluster.load("h100-sxm"), sized(step_s=1e-9, most=2).sizes
     with_price = [replace(one, cluster=replace(one.cluster, device=replace(machine.device, price_per_hour=2.0)))
-                  for one in sized(step_s=1e-9).sizes]
+                  for one in sizes]
     target = Target(count=1e6 * ROWS, days=1e6)
     found = autoparallel.Sizing(target, tuple(with_price))
     prices = [one.price(target.count) or 0.0 for one in with_price]
     assert found.best is not None and found.best.price(target.count) == min(prices)
-    assert prices[0] == pytest.approx(1e6 * steps()[1] / 3600 * 2.0)
+    assert prices[0] == pytest.approx(1e6 * sizes[0].step_s / 3600 * 2.0)
     none = autoparallel.Sizing(replace(target, budget=0.5 * min(prices)), tuple(with_price))
     assert none.best is None and {one.lacks(none.target) for one in none.sizes} == {"too expensive"}
 
@@ -140,7 +144,7 @@ def test_the_command(words: list[str], said: str) -> None:
 
 
 def test_the_command_says_the_steps_of_a_plan(tmp_path: Path) -> None:
-    plan = sized(step_s=1e-9).sizes[-1].plan
+    plan = sized(step_s=1e-9, most=2).sizes[-1].plan
     assert plan is not None
     plan.save(tmp_path / "plan.json")
     answer = CliRunner().invoke(app, ["goodput", "--plan", str(tmp_path / "plan.json")])

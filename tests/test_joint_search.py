@@ -79,6 +79,7 @@ def test_a_reduced_model_has_the_bytes_of_a_rank(stages: int, ranks: int, schedu
     assert whole.prediction.peak_bytes > 0.99 * (whole.prediction.state_bytes + whole.prediction.activation_bytes)
 
 
+@pytest.mark.slow
 def test_a_pipeline_without_a_mesh_shape() -> None:
     """Of all meshes whose first axis can take the stages, the one with the fastest step."""
     cluster = Cluster.load("h100-sxm", num_devices=8)

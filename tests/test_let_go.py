@@ -72,6 +72,7 @@ def test_its_parameters_are_freed_at_the_next_call(mesh_of_one: Any) -> None:
     assert all(p.is_meta for p in parallel._state.model.parameters()) and float(parallel.seen) == 2
 
 
+@pytest.mark.slow
 def test_a_model_that_is_freed_in_inference_mode_can_be_trained(mesh_of_one: Any) -> None:
     wanted = losses(Recurrent(), X)
     parallel: Any = autoparallel.compile(Recurrent().eval(), mesh_of_one, example_inputs=(X,))
@@ -211,6 +212,7 @@ class Other(Recurrent):
         return super().forward(x) + 1
 
 
+@pytest.mark.slow
 def test_a_class_that_the_original_is_given_is_the_programs(mesh_of_one: Any) -> None:
     model = Recurrent()
     parallel = autoparallel.compile(model, mesh_of_one, example_inputs=(X,))

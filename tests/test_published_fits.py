@@ -67,6 +67,7 @@ def test_the_fit_recovers_known_constants(tmp_path: Path) -> None:
     assert load(file) == truth
 
 
+@pytest.mark.slow
 def test_constants_leave_alone_the_runs_that_they_do_not_concern() -> None:
     """Which the fit prices no second time."""
     runs = [read(row()), read(row(**FSDP)), read(row(model__moe=EXPERTS, source__title="NeMo", plan__tp=1, plan__dp=8)),

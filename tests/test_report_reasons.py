@@ -34,6 +34,7 @@ from cost_models import Cluster
 from cost_models.memory import TrainingState
 from tests.support.captured import plan_of
 from tests.support.reported import HIDDEN, SEQUENCE, TOKENS, VOCABULARY, Block, another, graph, left, made
+from tests.support.tiers import slow
 
 BATCH, LAYERS = TOKENS // SEQUENCE, 8
 
@@ -276,7 +277,7 @@ class Translator(nn.Module):
         return F.cross_entropy((y @ self.shared.weight.T).flatten(0, 1), labels.flatten())
 
 
-@pytest.mark.parametrize("positions", [False, True])
+@pytest.mark.parametrize("positions", [False, slow(True)])
 def test_tokens_of_encoder_and_decoder_are_counted_and_said(positions: bool) -> None:
     with torch.device("meta"):
         model, ids = Translator(positions), torch.zeros(8, 64, dtype=torch.int64)

@@ -285,6 +285,7 @@ def test_the_command_line_says_what_a_cluster_is(tmp_path: Path) -> None:
     assert refused.exit_code and "host 1 is named, and 8 devices are on hosts 0-0" in str(refused.exception)
 
 
+@pytest.mark.slow
 def test_an_export_lists_the_order_of_hosts() -> None:
     cluster = slow(Cluster.load("h100-sxm", num_devices=16), *range(8))
     plan = plan_of("llama", cluster, 16, by_hand="dp=8,pp=2,micro_batch=1")
