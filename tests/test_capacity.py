@@ -148,10 +148,10 @@ def test_the_command_says_the_steps_of_a_plan(tmp_path: Path) -> None:
     assert plan is not None
     plan.save(tmp_path / "plan.json")
     answer = CliRunner().invoke(app, ["goodput", "--plan", str(tmp_path / "plan.json")])
-    assert answer.exit_code == 0 and "a day" in answer.output and answer.output.startswith("4 devices")
+    assert answer.exit_code == 0 and "a day" in answer.output and answer.output.startswith("2 devices")
     assert "its time" in answer.output and "100 % of its time" not in answer.output
     other = CliRunner().invoke(app, ["goodput", "--plan", str(tmp_path / "plan.json"), "--devices", "8"])
-    assert "are those of 4 devices" in str(other.exception)
+    assert "are those of 2 devices" in str(other.exception)
 
 
 @pytest.mark.parametrize(("words", "said"), [
