@@ -108,7 +108,8 @@ def with_and_without(name: str, mesh_shape: tuple[int, ...], options: dict[str, 
 
 
 @pytest.mark.parametrize(("name", "mesh_shape", "options", "expected"), [
-    slow("llama", (4,), {"baseline": "tensor_parallel"}, 5), ("llama", (4,), {"baseline": "sequence_parallel"}, 4),
+    slow("llama", (4,), {"baseline": "tensor_parallel"}, 5),
+    slow("llama", (4,), {"baseline": "sequence_parallel"}, 4),
     slow("llama", (4,), {"baseline": "tensor_parallel", "recompute": "full"}, 5),
     ("llama", (4,), {"baseline": "tensor_parallel", "micro_batches": 2}, 10),
     slow("llama", (4,), {"baseline": "tensor_parallel", "recompute": "selective"}, 5),

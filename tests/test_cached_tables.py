@@ -98,7 +98,7 @@ def on_ranks(shape: tuple[int, ...], options: dict[str, Any], kind: str) -> dict
 
 @pytest.mark.ranks
 @pytest.mark.parametrize(("shape", "options", "kind"), [
-    slow((1,), {"pins": pins(ROWS)}, "SparseAdam"), ((1,), {"pins": pins(14)}, "Adagrad"),
+    slow((1,), {"pins": pins(ROWS)}, "SparseAdam"), slow((1,), {"pins": pins(14)}, "Adagrad"),
     ((1,), {"pins": pins(3)}, "SparseAdam"), ((1,), {"pins": pins(1)}, "SGD"),
     ((2,), {"pins": pins(12, Shard(0))}, "SparseAdam"), ((2,), {"pins": pins(0.3, Shard(1))}, "Adagrad"),
     slow((2,), {"pins": pins(14, Replicate())}, "SGD"),
@@ -348,9 +348,9 @@ MICRO = {"table": autoparallel.Cached(4), "other": autoparallel.Cached(12), "fro
 @pytest.mark.ranks
 @pytest.mark.parametrize(("shape", "options", "calls"), [
     slow((2,), {"micro_batches": 4}, 1), ((2,), {"micro_batches": 2, "zero_stage": 2}, 2),
-    ((2,), {"micro_batches": 2, "copies": 2, "zero_stage": 3}, 1), ((2,), {"recompute": "full"}, 1),
+    ((2,), {"micro_batches": 2, "copies": 2, "zero_stage": 3}, 1), slow((2,), {"recompute": "full"}, 1),
     slow((2,), {"recompute": "selective"}, 1), ((2,), {"recompute": "offload", "micro_batches": 2}, 1),
-    ((2,), {"micro_batches": 4, "pipeline_stages": 2, "schedule": "zero_bubble"}, 1),
+    slow((2,), {"micro_batches": 4, "pipeline_stages": 2, "schedule": "zero_bubble"}, 1),
     slow((1,), {"step_in_backward": True}, 1), ((2,), {"step_in_backward": True, "micro_batches": 2}, 1),
     slow((2, 2), {"micro_batches": 4, "pipeline_stages": 2, "zero_stage": 1}, 1),
     ((2,), {"offload": {"table.*": "none", "other.*": "none", "frozen.*": "none", "*": "parameters"}}, 1)])

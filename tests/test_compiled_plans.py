@@ -74,7 +74,7 @@ def test_pipelines(ranks: Any, options: dict[str, Any], backend: str) -> None:
 
 
 @pytest.mark.parametrize(("case_name", "way"), [
-    ("gpt2_dropout", ((2, 2), {"micro_batches": 2, "copies": 2, "baseline": "tensor_parallel"})),
+    slow("gpt2_dropout", ((2, 2), {"micro_batches": 2, "copies": 2, "baseline": "tensor_parallel"})),
     ("mlp", ((4,), {"micro_batches": 4, "copies": 2, "baseline": "fsdp", "zero_stage": 3})),
     slow("gpt2_dropout", ((2, 2), {"micro_batches": 4, "copies": 2, "baseline": "tensor_parallel", "by_block": True})),
     slow("gpt2_dropout", ((4,), {"micro_batches": 4, "copies": 2, "baseline": "fsdp", "zero_stage": 3,

@@ -67,7 +67,7 @@ def experts_of(name: str, by_hand: str, backend: str) -> tuple[dict[str, torch.T
     ("mixtral", "dp=4,ep=2", "aot_eager"), slow("deepseek", "dp=4,ep=2", "aot_eager"),
     slow("mixtral", "dp=4,ep=2", "inductor"), slow("deepseek", "dp=4,ep=2,zero=3", "aot_eager"),
     slow("mixtral", "dp=2,tp=2,ep=2", "aot_eager"), slow("mixtral", "dp=2,tp=2", "aot_eager"),
-    ("deepseek", "tp=4", "aot_eager"),
+    slow("deepseek", "tp=4", "aot_eager"),
 ])
 def test_gradients_of_experts_are_summed_over_their_copies(ranks: Any, name: str, by_hand: str, backend: str) -> None:
     """Kernels of experts read transposed weights, and experts run between compiled graphs."""

@@ -207,8 +207,8 @@ def trained(name: str, shape: tuple[int, ...], options: dict[str, Any]) -> tuple
 @pytest.mark.ranks
 @pytest.mark.parametrize(("name", "shape", "options"), [
     ("llama", (4,), {"baseline": "tensor_parallel", "pieces": 2}),
-    ("gpt2", (2, 2), {"zero_stage": 3, "recompute": "full"}),
-    ("resnet", (4,), {"baseline": "ddp"}), ("mlp", (2, 2), {"backend": "aot_eager", "zero_stage": 1}),
+    slow("gpt2", (2, 2), {"zero_stage": 3, "recompute": "full"}),
+    slow("resnet", (4,), {"baseline": "ddp"}), ("mlp", (2, 2), {"backend": "aot_eager", "zero_stage": 1}),
     slow("llama", (2, 2), {"backend": "aot_eager", "zero_stage": 1}),
     slow("bert", (4,), {"baseline": "fsdp", "backend": "inductor"}), slow("t5", (4,), {"recompute": "selective"}),
     slow("vit", (2, 2), {}), slow("llama", (4,), {"backend": "aot_eager", "baseline": "tensor_parallel"}),

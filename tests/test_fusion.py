@@ -243,7 +243,7 @@ FORMS = [
 ]
 
 
-@pytest.mark.parametrize("backend", ["eager", "aot_eager"])
+@pytest.mark.parametrize("backend", ["eager", slow("aot_eager")])
 @pytest.mark.parametrize(("options", "sums"), FORMS, ids=str)
 def test_programs_have_the_buckets_that_are_asked_for(ranks: Any, backend: str, options: dict[str, Any], sums: int
                                                       ) -> None:

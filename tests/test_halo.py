@@ -18,7 +18,7 @@ from cost_models import Cluster
 from tests.support.ranks import mesh_of
 from tests.support.reference import differences, gathered, gradients_of
 from tests.support.rule_cases import strategies_that_hold
-from tests.support.tiers import with_slow
+from tests.support.tiers import slow, with_slow
 
 aten = torch.ops.aten
 
@@ -152,7 +152,7 @@ def see_on_ranks(mesh_shape: tuple[int, ...], placements: tuple[Any, ...]) -> tu
 
 
 @pytest.mark.parametrize(("mesh_shape", "placements"), [
-    ((4,), (Shard(2),)), ((4,), (Shard(3),)), ((2, 2), (Shard(2), Shard(3))), ((3,), (Shard(2),)),
+    slow((4,), (Shard(2),)), slow((4,), (Shard(3),)), ((2, 2), (Shard(2), Shard(3))), ((3,), (Shard(2),)),
 ])
 def test_one_image_on_several_ranks(ranks: Any, mesh_shape: tuple[int, ...], placements: tuple[Any, ...]) -> None:
     """Loss, gradients and statistics of one image cut along its height, its width, or both (88 x 54: unevenly)."""

@@ -31,11 +31,11 @@ from tests.support.tiers import slow
 
 @pytest.mark.ranks
 @pytest.mark.parametrize(("case", "shape", "options", "norm", "calls"), [
-    ("llama", (2,), {}, 0.5, 1), slow("llama", (4,), {}, 0.5, 1),
+    slow("llama", (2,), {}, 0.5, 1), slow("llama", (4,), {}, 0.5, 1),
     ("llama", (2,), {"micro_batches": 2, "recompute": "offload"}, None, 1),
     ("gpt2", (1,), {"micro_batches": 4, "recompute": "full"}, None, 1),
     slow("llama", (2, 2), {"micro_batches": 2, "recompute": "full"}, 0.5, 2),
-    ("llama", (1,), {"micro_batches": 4, "copies": 4, "recompute": "full"}, None, 1),
+    slow("llama", (1,), {"micro_batches": 4, "copies": 4, "recompute": "full"}, None, 1),
     ("llama", (2, 2), {"micro_batches": 4, "pipeline_stages": 2, "recompute": "full"}, 0.5, 1),
     slow("gpt2", (2, 2), {"micro_batches": 2, "pipeline_stages": 2, "schedule": "gpipe"}, None, 1),
     slow("gpt2", (2, 2), {"micro_batches": 4, "pipeline_stages": 4, "schedule": "interleaved"}, None, 2),

@@ -55,7 +55,7 @@ def test_zero_stages_with_micro_batches(ranks: Any, zero_stage: int) -> None:
     ("llama", (2, 2), {"schedule": "interleaved", "micro_batches": 4, "pipeline_stages": 4}),
     ("gpt2", (2, 2), {"schedule": "zero_bubble", "micro_batches": 4, "pipeline_stages": 4}),
     slow("resnet", (2, 2), {"schedule": "gpipe"}),
-    ("t5", (2, 2), {"micro_batches": 2}),
+    slow("t5", (2, 2), {"micro_batches": 2}),
     slow("mixtral", (2, 2), {"schedule": "gpipe"}),
     slow("deepseek_v3", (2, 2), {"schedule": "1f1b", "micro_batches": 4}),
     ("gpt2", (2, 2), {"schedule": "1f1b", "micro_batches": 2, "zero_stage": 3}),
@@ -351,7 +351,7 @@ def clipped(case_name: str, mesh_shape: tuple[int, ...], options: Options, norm_
 @pytest.mark.parametrize(("mesh_shape", "options", "norm_type"), [
     ((2, 2), {"pipeline_stages": 2, "micro_batches": 2, "zero_stage": 1}, 2.0),
     slow((2, 2), {"baseline": "tensor_parallel"}, 2.0),
-    ((2, 2), {"pipeline_stages": 2, "micro_batches": 2}, float("inf")),
+    slow((2, 2), {"pipeline_stages": 2, "micro_batches": 2}, float("inf")),
     ((2, 2), {"baseline": "fsdp"}, 3.0),
     slow((4,), {"baseline": "fsdp"}, float("inf")),
     slow((4,), {"stage_replicas": (1, 2, 1), "micro_batches": 4}, 2.0),

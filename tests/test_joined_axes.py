@@ -95,7 +95,7 @@ def test_the_program_sends_what_is_priced(ranks: Any) -> None:
 
 
 @pytest.mark.parametrize(("mesh_shape", "options"), [
-    ((2, 2), {}), ((2, 2), {"backend": "aot_eager"}), ((2, 2), {"micro_batches": 2}),
+    slow((2, 2), {}), ((2, 2), {"backend": "aot_eager"}), ((2, 2), {"micro_batches": 2}),
     slow((2, 1, 2), {"recompute": "full"}), slow((2, 2), {"backend": "inductor"}),
     slow((2, 2), {"micro_batches": 2, "reduce_dtype": "float32"}), slow((2, 3), {}),
     slow((2, 2, 2), {"micro_batches": 4, "pipeline_stages": 2}), slow((2, 2, 2), {}),

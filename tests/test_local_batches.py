@@ -85,7 +85,7 @@ def trained_alone(ranks: int) -> tuple[list[float], dict[str, Tensor]]:
     slow((4,), {"baseline": "ddp"}, False),
     slow((4,), {"baseline": "tensor_parallel"}, False),
     ((2, 2), {}, False),
-    ((2, 2), {"baseline": "fsdp"}, True),
+    slow((2, 2), {"baseline": "fsdp"}, True),
     slow((4,), {"micro_batches": 4}, True),
     ((2, 2), {"micro_batches": 2, "pipeline_stages": 2}, True),
     ((2,), {"schedule": "gpipe", "pipeline_stages": 2}, True),

@@ -82,13 +82,13 @@ def local(tensor: Any) -> Any:
 
 
 PLANS: list[Any] = [
-    ("llama", (2, 2), {}, 0.05),
+    slow("llama", (2, 2), {}, 0.05),
     slow("llama", (4,), {"baseline": "ddp"}, 0.05),
-    ("bert", (4,), {"baseline": "fsdp"}, 0.05),
+    slow("bert", (4,), {"baseline": "fsdp"}, 0.05),
     slow("bert", (4,), {"baseline": "tensor_parallel"}, 0.05),
     ("gpt2", (4,), {"baseline": "tensor_parallel"}, 0.05),  # whose fused projections exchange rows of the weight
     slow("llama", (4,), {"micro_batches": 2, "recompute": "full"}, 0.05),
-    ("llama", (2, 2), {"recompute": "full"}, 0.05),  # by a call, not by `step`
+    slow("llama", (2, 2), {"recompute": "full"}, 0.05),  # by a call, not by `step`
     # What a recomputed block reads of gathered parameters is kept, or gathered again.
     slow("llama", (4,), {"baseline": "fsdp", "recompute": "full", "zero_stage": 1}, 0.05),
     slow("llama", (4,), {"baseline": "fsdp", "recompute": "full", "zero_stage": 3}, 0.05),

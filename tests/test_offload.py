@@ -67,7 +67,7 @@ def assert_equal(found: Left, expected: Left) -> None:
 @pytest.mark.ranks
 @pytest.mark.parametrize(("case", "shape", "options", "away"), [
     ("llama", (2, 2), {"zero_stage": 1}, {"offload": "host"}),
-    ("llama", (4,), {"zero_stage": 3, "recompute": "full", "micro_batches": 2}, {"offload": "disk"}),
+    slow("llama", (4,), {"zero_stage": 3, "recompute": "full", "micro_batches": 2}, {"offload": "disk"}),
     ("gpt2", (2, 2), {"pipeline_stages": 2, "micro_batches": 4, "zero_stage": 1}, {"offload": "disk"}),
     slow("gpt2", (4,), {"zero_stage": 0}, {"offload": "host"}),
     slow("bert", (4,), {"zero_stage": 2, "micro_batches": 4}, {"offload": "disk"}),
@@ -161,7 +161,7 @@ def resumed(folder: Path, away: Options, away_then: Options, shape_then: tuple[i
 
 @pytest.mark.ranks
 @pytest.mark.parametrize(("first", "then", "shape"), [
-    ("disk", "disk", (2,)), ("none", "disk", (2,)), slow("disk", "none", (2,)), ("host", "disk", (1, 2)),
+    slow("disk", "disk", (2,)), ("none", "disk", (2,)), slow("disk", "none", (2,)), ("host", "disk", (1, 2)),
     slow("disk", "host", (2,))])
 def test_checkpoints_are_for_any_tier(ranks: Any, tmp_path: Path, first: str, then: str, shape: tuple[int, ...]
                                       ) -> None:

@@ -88,8 +88,8 @@ def test_only_what_moves_is_exposed() -> None:
 
 @pytest.mark.ranks
 @pytest.mark.parametrize(("case", "shape", "away", "options", "norm", "calls"), [
-    ("llama", (2,), STATES, {"zero_stage": 1}, 0.5, 1), slow("llama", (4,), STATES, {"zero_stage": 1}, 0.5, 1),
-    ("llama", (2,), BLOCK, {"zero_stage": 3, "micro_batches": 2}, None, 1),
+    slow("llama", (2,), STATES, {"zero_stage": 1}, 0.5, 1), slow("llama", (4,), STATES, {"zero_stage": 1}, 0.5, 1),
+    slow("llama", (2,), BLOCK, {"zero_stage": 3, "micro_batches": 2}, None, 1),
     ("gpt2", (2, 2), {"*h.0.*": "device/host/disk", "*wte*": "host"}, {"zero_stage": 2, "micro_batches": 2}, 0.5, 2),
     ("gpt2", (1,), {"*h.1.*": "disk/disk/disk", "*h.0.mlp*": "host/disk/disk"}, {"zero_stage": 3}, None, 1),
     slow("llama", (4,), {"*layers.0.*": "host/host/disk", "*": "host"}, {"zero_stage": 3, "recompute": "full"}, 0.5, 2),
@@ -181,7 +181,8 @@ def resumed(folder: Path, groups: Any, then: Any) -> list[Tensor]:
 
 @pytest.mark.ranks
 @pytest.mark.parametrize(("groups", "then"), [
-    (GROUPS, {"layers.3.*": "disk", "layers.1.*": "parameters"}), ("none", GROUPS), (GROUPS, "disk/disk/disk")])
+    (GROUPS, {"layers.3.*": "disk", "layers.1.*": "parameters"}), slow("none", GROUPS),
+    slow(GROUPS, "disk/disk/disk")])
 def test_checkpoints_are_for_any_groups(ranks: Any, tmp_path: Path, groups: Any, then: Any) -> None:
     for whole, found in ranks(2).run(resumed, tmp_path, groups, then):
         assert torch.equal(whole, found)

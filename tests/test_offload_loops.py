@@ -16,6 +16,7 @@ from autoparallel.errors import InputError
 from tests.support.offloaded import Net, in_file, local
 from tests.support.ranks import mesh_of
 from tests.support.reference import gathered
+from tests.support.tiers import slow, with_slow
 
 TIERS = ("host", "parameters", "disk", "device/host/disk", "host/disk/disk", "disk/disk/disk")
 X = torch.linspace(-1, 1, 64).view(8, 8)
@@ -64,7 +65,8 @@ def added(tier: str, folder: Path, fraction: float | None) -> tuple[dict[str, Te
 
 
 @pytest.mark.ranks
-@pytest.mark.parametrize(("tier", "fraction"), [*((tier, None) for tier in TIERS), ("host", 0.4)])
+@pytest.mark.parametrize(("tier", "fraction"), [
+    *((tier, None) if tier in ("parameters", "disk/disk/disk") else slow(tier, None) for tier in TIERS), ("host", 0.4)])
 def test_a_group_that_is_added(ranks: Any, tmp_path: Path, tier: str, fraction: float | None) -> None:
     """As of torch's optimizer in one process; its state dict goes on to the bit in an optimizer of both groups."""
     model = Net()
@@ -131,7 +133,7 @@ def copies(tier: str, folder: Path) -> tuple[list[float], bool, dict[str, int], 
 
 
 @pytest.mark.ranks
-@pytest.mark.parametrize("tier", TIERS)
+@pytest.mark.parametrize("tier", with_slow(TIERS, "disk", "device/host/disk", "host/disk/disk"))
 def test_a_copied_module_lives_where_the_original_does(ranks: Any, tmp_path: Path, tier: str) -> None:
     """With values of its own; copies of modules on disk were refused."""
     first = float(Net()(X).detach())

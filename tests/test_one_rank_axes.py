@@ -21,7 +21,7 @@ from tests.support.launch_order import check_order
 from tests.support.overlapped import Tied, steps_on_ranks, two_steps
 from tests.support.ranks import mesh_of
 from tests.support.sent import Llama, Sent, second_step
-from tests.support.tiers import slow
+from tests.support.tiers import slow, with_slow
 
 BASELINES = ("ddp", "fsdp", "tensor_parallel", "sequence_parallel")
 
@@ -90,7 +90,7 @@ def test_pins_on_such_an_axis_hold(ranks: Any) -> None:
         assert placements == of_gradient == (Replicate(), Shard(1))
 
 
-@pytest.mark.parametrize("baseline", BASELINES)
+@pytest.mark.parametrize("baseline", with_slow(BASELINES, "ddp", "tensor_parallel"))
 def test_ranks_send_to_several_ranks_only(ranks: Any, baseline: str) -> None:
     """The collectives of a mesh without the axis of one rank, where the other axis has the same role there."""
     without, outer, inner = (ranks(2).run(sent_in_a_step, shape, {"baseline": baseline}, timeout_s=100)[0]

@@ -32,7 +32,7 @@ from tests.support.tiers import slow
 
 
 @pytest.mark.parametrize(("mesh_shape", "bucket_bytes", "expected"), [
-    ((4,), 25 * 2**20, 1), ((2, 2), 25 * 2**20, 1), ((4,), 40_000, None),
+    slow((4,), 25 * 2**20, 1), ((2, 2), 25 * 2**20, 1), ((4,), 40_000, None),
 ])
 def test_gradients_of_data_parallelism_are_reduced_together(ranks: Any, mesh_shape: tuple[int, ...],
                                                             bucket_bytes: int, expected: int | None) -> None:
@@ -43,7 +43,7 @@ def test_gradients_of_data_parallelism_are_reduced_together(ranks: Any, mesh_sha
 
 
 @pytest.mark.parametrize(("mesh_shape", "options"), [
-    slow((4,), {"baseline": "fsdp"}), ((2, 2), {"baseline": "fsdp"}),
+    slow((4,), {"baseline": "fsdp"}), slow((2, 2), {"baseline": "fsdp"}),
     slow((4,), {"baseline": "fsdp", "recompute": "full"}), slow((4,), {"baseline": "fsdp", "zero_stage": 3}),
     ((2, 2), {"baseline": "fsdp", "zero_stage": 3, "recompute": "full"}),
 ])
@@ -98,7 +98,7 @@ def most_gathered(mesh_shape: tuple[int, ...], options: dict[str, Any]) -> tuple
 
 
 @pytest.mark.parametrize(("recompute", "mesh_shape"), [
-    ("none", (4,)), ("full", (2, 2)), slow("none", (2, 2)), slow("full", (4,))])
+    slow("none", (4,)), ("full", (2, 2)), slow("none", (2, 2)), slow("full", (4,))])
 def test_prefetched_gathers_take_memory(ranks: Any, recompute: str, mesh_shape: tuple[int, ...]) -> None:
     """With ZeRO-3 those that are read and the next, far fewer than all; and shards of which the next are gathered."""
     options = {"baseline": "fsdp", "zero_stage": 3, "recompute": recompute}
@@ -251,7 +251,7 @@ def test_micro_batches_reduce_gradients_once(ranks: Any) -> None:
 @pytest.mark.parametrize(("mesh_shape", "options"), [
     slow((4,), {"baseline": "ddp", "micro_batches": 2}),
     ((2, 2), {"baseline": "ddp", "micro_batches": 4, "recompute": "full"}),
-    ((2, 2), {"baseline": "fsdp", "micro_batches": 2, "reduce_dtype": "float32"}),
+    slow((2, 2), {"baseline": "fsdp", "micro_batches": 2, "reduce_dtype": "float32"}),
     ((4,), {"baseline": "fsdp", "micro_batches": 2, "zero_stage": 3}),
 ])
 def test_the_last_micro_batch_overlaps_its_reductions(ranks: Any, mesh_shape: tuple[int, ...], options: dict[str, Any]
@@ -344,8 +344,8 @@ def test_unused_shared_parameters_have_no_gradient(ranks: Any) -> None:
 @pytest.mark.parametrize(("mesh_shape", "options"), [
     slow((2, 2), {"baseline": "ddp", "micro_batches": 4, "pipeline_stages": 2}),
     ((2, 2), {"baseline": "fsdp", "micro_batches": 4, "pipeline_stages": 2, "schedule": "gpipe", "zero_stage": 1}),
-    ((2, 2), {"baseline": "ddp", "micro_batches": 2, "pipeline_stages": 4, "schedule": "interleaved",
-              "recompute": "full"}),
+    slow((2, 2), {"baseline": "ddp", "micro_batches": 2, "pipeline_stages": 4, "schedule": "interleaved",
+                  "recompute": "full"}),
     ((3, 2), {"baseline": "ddp", "micro_batches": 4, "stage_replicas": (1, 2)}),
     ((2, 2), {"baseline": "ddp", "micro_batches": 4, "pipeline_stages": 4, "schedule": "zero_bubble"}),
 ])

@@ -94,11 +94,11 @@ def steps_of(name: str, options: dict[str, Any], batch: int) -> list[tuple[torch
 
 
 @pytest.mark.parametrize(("name", "options", "batch"), [
-    slow("llama", {"baseline": "sequence_parallel"}, 8), ("llama", {"baseline": "sequence_parallel"}, 1),
+    slow("llama", {"baseline": "sequence_parallel"}, 8), slow("llama", {"baseline": "sequence_parallel"}, 1),
     ("gpt2", {"baseline": "tensor_parallel"}, 8), slow("t5", {"baseline": "tensor_parallel"}, 8),
     ("llama", {"baseline": "sequence_parallel", "recompute": "full"}, 8),
     slow("llama", {"baseline": "sequence_parallel", "backend": "inductor"}, 8),
-    ("llama", {"baseline": "sequence_parallel", "backend": "aot_eager"}, 8),
+    slow("llama", {"baseline": "sequence_parallel", "backend": "aot_eager"}, 8),
     slow("llama", {"baseline": "tensor_parallel", "backend": "aot_eager"}, 8),
 ], ids=str)
 def test_a_step_in_pieces_has_the_numbers_of_whole_layers(ranks: Any, name: str, options: dict[str, Any], batch: int

@@ -22,6 +22,7 @@ from autoparallel.runtime.op_ranges import OP, RUN, OpRange
 from autoparallel.runtime.recorded import Recorded, Recording
 from tests.support.models import CASES
 from tests.support.ranks import mesh_of
+from tests.support.tiers import with_slow
 
 
 def event(name: str, start: float, end: float, kind: str = "cpu_op", **more: Any) -> Recorded:
@@ -164,7 +165,7 @@ JOBS = {
 }
 
 
-@pytest.mark.parametrize("name", JOBS)
+@pytest.mark.parametrize("name", with_slow(JOBS, "fsdp", "zero2"))
 def test_measured_and_predicted_steps_share_rows(ranks: Any, tmp_path: Path, name: str) -> None:
     for text, same in ranks(2).run(_profiled, str(tmp_path), name, *JOBS[name], timeout_s=200.0):
         assert same and "without the profiler" in text

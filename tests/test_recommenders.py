@@ -29,7 +29,7 @@ ROW, COLUMN = {"tables.*.weight": (Shard(0),)}, {"tables.*.weight": (Shard(1),)}
 
 @pytest.mark.parametrize(("kind", "shape", "options", "optimizer"), [
     (DLRM, (4,), {"pins": ROW}, "Adagrad"),
-    (WideAndDeep, (4,), {"pins": COLUMN}, "Adagrad"),
+    slow(WideAndDeep, (4,), {"pins": COLUMN}, "Adagrad"),
     (DLRM, (2, 2), {"pins": {"tables.*.weight": (Shard(0), Shard(1))}}, "AdamW"),
     slow(DLRM, (4,), {"pins": COLUMN}, "Adagrad"), slow(WideAndDeep, (4,), {"pins": ROW}, "Adagrad"),
     slow(DLRM, (2, 2), {"pins": {"tables.*.weight": (Replicate(), Shard(0))}}, "Adagrad"),

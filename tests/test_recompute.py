@@ -39,7 +39,7 @@ ON_DISK = {"disk_path": tempfile.gettempdir()}
     ("bert", {"recompute": "full", "micro_batches": 4, "zero_stage": 3}),
     slow("llama", {"recompute": "full", "micro_batches": 2, "pipeline_stages": 2, "schedule": "zero_bubble"}),
     slow("gpt2", {"recompute": "offload", "micro_batches": 2}),
-    ("bert", {"recompute": "offload", "micro_batches": 4, "zero_stage": 3}),
+    slow("bert", {"recompute": "offload", "micro_batches": 4, "zero_stage": 3}),
     slow("llama", {"recompute": "offload", "micro_batches": 4, "zero_stage": 3, "pipeline_stages": 2}),
     ("llama", {"recompute": "offload", "micro_batches": 2, "pipeline_stages": 2, "schedule": "zero_bubble"}),
     ("llama", {"recompute": "selective", "saved_on": "host", "micro_batches": 4, "zero_stage": 3}),
@@ -64,7 +64,7 @@ def called(case_name: str, options: Options) -> tuple[float, Any]:
 @pytest.mark.parametrize("options", [
     slow({"recompute": "offload"}), {"recompute": "offload", "zero_stage": 3, "baseline": "fsdp"},
     {"recompute": "selective", "saved_on": "disk", "zero_stage": 3, **ON_DISK},
-    slow({"zero_stage": 3, "baseline": "fsdp"}), {"zero_stage": 3, "recompute": "full"},
+    slow({"zero_stage": 3, "baseline": "fsdp"}), slow({"zero_stage": 3, "recompute": "full"}),
     slow({"recompute": "full"}), slow({"recompute": "selective"})])
 def test_a_call_recomputes_and_gathers_again_too(ranks: Any, options: Options) -> None:
     reference = train_reference(CASES["gpt2"], "sgd", num_steps=STEPS)
@@ -121,7 +121,7 @@ def test_ranks_keep_activations_where_the_fewest_are_in_flight() -> None:
     assert len(tried) <= 5 and not set(best.hybrid.recompute_blocks or ()) & {"7.3", "6.3"}
 
 
-@pytest.mark.parametrize(("micro_batches", "stages"), [(2, 1), (4, 2)])
+@pytest.mark.parametrize(("micro_batches", "stages"), [slow(2, 1), (4, 2)])
 def test_recompute_of_some_blocks(ranks: Any, micro_batches: int, stages: int) -> None:
     made = half_recomputed(CASES["llama"], (2, 2), micro_batches, stages)
     assert_one_process(ranks, "llama", (2, 2), {"plan": made})

@@ -34,6 +34,7 @@ from autoparallel.layout import (
 from autoparallel.layout.redistribution import ACTIONS, Axes, axes_together, name_of
 from autoparallel.lower.emit import step_sizes
 from tests.support.ranks import mesh_of
+from tests.support.tiers import slow
 
 DUAL = {"I": "I", "R": "P", "P": "I"}
 
@@ -129,12 +130,12 @@ def run_paths(shape: tuple[int, ...], mesh_shape: tuple[int, ...], every: int) -
 
 
 @pytest.mark.parametrize(("shape", "mesh_shape", "every"), [
-    ((4, 6), (2, 2), 3),
+    slow((4, 6), (2, 2), 3),
     ((5, 7), (2, 2), 3),  # uneven, and unevenly again: 3 + 2, of which 2 + 1 and 1 + 1
     ((7, 6), (3,), 1),
     ((11, 9), (4,), 1),
     ((9,), (2, 2), 1),
-    ((12, 4), (2, 2), 7),
+    slow((12, 4), (2, 2), 7),
     ((24,), (2, 2), 1),
     ((4, 24), (2,), 1),
 ])

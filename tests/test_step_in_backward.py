@@ -50,7 +50,7 @@ def trained(case_name: str, shape: tuple[int, ...], options: dict[str, Any], ear
 
 @pytest.mark.ranks
 @pytest.mark.parametrize(("case", "shape", "options"), [
-    ("llama", (2,), {"zero_stage": 2, "offload": "host"}),
+    slow("llama", (2,), {"zero_stage": 2, "offload": "host"}),
     ("gpt2", (2,), {"zero_stage": 3, "recompute": "full", "offload": "parameters"}),
     ("llama", (2,), {"zero_stage": 1, "offload": {"*layers.0.*": "disk", "*layers.1.*": "host", "*": "none"}}),
     slow("bert", (4,), {"zero_stage": 3, "offload": "disk/disk/disk"}),

@@ -15,6 +15,7 @@ from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 import autoparallel
 from autoparallel.errors import CaptureError, InputError
 from tests.support.ranks import mesh_of
+from tests.support.tiers import slow
 
 X = torch.linspace(-2, 2, 22 * 6).view(22, 6).sin()
 Y = torch.arange(22) % 5
@@ -103,9 +104,11 @@ def losses_of(batches: Callable[[Any], Any], baseline: str, options: dict[str, A
     return trained(parallel, batches(parallel))
 
 
-CASES: list[Any] = [(batches, baseline, {}) for batches in (tuples, streamed, collated, mappings, by_shard_batch)
-         for baseline in ("ddp", "tensor_parallel")]
-CASES += [(batches, "fsdp", {"outputs": "whole"}) for batches in (tuples, streamed, mappings, by_shard_batch)]
+CASES: list[Any] = [(batches, "ddp", {}) for batches in (tuples, streamed, collated, mappings, by_shard_batch)]
+CASES += [(batches, "tensor_parallel", {}) for batches in (collated, by_shard_batch)]
+CASES += [slow(batches, "tensor_parallel", {}) for batches in (tuples, streamed, mappings)]
+CASES += [(tuples, "fsdp", {"outputs": "whole"}), (streamed, "fsdp", {"outputs": "whole"})]
+CASES += [slow(batches, "fsdp", {"outputs": "whole"}) for batches in (mappings, by_shard_batch)]
 CASES += [(batches, "fsdp", {}) for batches in (tokenized, tokenized_streams)]
 CASES += [(local_rows, "ddp", {"inputs": "local"}), (local_rows, "ddp", {"inputs": "local", "outputs": "whole"})]
 

@@ -35,7 +35,7 @@ PLAIN = Cluster.load("a100-sxm", num_devices=4, software="none")
 
 @pytest.mark.ranks
 @pytest.mark.parametrize(("case", "shape", "tier", "options", "norm", "calls"), [
-    ("llama", (2,), "host/host/disk", {}, 0.5, 1), slow("llama", (4,), "host/host/disk", {}, 0.5, 1),
+    slow("llama", (2,), "host/host/disk", {}, 0.5, 1), slow("llama", (4,), "host/host/disk", {}, 0.5, 1),
     ("gpt2", (1,), "disk/disk/disk", {"micro_batches": 4, "recompute": "full"}, None, 1),
     ("bert", (2, 2), "device/host/disk", {"zero_stage": 1, "micro_batches": 2}, 0.5, 2),
     slow("llama", (2, 2), "disk/disk/disk", {"recompute": "full"}, 0.5, 2),

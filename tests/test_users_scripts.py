@@ -18,6 +18,7 @@ import autoparallel
 from autoparallel.errors import InputError
 from tests.support.ranks import mesh_of
 from tests.support.reference import gathered
+from tests.support.tiers import slow
 
 X, Y = torch.linspace(-2, 2, 64).view(8, 8).cos(), torch.arange(8) % 4
 Made = dict[str, Tensor]
@@ -175,8 +176,9 @@ def is_equal_on(kind: type[nn.Module], baseline: str, script: Callable[[Any], Ma
         torch.testing.assert_close(found[name], value, rtol=1e-4, atol=1e-5, msg=lambda text, n=name: f"{n}: {text}")
 
 
-@pytest.mark.parametrize(("kind", "script"), [(Net, averaged), (Net, swapped), (Net, copied), (Named, named),
-                                              (Net, looked_at), (Parametrised, regularised)])
+@pytest.mark.parametrize(("kind", "script"), [
+    (Net, averaged), slow(Net, swapped), (Net, copied), slow(Named, named), slow(Net, looked_at),
+    (Parametrised, regularised)])
 @pytest.mark.parametrize("baseline", ["ddp", pytest.param("fsdp", marks=pytest.mark.slow)])
 def test_a_script_is_equal_to_one_process(ranks: Any, kind: type[nn.Module], baseline: str,
                                           script: Callable[[Any], Made]) -> None:

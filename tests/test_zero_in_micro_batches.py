@@ -42,7 +42,7 @@ def test_zero_2_sends_buckets_in_each_micro_batch(ranks: Any) -> None:
 
 
 @pytest.mark.parametrize(("zero_stage", "options"), [
-    (2, EACH_SCHEDULE[0]), (2, EACH_SCHEDULE[2]), (3, EACH_SCHEDULE[0]), slow(2, EACH_SCHEDULE[1]),
+    slow(2, EACH_SCHEDULE[0]), (2, EACH_SCHEDULE[2]), (3, EACH_SCHEDULE[0]), slow(2, EACH_SCHEDULE[1]),
     slow(2, EACH_SCHEDULE[3]), slow(3, EACH_SCHEDULE[1]), slow(3, EACH_SCHEDULE[2]), slow(3, EACH_SCHEDULE[3]),
 ], ids=str)
 def test_pipelines_send_buckets_in_one_order(ranks: Any, zero_stage: int, options: dict[str, Any]) -> None:
@@ -66,7 +66,7 @@ def test_pipelines_send_buckets_in_one_order(ranks: Any, zero_stage: int, option
 
 
 WAYS: list[Any] = [
-    ((3,), {"micro_batches": 4, "zero_stage": 2}), ((2, 2), {"micro_batches": 2, "zero_stage": 2}),
+    slow((3,), {"micro_batches": 4, "zero_stage": 2}), ((2, 2), {"micro_batches": 2, "zero_stage": 2}),
     ((3,), {"micro_batches": 2, "zero_stage": 2, "recompute": "full", "reduce_dtype": "float32"}),
     slow((3,), {"micro_batches": 1, "zero_stage": 2}), slow((3,), {"micro_batches": 1, "zero_stage": 3}),
     slow((3,), {"micro_batches": 2, "zero_stage": 3}), slow((3,), {"micro_batches": 4, "zero_stage": 3}),
@@ -75,7 +75,8 @@ WAYS: list[Any] = [
     slow((2, 2), {"micro_batches": 4, "zero_stage": 2, "copies": 2}),
     *(slow((2, 2), {"micro_batches": 4, "zero_stage": zero_stage, "backend": "inductor", **options})
       for zero_stage in (2, 3) for options in EACH_SCHEDULE if options["schedule"] != "zero_bubble"),
-    *(((2, 3), {"micro_batches": 4, "zero_stage": 2, **options}) for options in EACH_SCHEDULE[::2]),
+    ((2, 3), {"micro_batches": 4, "zero_stage": 2, **EACH_SCHEDULE[2]}),
+    slow((2, 3), {"micro_batches": 4, "zero_stage": 2, **EACH_SCHEDULE[0]}),
     *(((2, 3), {"micro_batches": 4, "zero_stage": 3, **options}) for options in EACH_SCHEDULE[:1]),
     *(slow((2, 3), {"micro_batches": 4, "zero_stage": 2, **options}) for options in EACH_SCHEDULE[1::2]),
     *(slow((2, 3), {"micro_batches": 4, "zero_stage": 3, **options}) for options in EACH_SCHEDULE[1:]),

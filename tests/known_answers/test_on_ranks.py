@@ -65,7 +65,7 @@ def sent(name: str, plan: Plan) -> dict[str, int]:
 
 #: Model, mesh, options; what each rank sends, and what Alpa's program does where that is something else.
 STEPS: list[Any] = [
-    ("mlp", (4,), {"baseline": "ddp"}, {"all_reduce": 1}, ""),
+    pytest.param("mlp", (4,), {"baseline": "ddp"}, {"all_reduce": 1}, "", marks=pytest.mark.slow),
     ("mlp", (2, 2), {"baseline": "ddp"}, {"all_reduce": 1}, ""),
     ("mlp", (4,), {"baseline": "fsdp"}, {"all_gather": 1, "reduce_scatter": 1}, ""),
     ("mlp", (2, 2), {"pins": alternating(6), "slowdown": NO_REDUCE_SCATTER}, {"all_reduce": 5 + 1}, ""),
@@ -74,10 +74,12 @@ STEPS: list[Any] = [
     ("dropout", (4,), {"baseline": "ddp"}, {"all_reduce": 1}, ""),
     pytest.param("convolutions", (4,), {"baseline": "ddp"}, {"all_reduce": 1 + 4 * 3},
                  "1 + 2 * 3: mean and variance in one", marks=pytest.mark.slow),
-    ("two layers", (4,), {"baseline": "ddp", "micro_batches": 2}, {"all_reduce": 1}, ""),
+    pytest.param("two layers", (4,), {"baseline": "ddp", "micro_batches": 2}, {"all_reduce": 1}, "",
+                 marks=pytest.mark.slow),
     ("two layers", (4,), {"baseline": "fsdp", "micro_batches": 2, "zero_stage": 1},
      {"all_gather": 1, "reduce_scatter": 1}, ""),
-    ("four layers", (2, 2), {"baseline": "ddp", "micro_batches": 2, "pipeline_stages": 2}, {"all_reduce": 1}, ""),
+    pytest.param("four layers", (2, 2), {"baseline": "ddp", "micro_batches": 2, "pipeline_stages": 2},
+                 {"all_reduce": 1}, "", marks=pytest.mark.slow),
     ("four layers", (2, 2), {"baseline": "fsdp", "micro_batches": 2, "pipeline_stages": 2, "zero_stage": 1},
      {"all_gather": 1, "reduce_scatter": 1}, ""),
 ]
