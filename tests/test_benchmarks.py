@@ -129,9 +129,13 @@ def test_steps_with_states_on_disk_beside_their_bound(tmp_path: Path) -> None:
 
 
 @pytest.mark.ranks
+@pytest.mark.slow
 def test_compiled_architectures_are_held_to_one_process() -> None:
     row = compiled_zoo.examine("gpt2", (2,), "aot_eager")
     assert row.verdict == "equal" and row.error > 0 and row.plan
+
+
+def test_differences_of_compiled_architectures_are_measured_against_the_largest_element() -> None:
     whole = torch.tensor([4.0, 2.0])
     assert compiled_zoo._error(torch.tensor([4.0, 2.5]), whole) == 0.125
     assert {compiled_zoo._error(wrong, whole) for wrong in (None, whole[:1], whole * math.nan)} == {math.inf}

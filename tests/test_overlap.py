@@ -243,6 +243,7 @@ def test_overlapped_reductions_can_be_differentiated_twice(ranks: Any, baseline:
             torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-7)
 
 
+@pytest.mark.slow
 def test_micro_batches_reduce_gradients_once(ranks: Any) -> None:
     for one_by_one, in_buckets in ranks(4).run(backward_twice, (4,), 25 * 2**20, 2, timeout_s=100):
         assert in_buckets < one_by_one / 4

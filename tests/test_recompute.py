@@ -41,7 +41,7 @@ ON_DISK = {"disk_path": tempfile.gettempdir()}
     slow("gpt2", {"recompute": "offload", "micro_batches": 2}),
     slow("bert", {"recompute": "offload", "micro_batches": 4, "zero_stage": 3}),
     slow("llama", {"recompute": "offload", "micro_batches": 4, "zero_stage": 3, "pipeline_stages": 2}),
-    ("llama", {"recompute": "offload", "micro_batches": 2, "pipeline_stages": 2, "schedule": "zero_bubble"}),
+    slow("llama", {"recompute": "offload", "micro_batches": 2, "pipeline_stages": 2, "schedule": "zero_bubble"}),
     ("llama", {"recompute": "selective", "saved_on": "host", "micro_batches": 4, "zero_stage": 3}),
     slow("mixtral", {"recompute": "selective", "saved_on": "host"}),
     ("bert", {"recompute": "offload", "saved_on": "disk", "micro_batches": 4, "pipeline_stages": 2, **ON_DISK}),

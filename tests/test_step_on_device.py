@@ -67,7 +67,7 @@ def trained(case_name: str, shape: tuple[int, ...], options: dict[str, Any], kin
 
 @pytest.mark.ranks
 @pytest.mark.parametrize(("case", "shape", "options", "kind"), [
-    ("llama", (2,), {"baseline": "ddp", "zero_stage": 0}, "AdamW"),
+    slow("llama", (2,), {"baseline": "ddp", "zero_stage": 0}, "AdamW"),
     ("gpt2", (2,), {"baseline": "fsdp", "zero_stage": 3, "recompute": "full"}, "SGD"),
     ("bert", (2,), {"zero_stage": 2, "micro_batches": 2}, "AdamW"),
     ("gpt2", (2,), {"pipeline_stages": 2, "micro_batches": 4, "schedule": "1f1b"}, "Adagrad"),    # a tied weight
