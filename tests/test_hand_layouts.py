@@ -134,10 +134,10 @@ def test_a_plan_is_of_the_kind_that_its_text_says(text: str) -> None:
                                   slow("dp=4,zero=3,micro_batch=8")])
 def test_an_estimate_of_three_blocks_is_the_plan_s_step_and_bytes(text: str) -> None:
     """Without a pipeline: also of the gradients in backward, which equal blocks hold one after the other. Estimates
-    leave out the latency of buckets that are not full."""
+    leave out what buckets that are not equal take more or less."""
     split, hand = Splits(graph(LAYERS)), ByHand.of(text).on(4)
     found, made = estimate_by_hand(split, CLUSTER, Options(), hand, math.inf), priced(split, text).prediction
-    assert found is not None and found.step_s == pytest.approx(made.step_s, rel=LATENCY) and found.step_s < made.step_s
+    assert found is not None and found.step_s == pytest.approx(made.step_s, rel=LATENCY)
     assert found.peak_bytes == pytest.approx(made.peak_bytes, rel=1e-6)
     assert estimate_by_hand(Splits(graph(3)), CLUSTER, Options(), hand, math.inf) is None    # takes as long as the plan
 

@@ -71,7 +71,7 @@ def test_a_collective_is_of_the_kind_that_was_asked_for() -> None:
     events = [annotation(f"{OP}1", 0.0, 0.5), event("c10d::reduce_scatter_tensor_coalesced_", 0.1, 0.4),
               event("gloo:all_reduce", 0.2, 1.0, "user_annotation", thread=2),
               event("gloo:all_gather", 1.0, 1.5, "user_annotation", thread=2)]
-    found = rank_step(Recording(tuple(events), 2.0), OPS, {"model": "network"})
+    found = measured_step(Recording(tuple(events), 2.0), OPS, {"model": "network"})
     assert {kind: calls.count for kind, calls in found.collectives.items()} == {"reduce_scatter": 1, "all_gather": 1}
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import socket
 import sys
+import threading
 import time
 from collections.abc import Callable
 from contextlib import suppress
@@ -19,6 +20,8 @@ from autoparallel.launch.host_list import check_open, is_list
 #: Seconds without all hosts after which it is said what is awaited, and again after each so many.
 SAID_AFTER_S, SAID_EVERY_S = 5.0, 60.0
 _POLL_S = 0.2
+#: Seconds in which a list of hosts answers.
+ANSWER_S = 5.0
 _COUNT = "autoparallel/hosts"
 _NAME = "autoparallel/host/{}"
 
@@ -65,14 +68,23 @@ class RollCall:
         return store
 
     def _of_list(self) -> dist.TCPStore | None:
-        """The store of a list of hosts, where one answers."""
-        if self._is_reached():
+        """The store of a list of hosts, where one answers. In a thread of its own: torch waits for ever for the answer
+        of another program."""
+        found = list[dist.TCPStore]()
+
+        def ask() -> None:
             with suppress(dist.DistError):
-                store = dist.TCPStore(self.host, self.port, None, False, timedelta(seconds=10), wait_for_workers=False)
-                if is_list(store):
-                    check_open(store)
-                    return store
-        return None
+                store = dist.TCPStore(self.host, self.port, None, False, timedelta(seconds=ANSWER_S),
+                                      wait_for_workers=False)
+                found.extend([store] * is_list(store))
+
+        if self._is_reached():
+            thread = threading.Thread(target=ask, daemon=True)
+            thread.start()
+            thread.join(ANSWER_S)
+        for store in found:
+            check_open(store)
+        return found[0] if found else None
 
     def _serve(self) -> dist.TCPStore:
         try:
