@@ -153,6 +153,20 @@ def test_auto_is_the_fastest_of_all_sizes() -> None:
     assert made.prediction.step_s <= _deep().prediction.step_s
 
 
+def test_gathers_are_by_block_or_by_size_as_is_faster() -> None:
+    """Of blocks of 128 MiB: over all of 64 GPUs at once, one message of a block has least latency; over hosts and then
+    within them, parts of it are on both kinds of links at a time."""
+    with torch.device("meta"):
+        model = torch.nn.Sequential(*(torch.nn.Sequential(*(torch.nn.Linear(2048, 2048, bias=False) for _ in range(8)))
+                                      for _ in range(6)))
+    cluster, args = Cluster.load("h100-sxm", num_devices=64), (torch.empty(65536, 2048, device="meta"),)
+
+    flat, by_size, deep = (plan_again(model, cluster, args, baseline="fsdp", mesh_shape=shape, bucket_bytes=most)
+                           for shape, most in (((64,), None), ((64,), 25 * MIB), ((8, 8), None)))
+    assert flat.hybrid.fusion.blocks and flat.prediction.step_s < 0.95 * by_size.prediction.step_s
+    assert not deep.hybrid.fusion.blocks
+
+
 def test_auto_leaves_a_size_that_makes_no_other_buckets() -> None:
     made = plan_of("llama", _local(), mesh_shape=(4,), baseline="ddp", bucket_bytes="auto")
     assert made.hybrid.bucket_bytes == 25 * MIB and made.hybrid.fusion == Fusion()

@@ -30,7 +30,10 @@ MOST_LISTED = 6
 def in_fastest_buckets(pricer: SpacePricer, problem: Problem, strategies: Sequence[Strategy], options: Options,
                        stages: Stages) -> SpacePricer:
     """The pricer of a plan with the sizes of buckets that make its step shortest and fit into memory: of all mesh axes,
-    then of each; as it is where the options say a size. ``problem``: the one in which the plan was found."""
+    then of each; by default with gathers by block or by size; as it is where the options say a size. ``problem``: the
+    one in which the plan was found."""
+    if options.bucket_bytes is None:
+        return _by_block_or_size(pricer, problem, strategies, stages) if options.search != "local" else pricer
     if options.bucket_bytes != AUTO_SIZE:
         return pricer
     sizes = _Sizes(pricer, problem, strategies, stages)
@@ -38,6 +41,18 @@ def in_fastest_buckets(pricer: SpacePricer, problem: Problem, strategies: Sequen
     for axis in (None, *(axes if len(axes) > 1 else ())):
         for size in TRIED:
             sizes.attempt(_sized(sizes.best.counts.hybrid, axis, size))
+    return sizes.best
+
+
+def _by_block_or_size(pricer: SpacePricer, problem: Problem, strategies: Sequence[Strategy], stages: Stages
+                      ) -> SpacePricer:
+    """The faster of gathers of whole blocks, which have least latency, and of parts of them, which are sent over one
+    axis while others are over another."""
+    hybrid = pricer.counts.hybrid
+    if hybrid.reads_alone or pricer.prices.redistribution.single.block_bytes <= hybrid.bucket_bytes:
+        return pricer
+    sizes = _Sizes(pricer, problem, strategies, stages)
+    sizes.attempt(replace(hybrid, fusion=replace(hybrid.fusion, blocks=False)))
     return sizes.best
 
 

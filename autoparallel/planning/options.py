@@ -80,7 +80,7 @@ OPTIONS = f"""
     reduce_dtype: the dtype in which gradients are summed ("float32", "bfloat16", "float16"); None: the parameter's.
     bucket_bytes: the largest bucket of parameter gathers and gradient reductions: a number, or one by mesh axis
         ({{"data": 100e6, "model": 5e6}}; 25 MiB for the others), or "auto": the sizes with which the plan is predicted
-        fastest; None: 25 MiB, and the gathers of each block's parameters as one.
+        fastest; None: 25 MiB, and gathers of each block's parameters as one where that is predicted faster.
     buckets: parameters whose gathers and gradient reductions are joined: a number is the most of a bucket; patterns of
         names (["layers.0.*", "head.*"]) are one bucket each, of any size, and ``bucket_bytes`` divides the others;
         None: by size alone.

@@ -17,7 +17,8 @@ class Fusion:
     ``axis_bytes``: (mesh axis, bytes) where the groups of an axis have a size of their own; sums over several axes
     together have the least of theirs. ``most``: the parameters of a bucket, at most (None: any number). ``names``:
     patterns of parameters' names; those that a pattern matches (the first that does) are one bucket, of any size.
-    ``blocks``: the gathers of a block's parameters are one bucket, whatever the sizes, as FSDP2 has them.
+    ``blocks``: the gathers of a block's parameters are one bucket, whatever the sizes, as FSDP2 has them; else they are
+    divided by size, too.
     """
 
     axis_bytes: tuple[tuple[str, float], ...] = ()
