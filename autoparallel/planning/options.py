@@ -194,7 +194,7 @@ class Options:
     def fusion(self) -> Fusion:
         """Sizes of buckets by axis, and buckets by number and name."""
         sizes = self.bucket_bytes if isinstance(self.bucket_bytes, Mapping) else {}
-        blocks = self.bucket_bytes in (None, AUTO_SIZE)
+        blocks = self.bucket_bytes in (None, AUTO_SIZE) and not self.step_in_backward    # which counts small buckets
         if self.buckets is None or isinstance(self.buckets, int):
             return Fusion(tuple(sizes.items()), self.buckets, blocks=blocks)
         return Fusion(tuple(sizes.items()), None, tuple(self.buckets), blocks)
