@@ -12,6 +12,7 @@ from autoparallel.partition import Stages
 from autoparallel.planning.options import Options
 from autoparallel.plans import Hybrid
 from autoparallel.pricing import SpacePricer, predict
+from autoparallel.pricing.hidden import hidden_s
 from autoparallel.pricing.rank_reads import RankReads
 from autoparallel.schedule.async_windows import AsyncWindows
 from autoparallel.schedule.fusion import AUTO_SIZE, Fusion
@@ -33,7 +34,7 @@ def in_fastest_buckets(pricer: SpacePricer, problem: Problem, strategies: Sequen
     then of each; by default with gathers by block or by size; as it is where the options say a size. ``problem``: the
     one in which the plan was found."""
     if options.bucket_bytes is None:
-        return _by_block_or_size(pricer, problem, strategies, stages) if options.search != "local" else pricer
+        return _by_block_or_size(pricer, problem, strategies) if options.search != "local" else pricer
     if options.bucket_bytes != AUTO_SIZE:
         return pricer
     sizes = _Sizes(pricer, problem, strategies, stages)
@@ -44,16 +45,16 @@ def in_fastest_buckets(pricer: SpacePricer, problem: Problem, strategies: Sequen
     return sizes.best
 
 
-def _by_block_or_size(pricer: SpacePricer, problem: Problem, strategies: Sequence[Strategy], stages: Stages
-                      ) -> SpacePricer:
+def _by_block_or_size(pricer: SpacePricer, problem: Problem, strategies: Sequence[Strategy]) -> SpacePricer:
     """The faster of gathers of whole blocks, which have least latency, and of parts of them, which are sent over one
     axis while others are over another."""
     hybrid = pricer.counts.hybrid
     if hybrid.reads_alone or pricer.prices.redistribution.single.block_bytes <= hybrid.bucket_bytes:
         return pricer
-    sizes = _Sizes(pricer, problem, strategies, stages)
-    sizes.attempt(replace(hybrid, fusion=replace(hybrid.fusion, blocks=False)))
-    return sizes.best
+    other = pricer.overlapping(fusion=replace(hybrid.fusion, blocks=False))
+    whole_s, parts_s = (hidden_s(one, strategies) for one in (pricer, other))
+    step_s = evaluate(problem, pricer.choice_of(strategies)).objective - whole_s
+    return other if parts_s - whole_s > LEAST_GAIN * step_s else pricer
 
 
 def _sized(hybrid: Hybrid, axis: str | None, size: float) -> Hybrid:

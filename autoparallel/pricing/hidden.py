@@ -36,7 +36,8 @@ def hidden(pricer: SpacePricer, strategies: Sequence[Strategy], stages: Sequence
     if not _hides(pricer):
         return Hidden()
     hybrid = pricer.counts.hybrid
-    found: _Stages = pricer.costs.memo.once(("hidden", tuple(strategies), hybrid.pieces, hybrid.experts_overlap),
+    how = hybrid.pieces, hybrid.experts_overlap, hybrid.fusion.blocks    # `SpacePricer.overlapping`
+    found: _Stages = pricer.costs.memo.once(("hidden", tuple(strategies), how),
                                             lambda: _Stages(pricer, strategies))
     return Hidden(*map(sum, zip(*map(found.of, stages), strict=True)))
 

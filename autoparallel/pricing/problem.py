@@ -140,8 +140,8 @@ class SpacePricer:
         return other
 
     def overlapping(self, **how: Any) -> SpacePricer:
-        """A copy with these fields of ``Hybrid`` (``pieces``, ``experts_overlap``), which change no cost but what
-        overlap saves."""
+        """A copy with these fields of ``Hybrid`` (``pieces``, ``experts_overlap``, ``fusion`` with or without
+        ``blocks``), which change no cost but what overlap saves."""
         other = copy(self)
         other.counts = copy(self.counts)
         other.counts.hybrid = replace(self.counts.hybrid, **how)
