@@ -198,7 +198,7 @@ def origins(before: int, lost: Sequence[int], now: int) -> tuple[int | None, ...
 _Maker = Callable[[Cluster], Plan]
 
 
-def _bucket_bytes_of(hybrid: Hybrid) -> float | str | None:
+def bucket_bytes_of(hybrid: Hybrid) -> float | str | None:
     """The sizes of buckets for other mesh axes: none, where they are the default."""
     if hybrid.fusion.axis_bytes:
         return AUTO_SIZE
@@ -209,7 +209,7 @@ def _makers(plan: Plan, cluster: Cluster, model: nn.Module, example: tuple[Any, 
             options: Mapping[str, Any]) -> Iterator[tuple[str, int, _Maker]]:
     """Title, devices and the way to make the plan of each candidate."""
     kept = {"optimizer": optimizer_of(plan), "reduce_dtype": plan.hybrid.reduce_dtype,
-            "bucket_bytes": _bucket_bytes_of(plan.hybrid),
+            "bucket_bytes": bucket_bytes_of(plan.hybrid),
             "buckets": plan.hybrid.fusion.names or plan.hybrid.fusion.most, **options}
     if plan.hybrid.offload.is_away and "offload" not in options:
         kept["offload"] = plan.hybrid.offload.place

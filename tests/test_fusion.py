@@ -17,11 +17,15 @@ from autoparallel import Cluster, Plan
 from autoparallel.errors import PlanError
 from autoparallel.partition import split_batch
 from autoparallel.planning import bucket_sizes
+from autoparallel.planning.bound_kinds import Kind
 from autoparallel.planning.bucket_sizes import LEAST_GAIN, TRIED
+from autoparallel.planning.candidates import Candidate
+from autoparallel.plans import Hybrid
 from autoparallel.pricing import ExecutionCounts, Prices, SpacePricer
 from autoparallel.pricing.overlap_simulation import RankStep
+from autoparallel.replanning import bucket_bytes_of
 from autoparallel.schedule.async_windows import AsyncWindows, Read
-from autoparallel.schedule.fusion import Fusion, in_buckets
+from autoparallel.schedule.fusion import AUTO_SIZE, Fusion, in_buckets
 from autoparallel.strategies.space import StrategySpace
 from cost_models import collectives
 from tests.support.captured import graph_of, plan_again, plan_of
@@ -165,6 +169,23 @@ def test_gathers_are_by_block_or_by_size_as_is_faster() -> None:
                            for shape, most in (((64,), None), ((64,), 25 * MIB), ((8, 8), None)))
     assert flat.hybrid.fusion.blocks and flat.prediction.step_s < 0.95 * by_size.prediction.step_s
     assert not deep.hybrid.fusion.blocks
+
+
+def test_steps_during_backward_and_jobs_planned_again_have_the_sizes_that_they_need() -> None:
+    """Memory of the first is counted by the default size; the second keep sizes that somebody gave."""
+    cluster, how = _local(), {"mesh_shape": (4,), "baseline": "fsdp"}
+    assert not plan_of("mlp", cluster, **how, step_in_backward=True).hybrid.fusion.blocks
+    for given, kept in ((None, None), (25 * MIB, None), (5 * MIB, 5 * MIB), ({"axis0": 5 * MIB}, AUTO_SIZE)):
+        made = plan_of("mlp", cluster, **how, bucket_bytes=given)
+        assert made.hybrid.fusion.blocks == (given is None)
+        assert bucket_bytes_of(made.hybrid) == kept
+
+
+@pytest.mark.parametrize("size", [MIB, 400 * MIB])
+def test_bounds_are_of_the_buckets_of_the_combination(size: int) -> None:
+    hybrid = Hybrid(2, zero_stage=1, bucket_bytes=size, fusion=Fusion(blocks=False))
+    bounded = Kind.of(Candidate(hybrid, (4,))).hybrid
+    assert (bounded.bucket_bytes, bounded.fusion) == (size, hybrid.fusion)
 
 
 def test_auto_leaves_a_size_that_makes_no_other_buckets() -> None:

@@ -65,8 +65,8 @@ class BackwardInParts:
 
     @cached_property
     def _buckets_of(self) -> Mapping[int, Sequence[Pair]]:
-        """By op, the buckets of which the second part of its backward completes the last gradient; at `TOP` those that
-        the first part has completed."""
+        """By op, the buckets whose last gradient the second part of its backward completes; at `TOP` those that the
+        first part has completed."""
         found = defaultdict[int, list[Pair]](list)
         order = {part.op: place for place, part in enumerate(self.split.put_off)}
         for pair in self.buckets.ended_together():

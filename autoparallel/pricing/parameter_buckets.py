@@ -11,7 +11,7 @@ from autoparallel.pricing.step_tasks import StepTasks, label_of
 from autoparallel.schedule.async_windows import TOP, Pair
 from autoparallel.schedule.backward_gathers import Finish
 
-#: Task numbers by the async window that launched them, of those that are not awaited yet.
+#: By async window, the numbers of the tasks that it has launched and not awaited.
 Pending = dict[Pair, list[int]]
 
 

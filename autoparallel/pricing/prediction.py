@@ -65,7 +65,7 @@ def predict(pricer: SpacePricer, problem: Problem, strategies: Sequence[Strategy
     mean = together(by_rank)
     profile = pricer.prices.cluster.profile
     if hybrid.stages > 1:
-        step = _pipelined_s(pricer, stages, sends, strategies, in_order=True)
+        step = _pipelined_s(pricer, stages, sends, strategies)
         ahead = sum(stages[stage].beside_s(profile, hybrid.micro_batches_on(stage))
                     for rank in range(ranks) for stage in hybrid.stages_of(rank)) / ranks
         overlap = sum(stages[stage].hidden_s(profile, hybrid.micro_batches_on(stage), one) + one.once
@@ -148,7 +148,7 @@ def _as_software(pricer: SpacePricer, found: Hidden) -> Hidden:
 
 
 def step_s(pricer: SpacePricer, strategies: Sequence[Strategy], sends: Sends) -> float:
-    """Seconds of a pipelined step without overlap, as in `predict`; memory is not checked."""
+    """Seconds of a pipelined step without overlap, in closed form; memory is not checked."""
     clock.did("decisions read", len(strategies))
     stages = [Parts() for _ in range(pricer.counts.hybrid.stages)]
     add_decisions(pricer, strategies, stages, {})
@@ -223,14 +223,13 @@ def _virtual(hybrid: Hybrid) -> int:
 
 
 def _pipelined_s(pricer: SpacePricer, stages: Sequence[Parts], sends: Sends,
-                 strategies: Sequence[Strategy] | None = None, in_order: bool = False) -> float:
-    """Seconds of a step under the schedule: the pipelined micro-batches, then the work done once per step, less the
-    overlap (if ``strategies`` are given).
+                 strategies: Sequence[Strategy] | None = None) -> float:
+    """Seconds of a step under the schedule: the pipelined micro-batches, then the work done once per step.
 
-    Per micro-batch both stages at a cut wait for one message: a value in one direction while a gradient comes back.
-    ``in_order``: the micro-batches take what they take in the order in which they run, and no less than on equal
-    stages, of which the bounds of plans are; without it the closed form of `pipeline_s`, for stages that are not equal
-    higher by their filling and draining at most (with one stage on each rank).
+    With ``strategies`` less the overlap: the micro-batches are simulated in their order on each rank; no fewer seconds
+    count than with equal stages, for which the bounds of plans hold. Else without overlap, by the closed form of
+    `pipeline_s`: of unequal stages an upper bound. In closed form both stages at a cut wait for one message of each
+    micro-batch: a value in one direction while a gradient comes back.
     """
     hybrid, cluster = pricer.counts.hybrid, pricer.prices.cluster
     groups, passed = hybrid.groups, _passed_s(pricer, sends)
@@ -245,7 +244,7 @@ def _pipelined_s(pricer: SpacePricer, stages: Sequence[Parts], sends: Sends,
     of_rank = [range(g, len(stages), len(groups)) for g in range(len(groups))]
     hidden = [_hidden(pricer, strategies, rank).once for rank in of_rank]
     once = max(sum(stages[n].once for n in rank) - less for rank, less in zip(of_rank, hidden, strict=True))
-    if not in_order:
+    if strategies is None:
         return float(pipeline_s(of_group, hybrid.micro_batches, _virtual(hybrid), groups)) + once
     clock.did("tasks simulated", 2 * len(stages) * hybrid.micro_batches)
     each = [_micro_batch(s, profile, count, less) for s, count, less in zip(stages, counts, each_s, strict=True)]

@@ -99,6 +99,7 @@ class Prices:
         return known
 
     def _on(self, devices: Sequence[int]) -> Prices:
+        """The prices on these devices; sets of devices of the same kinds and NICs share them."""
         kinds, groups = self.cluster.kinds(devices), self._groups_by(devices) if self._uneven else self.groups
         key = (*map(id, kinds), repr(groups) if self._uneven else "")
         if key not in self._of_kinds:

@@ -5,7 +5,7 @@ Assigning a plain tensor to ``.data`` changes nothing of a DTensor, nor does wri
 ``bool()`` of one that is sharded or a summand read this rank's part. Collectives of DTensors, which scripts for data
 parallelism write by hand, are refused. A DTensor may be assigned to ``.data``; copies are as those of plain tensors,
 also of gradients that lie in a bucket; summands are added up before they are written over.
-Gradients of the third order and higher are whole: torch drops those that change their placement on their way (2.13).
+Gradients of the third order and higher are complete: torch 2.13 detaches a gradient whose placement it changes.
 (The one file that touches DTensor's op handlers and attributes.)
 """
 

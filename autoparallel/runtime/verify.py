@@ -70,7 +70,7 @@ class Verification:
     def correction(self) -> Correction:
         """Factors that bring compute and communication to what was measured; what is left is fixed. Waits in a pipeline
         are compute of other ranks, else communication (of buckets that are not full). Where the parts exceed the step
-        (the profiler takes time too), both factors shrink alike."""
+        (the profiler takes time too), both factors shrink by the same ratio."""
         p, m, old = self.predicted, self.measured, self.cluster.correction
         worked, exposed = p.forward_s + p.backward_s, self._exposed_s
         compute = m.compute_s / worked if worked > 0 and m.compute_s > 0 else 1.0

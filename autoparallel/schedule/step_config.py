@@ -52,7 +52,7 @@ class Hybrid:
     or "disk"; of "offload" not the first. ``reduce_dtype``: the dtype in which gradients are summed over ranks, and
     over micro-batches if it is more precise than the parameter's (None: the parameter's). ``bucket_bytes``: the largest
     bucket of parameter gathers and gradient reductions (a single larger parameter is allowed); ``fusion``: its size on
-    single mesh axes, and buckets by number and by name. ``copies``:
+    single mesh axes, buckets by number and by name, and whether a block's gathers are one of any size. ``copies``:
     micro-batches that run at a time (multi-copy): one's activations are sent while another computes, and blocks'
     parameters are gathered once for all of them (ZeRO-3), for the activations of so many. ``offload``: where the
     optimizer's states live, and gradients and parameters. ``on_host``: tables whose lookups run on the host,

@@ -3,8 +3,8 @@
 Without a pipeline it is that of one rank, as the prediction simulates it, stretched evenly to the predicted step: hosts
 that launch kernels late, or ahead of the device, change the whole step and no single task. With one, each rank's
 micro-batches are simulated from the seconds of its stages (`plans.record.StageSeconds`) in the order of the schedule
-(`schedule.pipeline_tasks`), as for the prediction, which is that of equal stages where these would take longer, as both
-stages at a cut wait for a message (`Timeline.total_s` beside the step).
+(`schedule.pipeline_tasks`), as for the prediction. That is longer than `Timeline.total_s` where equal stages, of which
+both at a cut wait for each message, would take longer.
 A micro-batch's recompute is drawn in one piece at the begin of its backward, its exposed communication, which happens
 between its ops, in one piece at its end.
 """
