@@ -65,7 +65,7 @@ def plan(
     memory_confidence: float = 0.95,
     optimizer: str = "adamw",
     time_limit_s: float | None = None,
-    micro_batches: int | None = None,
+    micro_batches: int | Sequence[int] | None = None,
     pipeline_stages: int | None = None,
     stage_replicas: Sequence[int] | None = None,
     schedule: str | None = None,
@@ -133,8 +133,11 @@ def plan(
     check_limits(chosen)
     if compare_by_hand is not None:
         chosen = compared_by_hand(chosen, compare_by_hand, cluster.num_devices)
-    return on_grouped_hosts(cluster, lambda hosts: compiler.plan(
-        model, hosts, example_inputs or (), example_kwargs or {}, mesh_shape, axis_names, joint, chosen))
+    def on_hosts(hosts: Cluster) -> Plan:
+        return compiler.plan(model, hosts, example_inputs or (), example_kwargs or {}, mesh_shape, axis_names, joint,
+                             chosen)
+
+    return on_hosts(cluster) if chosen.by_rank else on_grouped_hosts(cluster, on_hosts)    # ranks as they are given
 
 
 @with_options
@@ -161,7 +164,7 @@ def compile(
     memory_confidence: float = 0.95,
     optimizer: str = "adamw",
     time_limit_s: float = 60.0,
-    micro_batches: int | None = None,
+    micro_batches: int | Sequence[int] | None = None,
     pipeline_stages: int | None = None,
     stage_replicas: Sequence[int] | None = None,
     schedule: str | None = None,

@@ -66,8 +66,9 @@ def plan(
     joint: Annotated[bool, typer.Option(help="search pipeline, micro-batches, ZeRO and recompute too")] = False,
     pipeline_stages: Annotated[int | None, typer.Option(help="pipeline stages (on the mesh's first axis); 1 by "
                                                         "default, unless --joint searches")] = None,
-    micro_batches: Annotated[int | None, typer.Option(help="parts of the batch, one after the other; 1 by default "
-                                                      "where the step fits, unless --joint searches")] = None,
+    micro_batches: Annotated[str | None, typer.Option(help="parts of the batch, one after the other, as 8; or how many "
+                                                      "each rank of the mesh's first axis runs, as 3,3,1,1; 1 by "
+                                                      "default where the step fits, unless --joint searches")] = None,
     stage_replicas: Annotated[str | None, typer.Option(help="ranks that share each stage's batch, as 1,3")] = None,
     schedule: Annotated[str | None, typer.Option(help=f"{' or '.join(SCHEDULES)}; by default {usual()}, or {usual(2)} "
                                                  "with several stages a rank")] = None,
@@ -147,7 +148,7 @@ def plan(
             network, machine, example_inputs=args, example_kwargs=kwargs, mesh_shape=shape, search=search,
             memory_limit_bytes=bytes_of(memory_limit), optimizer=optimizer, baseline=baseline, time_limit_s=time_limit,
             joint=joint, by_hand=by_hand, compare_by_hand=compare_by_hand, pipeline_stages=pipeline_stages,
-            micro_batches=micro_batches, schedule=schedule,
+            micro_batches=_micro_batches(micro_batches), schedule=schedule,
             stage_replicas=_sizes(stage_replicas, "the stages' ranks", ",", "1,3"),
             zero_stage=zero_stage, recompute=recompute, saved_on=saved_on, reduce_dtype=reduce_dtype,
             bucket_bytes=_bucket_bytes(bucket_bytes), buckets=_buckets(buckets), copies=copies, pieces=pieces,
@@ -430,6 +431,11 @@ def _by_hand(text: str | None, devices: int | None) -> str | None:
 
 def _mesh_shape(text: str | None) -> tuple[int, ...] | None:
     return _sizes(text, "the mesh", "x", "8x8")
+
+
+def _micro_batches(text: str | None) -> int | tuple[int, ...] | None:
+    found = _sizes(text, "the micro-batches", ",", "8, or 3,3,1,1 by rank")
+    return found[0] if found is not None and len(found) == 1 else found
 
 
 def _sizes(text: str | None, what: str, between: str, example: str) -> tuple[int, ...] | None:

@@ -84,7 +84,7 @@ def compile(model: nn.Module, mesh: DeviceMesh | int, example: Call | None, inpu
     mesh = check_mesh(mesh, plan)
     runs_by = backends.chosen(backend, mesh.device_type)
     machine = cluster_of(mesh, cluster, runs_by)
-    hybrid = plan.hybrid if plan else options.hybrid(mesh.size(0) if options.stages > 1 else 1)
+    hybrid = plan.hybrid if plan else options.hybrid(mesh.size(0) if options.has_first_axis else 1)
     position = groups.position_on(mesh, hybrid.pipeline_ranks)
     backends.check(runs_by, hybrid)
     if replays:

@@ -86,6 +86,22 @@ def test_stages_on_several_ranks(ranks: Any, case_name: str, mesh_shape: tuple[i
     assert_one_process(ranks, case_name, mesh_shape, options, "adamw", batch)
 
 
+@pytest.mark.parametrize(("case_name", "mesh_shape", "options"), [
+    ("llama", (2,), {"micro_batches": (3, 1)}),
+    *(pytest.param(*case, marks=pytest.mark.slow) for case in [
+        ("gpt2", (3,), {"micro_batches": [1, 2, 5], "recompute": "full"}),
+        ("gpt2", (2, 2), {"micro_batches": (1, 3), "zero_stage": 1}),
+        ("llama", (2, 2), {"micro_batches": (3, 1), "zero_stage": 2}),
+        ("llama", (2, 2), {"micro_batches": (5, 3), "zero_stage": 3}),
+        ("t5", (2, 2), {"micro_batches": (1, 3), "backend": "aot_eager"}),
+        ("gpt2", (2,), {"micro_batches": (3, 1), "reduce_dtype": "float32"}),
+    ]),
+])
+def test_micro_batches_by_rank(ranks: Any, case_name: str, mesh_shape: tuple[int, ...], options: Options) -> None:
+    """Ranks of the first axis run different numbers of micro-batches; the gradients of all of them are added up."""
+    assert_one_process(ranks, case_name, mesh_shape, options, "adamw", 8)
+
+
 class _Remembers(torch.nn.Module):
     """Its first and its last layer read what steps before have left: their number, and (``echo``) what came out."""
 

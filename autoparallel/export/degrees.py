@@ -88,6 +88,9 @@ def degrees_of(plan: Plan) -> Degrees:
     if plan.hybrid.replicas:
         what = f"a pipeline whose stages have {list(plan.hybrid.replicas)} ranks"
         roles, changed = _as_data(plan, roles, "pipeline", what, changed)
+    elif plan.hybrid.by_rank:
+        what = f"micro-batches by rank, {list(plan.hybrid.by_rank)}"
+        roles, changed = _as_data(plan, roles, "speed", what, changed)
     elif len(layers) < roles.pipeline_ranks * roles.virtual and roles.pipeline_ranks > 1:
         what = f"{roles.pipeline_ranks * roles.virtual} pipeline stages, of {len(layers)} layers"
         roles, changed = _as_data(plan, roles, "pipeline", what, changed)
@@ -111,6 +114,10 @@ def _as_data(plan: Plan, roles: Roles, role: str, what: str, changed: tuple[Lost
         axes = (AxisRole("pipeline", roles.pipeline_ranks, "data", True), *axes)
         wanted = max(1, wanted // roles.pipeline_ranks)
         roles = replace(roles, pipeline_ranks=1, virtual=1, schedule=usual())
+    elif role == "speed":
+        axes = (AxisRole("speed", roles.by_speed, "data"), *axes)
+        wanted = max(1, wanted // roles.by_speed)
+        roles = replace(roles, by_speed=1)
     roles = replace(roles, axes=axes, zero_stage=3 if divided else roles.zero_stage)
     batch = _batch(plan)
     if batch % roles.data:

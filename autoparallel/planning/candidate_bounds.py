@@ -17,6 +17,7 @@ from autoparallel.planning.reduced_model import ReducedModel
 from autoparallel.plans import Hybrid
 from autoparallel.pricing import ExecutionCounts, Prices, SpacePricer
 from autoparallel.pricing.parameter_prices import parameter_update_s
+from autoparallel.pricing.stage_devices import paces_of
 from autoparallel.pricing.unit_costs import OpPrice
 from autoparallel.schedule.in_flight import in_flight
 from autoparallel.schedule.step_config import without_recompute
@@ -270,6 +271,15 @@ class CandidateBounds:
         return Prices(self._whole, self.cluster, self.optimizer, stages=self.cluster.num_devices, spread=spread)
 
 
+def paces_by_device(bounds: CandidateBounds) -> list[float]:
+    """How many times as fast each device runs all ops as the slowest of all; empty where all are as fast."""
+    kinds = bounds.cluster.kinds_by_device if bounds.cluster.is_unequal else ()
+    one_of_each = {kind: number for number, kind in enumerate(kinds)}
+    each = paces_of(bounds._whole_prices(1), [(number,) for number in one_of_each.values()]) if kinds else []
+    known = dict(zip(one_of_each, each, strict=True))
+    return [known[kind] for kind in kinds] if len({*each}) > 1 else []
+
+
 def _bytes_at_cuts(space: StrategySpace, inside: Sequence[bool]) -> tuple[list[float], float]:
     """Bytes that cuts send of the whole batch: of each cut outside of blocks, and the least of all inside. None of a
     model without a scalar loss, which no pipeline runs."""
@@ -287,9 +297,11 @@ def _even_bytes(candidate: Candidate, kept: Mapping[tuple[str, bool], float], in
     away = h.saved_on != "device"    # what blocks save
     held = np.zeros(h.pipeline_ranks) if away else in_flight
     blocks = kept["state", True] + times * kept["micro_batch", True] / h.micro_batches * held
+    if h.by_rank:    # each rank has all blocks
+        blocks = blocks[:1]
     ends = kept["state", False] + times * kept["micro_batch", False] / h.micro_batches
     if not blocks.all():
-        return float(ends / h.pipeline_ranks / devices)
+        return float(ends / len(blocks) / devices)
     return float((1 + ends / blocks.max()) / (1 / blocks).sum() / devices)
 
 

@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, fields
 
+import numpy as np
+
 from autoparallel.errors import PlanError
+from autoparallel.planning.unequal_hosts import divisions
 from autoparallel.plans import Hybrid
 from autoparallel.schedule.fusion import BY_SIZE, Fusion
 from autoparallel.schedule.schedules import SCHEDULES, usual
-from autoparallel.schedule.step_config import BUCKET_BYTES
+from autoparallel.schedule.step_config import BUCKET_BYTES, ranks_told
 from autoparallel.schedule.table_caches import TableCache
 from autoparallel.schedule.tiers import ON_DEVICE, Offload
 from autoparallel.strategies.space import Strategy, StrategySpace
@@ -34,6 +37,7 @@ class Fixed:
     zero_stage: int | None = None
     mesh_shape: tuple[int, ...] | None = None
     replicas: tuple[int, ...] = ()
+    by_rank: tuple[int, ...] = ()
     reduce_dtype: str | None = None
     bucket_bytes: float = BUCKET_BYTES
     fusion: Fusion = BY_SIZE
@@ -91,7 +95,8 @@ class Candidate:
         h, mesh = self.hybrid, "x".join(map(str, self.mesh_shape))
         pipeline = f"{h.stages} stages on pipeline {h.pipeline_ranks} ({h.schedule}), " if h.stages > 1 else ""
         at_a_time = f" ({h.copies} at a time)" if h.copies > 1 else ""
-        return (f"{pipeline}mesh {mesh}, micro-batches {h.micro_batches}{at_a_time}, ZeRO {h.zero_stage}, "
+        of_each = f" ({ranks_told(h.by_rank)})" if h.by_rank else ""
+        return (f"{pipeline}mesh {mesh}, micro-batches {h.micro_batches}{of_each}{at_a_time}, ZeRO {h.zero_stage}, "
                 f"recompute {h.recompute}")
 
     @property
@@ -109,12 +114,14 @@ def divisors(n: int) -> list[int]:
 class CandidateSpace:
     """Enumerates the candidates for a program of ``num_blocks`` repeated blocks and ``batch`` samples on one cluster.
 
-    ``fixed``: the user's choices, which all candidates have.
+    ``fixed``: the user's choices, which all candidates have. ``paces``: by device, micro-batches that it runs in the
+    same time as others; empty where all are as fast.
     """
 
-    def __init__(self, cluster: Cluster, fixed: Fixed, num_blocks: int, batch: int) -> None:
+    def __init__(self, cluster: Cluster, fixed: Fixed, num_blocks: int, batch: int, paces: Sequence[float] = ()
+                 ) -> None:
         self.cluster, self.fixed, self.num_blocks, self.batch = cluster, fixed, num_blocks, batch
-        self.refused = ""
+        self.paces, self.refused = paces, ""
 
     @property
     def recompute(self) -> list[str]:
@@ -126,11 +133,41 @@ class CandidateSpace:
     def first_round(self) -> list[Candidate]:
         """The candidates that are considered first, for all pipelines and meshes."""
         return [
-            Candidate(hybrid, shape)
-            for ranks, shape in self.shapes()
-            for micro_batches in self.micro_batches(ranks)
-            for hybrid in self.hybrids(ranks, micro_batches)
+            *(Candidate(hybrid, shape)
+              for ranks, shape in (self.shapes() if not self.fixed.by_rank else ())
+              for micro_batches in self.micro_batches(ranks)
+              for hybrid in self.hybrids(ranks, micro_batches)),
+            *self._by_rank((1, 3)),
         ]
+
+    def _by_rank(self, stages_of_zero: Iterable[int]) -> Iterator[Candidate]:
+        """Candidates with micro-batches by rank: on an unequal cluster a first axis whose ranks differ in speed, and
+        all meshes of a rank."""
+        zeros = stages_of_zero if self.fixed.zero_stage is None else [self.fixed.zero_stage]
+        for ranks, shape in self._shapes_by_rank():
+            for by_rank, zero, again in itertools.product(self._divisions(ranks), zeros, self.recompute):
+                for hybrid in self._valid(sum(by_rank), 1, ranks, usual(), zero, again, by_rank=by_rank):
+                    yield Candidate(hybrid, shape)
+
+    def _shapes_by_rank(self) -> Iterator[tuple[int, tuple[int, ...]]]:
+        count, fixed = self.cluster.num_devices, self.fixed
+        asked = len(fixed.by_rank)
+        if fixed.mesh_shape is not None:
+            yield from [(fixed.mesh_shape[0], fixed.mesh_shape[1:] or (1,))] if asked else []
+            return
+        free = fixed.pipeline_stages in (None, 1) and fixed.schedule is None and not fixed.replicas
+        for ranks in divisors(count):
+            if ranks == asked or (not asked and free and self.paces and 1 < ranks <= MOST_PIPELINE):
+                yield from ((ranks, shape) for shape in self._meshes_of(count // ranks))
+
+    def _divisions(self, ranks: int) -> list[tuple[int, ...]]:
+        """The numbers of micro-batches of each rank, by the speed of its slowest device."""
+        if self.fixed.by_rank:
+            return [self.fixed.by_rank]
+        paces = np.array(self.paces).reshape(ranks, -1).min(axis=1).tolist()
+        asked = self.fixed.micro_batches
+        counts = [m for m in divisors(self.batch) if m <= max(MOST_TURNS, MOST_ROUNDS * ranks)]
+        return divisions(counts if asked is None else [asked], paces)
 
     def shapes(self) -> Iterator[tuple[int, tuple[int, ...]]]:
         """All (pipeline ranks, mesh of a stage): pipelines of all lengths (of no more ranks than blocks, unless stages
@@ -145,13 +182,16 @@ class CandidateSpace:
         for ranks in divisors(count):
             if ranks > most or not self._pipeline_allowed(ranks):
                 continue
-            rest = count // ranks
-            for inner in divisors(rest):
-                if inner == rest > 1:  # the same mesh as with inner == 1
-                    continue
-                usual_size = inner & (inner - 1) == 0 or self.cluster.devices_on_host % inner == 0
-                if inner <= MOST_INNER and (rest <= MOST_OF_ANY or usual_size):
-                    yield ranks, (rest,) if inner == 1 else (rest // inner, inner)
+            yield from ((ranks, shape) for shape in self._meshes_of(count // ranks))
+
+    def _meshes_of(self, count: int) -> Iterator[tuple[int, ...]]:
+        """The meshes of so many devices that are tried."""
+        for inner in divisors(count):
+            if inner == count > 1:  # the same mesh as with inner == 1
+                continue
+            usual_size = inner & (inner - 1) == 0 or self.cluster.devices_on_host % inner == 0
+            if inner <= MOST_INNER and (count <= MOST_OF_ANY or usual_size):
+                yield (count,) if inner == 1 else (count // inner, inner)
 
     def _pipeline_allowed(self, ranks: int) -> bool:
         stages = self.fixed.pipeline_stages
@@ -183,7 +223,8 @@ class CandidateSpace:
             yield from self._valid(micro_batches, stages, ranks, schedule, zero, recompute)
 
     def _valid(
-        self, micro_batches: int, stages: int, ranks: int, schedule: str, zero: int, recompute: str, copies: int = 1
+        self, micro_batches: int, stages: int, ranks: int, schedule: str, zero: int, recompute: str, copies: int = 1,
+        by_rank: tuple[int, ...] = (),
     ) -> Iterator[Hybrid]:
         """The step configuration, if it is valid; else nothing, and ``refused`` says why the first was not."""
         try:
@@ -191,7 +232,7 @@ class CandidateSpace:
                          reduce_dtype=self.fixed.reduce_dtype, replicas=self.fixed.replicas,
                          bucket_bytes=self.fixed.bucket_bytes, fusion=self.fixed.fusion, offload=self.fixed.offload,
                          copies=self.fixed.copies or copies, on_host=self.fixed.on_host, pieces=self.fixed.pieces,
-                         saved_on=self.fixed.saved_on, cached=self.fixed.cached)
+                         saved_on=self.fixed.saved_on, cached=self.fixed.cached, by_rank=by_rank)
         except PlanError as error:
             self.refused = self.refused or str(error)
 
@@ -208,7 +249,11 @@ class CandidateSpace:
 
     def around(self, best: Candidate) -> Iterator[Candidate]:
         """Neighbours of a candidate that the first round leaves out: other schedules, ZeRO stages and recompute; and
-        half or twice the micro-batches and the inner axis, with all possible numbers of stages per rank."""
+        half or twice the micro-batches and the inner axis, with all possible numbers of stages per rank. Of one with
+        micro-batches by rank the other ZeRO stage."""
+        if best.hybrid.by_rank:
+            yield from (c for c in self._by_rank((2,)) if c.mesh == best.mesh)
+            return
         h, fixed, ranks = best.hybrid, self.fixed, best.hybrid.pipeline_ranks
         counts = [fixed.pipeline_stages] if fixed.pipeline_stages else [c * ranks for c in self._chunks(ranks)]
         for schedule, again, zero, count in itertools.product(

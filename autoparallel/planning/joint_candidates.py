@@ -14,7 +14,7 @@ from autoparallel.capture import OpGraph
 from autoparallel.errors import InfeasibleError
 from autoparallel.partition.microbatch import Splits, batch_size
 from autoparallel.planning.bounding import Bounding
-from autoparallel.planning.candidate_bounds import CandidateBounds
+from autoparallel.planning.candidate_bounds import CandidateBounds, paces_by_device
 from autoparallel.planning.candidates import Candidate, CandidateSpace, Combination, Fixed, Mesh
 from autoparallel.planning.estimate_order import BY_HAND, EstimateOrder, oddity
 from autoparallel.planning.options import Options
@@ -122,10 +122,11 @@ class JointSearch:
         self.reduced_model, self.split = kept.reduced_model, kept.split
         self._prices, self._of_device = kept.prices, kept.of_device
         batch = batch_size(graph)
-        self.space = CandidateSpace(cluster, fixed, self.reduced_model.num_blocks, batch)
         self.mean_limit, most = wider_limits or (limit_bytes, limit_bytes)
         self.bounds = CandidateBounds(self.reduced_model, cluster, optimizer, limit_bytes, batch, most,
                                       fixed.tier_limits)
+        self.space = CandidateSpace(cluster, fixed, self.reduced_model.num_blocks, batch,
+                                    paces_by_device(self.bounds))
         self.step_bounds = StepBounds(self.reduced_model, cluster, self.bounds, self._prices_of_device,
                                       self.space.micro_batches)
 

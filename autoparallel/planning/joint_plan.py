@@ -148,10 +148,11 @@ def times_that_may_fit(graph: OpGraph, cluster: Cluster, options: Options, most:
 def fixed_by(options: Options, mesh_shape: Sequence[int] | None, cluster: Cluster) -> Fixed:
     """What the options and a mesh leave no choice of."""
     stages = None if options.pipeline_stages is None and options.stage_replicas is None else options.stages
-    return Fixed(options.micro_batches, stages, options.schedule,
+    return Fixed(options.step_micro_batches, stages, options.schedule,
                  None if options.recompute == "auto" else options.recompute, options.zero_stage,
-                 tuple(mesh_shape) if mesh_shape is not None else None, options.replicas, copies=options.copies,
-                 pieces=options.pieces or 1, tier_limits=tier_limits(cluster, options)[:2], **options.given)
+                 tuple(mesh_shape) if mesh_shape is not None else None, options.replicas, options.by_rank,
+                 copies=options.copies, pieces=options.pieces or 1, tier_limits=tier_limits(cluster, options)[:2],
+                 **options.given)
 
 
 def _again(plan: Plan, fixed: Fixed) -> Candidate:

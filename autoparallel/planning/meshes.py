@@ -17,15 +17,16 @@ from cost_models import Cluster
 
 def mesh_shapes(num_devices: int, stages: int = 1, pipeline_ranks: int = 0) -> list[tuple[int, ...]]:
     """All factorisations of a device count into one or two axes of at least two devices, behind a pipeline axis if
-    there are stages (of ``pipeline_ranks``, if given). Raises PlanError if the stages cannot be divided evenly over
-    some factor of the device count."""
-    if stages == 1:
+    there are stages, or ``pipeline_ranks`` of it are given. Raises PlanError if the stages cannot be divided evenly
+    over some factor of the device count."""
+    if stages == 1 and not pipeline_ranks:
         pairs = [(a, num_devices // a) for a in range(2, num_devices // 2 + 1) if num_devices % a == 0]
         return [(num_devices,), *pairs]
     ranks = [r for r in range(2, num_devices + 1) if num_devices % r == 0
              and (r == pipeline_ranks if pipeline_ranks else stages % r == 0)]
     if pipeline_ranks and not ranks:
-        raise PlanError(f"stage_replicas are {pipeline_ranks} ranks together, and do not divide {num_devices} devices")
+        what = "stage_replicas" if stages > 1 else "micro_batches by rank"
+        raise PlanError(f"{what} are of {pipeline_ranks} ranks, which do not divide {num_devices} devices")
     if not ranks:
         raise PlanError(f"{stages} pipeline stages cannot be dealt out evenly to {num_devices} devices: a number above "
                         "1 must divide both")
@@ -66,9 +67,9 @@ def _with_rivals(plans: Sequence[Plan]) -> Plan:
 def _plan_of_shape(split: Splits, cluster: Cluster, shape: tuple[int, ...], axis_names: Sequence[str] | None,
                    options: Options) -> Plan:
     """The best plan on one mesh, whose first axis is the pipeline's if there are stages."""
-    hybrid = options.hybrid(shape[0] if options.stages > 1 else 1)
+    hybrid = options.hybrid(shape[0] if options.has_first_axis else 1)
     micro = split(hybrid.micro_batches)
-    if options.stages == 1:
+    if not options.has_first_axis:
         return plan_on(micro, cluster, shape, axis_names, options, hybrid)
     names = axis_names[1:] if axis_names else None
     return plan_on(micro, cluster, shape[1:] or (1,), names, options, hybrid)

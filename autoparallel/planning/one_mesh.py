@@ -41,6 +41,7 @@ from autoparallel.pricing import ExecutionCounts, Penalties, Prices, SpacePricer
 from autoparallel.pricing.hidden import hidden_s, least_exposed, spans
 from autoparallel.pricing.prediction import compute_seconds, stage_seconds
 from autoparallel.pricing.record import memory_profile, redistributions, workload
+from autoparallel.pricing.stage_devices import slowest_rank
 from autoparallel.pricing.step_cost import ALL_EXPOSED
 from autoparallel.schedule.step_config import check_sparse_tables
 from autoparallel.search import INTERRUPTED, plan_within, solve
@@ -116,8 +117,7 @@ def plan_in(space: StrategySpace, micro: MicroBatches, cluster: Cluster, options
 
     def priced(hybrid: Hybrid) -> tuple[Stages, SpacePricer]:
         stages = stages_of(space, micro.loss, hybrid)
-        counts = ExecutionCounts(space, hybrid, stages.of_decisions(len(space)), recomputing=prices.recomputing)
-        return stages, SpacePricer(prices, limit, allowed, penalties, counts)
+        return stages, SpacePricer(prices, limit, allowed, penalties, _counts(prices, hybrid, stages))
 
     if hybrid.stages > 1 and not hybrid.cuts:
         if begin is None:
@@ -189,8 +189,12 @@ def _as_given(prices: Prices, micro: MicroBatches, hybrid: Hybrid, limit_bytes: 
               ) -> tuple[Stages, SpacePricer]:
     space = prices.space
     stages = stages_of(space, micro.loss, hybrid)
-    counts = ExecutionCounts(space, hybrid, stages.of_decisions(len(space)), recomputing=prices.recomputing)
-    return stages, SpacePricer(prices, limit_bytes, counts=counts)
+    return stages, SpacePricer(prices, limit_bytes, counts=_counts(prices, hybrid, stages))
+
+
+def _counts(prices: Prices, hybrid: Hybrid, stages: Stages) -> ExecutionCounts:
+    return ExecutionCounts(prices.space, hybrid, stages.of_decisions(len(prices.space)),
+                           recomputing=prices.recomputing, slowest=slowest_rank(prices, hybrid))
 
 
 def _elsewhere(pricer: SpacePricer, solution: Solution, micro: MicroBatches, options: Options,
@@ -380,8 +384,7 @@ def _plan_of(
 def _uncached_s(pricer: SpacePricer, strategies: Sequence[Strategy], stages: Stages) -> float:
     """Predicted seconds of the same step, were its tables on the host looked up and stepped there, without caches."""
     space, hybrid = pricer.space, replace(pricer.counts.hybrid, cached=())
-    counts = ExecutionCounts(space, hybrid, stages.of_decisions(len(space)), recomputing=pricer.prices.recomputing)
-    plain = SpacePricer(pricer.prices, counts=counts)
+    plain = SpacePricer(pricer.prices, counts=_counts(pricer.prices, hybrid, stages))
     problem = plain.full()
     peak_bytes = evaluate(problem, plain.choice_of(strategies)).peak_bytes
     return predict(plain, problem, strategies, peak_bytes, stages.sent_bytes(space, strategies)).step_s

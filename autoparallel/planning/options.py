@@ -66,8 +66,9 @@ OPTIONS = f"""
         finds the same plan, later where it is slow or busy; None: {clock.JOINT_LIMIT_S:g} of a joint search, else
         {clock.LIMIT_S:g}. After forty times as long by the wall clock the search ends, and says so.
         Ctrl-C ends the search with the best plan so far.
-    micro_batches: the batch is run in so many parts, whose gradients add up; None: 1, and in `plan` more where the
-        step does not fit.
+    micro_batches: the batch is run in so many parts, whose gradients add up; or for ranks of unequal speed along the
+        mesh's first axis, how many parts each of them runs, (3, 3, 1, 1): it then has no pipeline, and parameters are
+        whole along it; None: 1, and in `plan` more where the step does not fit.
     pipeline_stages: how many, over the mesh's first axis, of whose size they are a multiple; None: 1.
     stage_replicas: for each stage the number of ranks of that axis that share its micro-batches, (1, 3) for two stages;
         None: equally many.
@@ -131,7 +132,7 @@ class Options:
     memory_confidence: float = 0.95
     optimizer: str = "adamw"
     time_limit_s: float = clock.LIMIT_S
-    micro_batches: int | None = None
+    micro_batches: int | Sequence[int] | None = None
     pipeline_stages: int | None = None
     stage_replicas: Sequence[int] | None = None
     schedule: str | None = None
@@ -162,6 +163,21 @@ class Options:
         return self.pipeline_stages or len(self.stage_replicas or ()) or 1
 
     @property
+    def by_rank(self) -> tuple[int, ...]:
+        """``micro_batches`` of each rank of the first axis; empty if each has as many."""
+        return tuple(self.micro_batches) if isinstance(self.micro_batches, Sequence) else ()
+
+    @property
+    def step_micro_batches(self) -> int | None:
+        """``micro_batches`` of all ranks of the first axis together."""
+        return sum(self.micro_batches) if isinstance(self.micro_batches, Sequence) else self.micro_batches
+
+    @property
+    def has_first_axis(self) -> bool:
+        """Whether the mesh's first axis has pipeline stages, or micro-batches by rank, and no strategies."""
+        return self.stages > 1 or bool(self.by_rank)
+
+    @property
     def replicas(self) -> tuple[int, ...]:
         """``stage_replicas`` as in `Hybrid`: empty if each stage has one rank."""
         found = tuple(self.stage_replicas or ())
@@ -174,12 +190,13 @@ class Options:
             raise PlanError(f"schedule={self.schedule!r} is an order of pipeline stages, and there is one stage: give "
                             "pipeline_stages (--pipeline-stages), or joint=True (--joint), which finds their number; "
                             "or leave schedule out")
-        micro_batches = 1 if self.micro_batches is None else self.micro_batches
+        micro_batches = 1 if self.step_micro_batches is None else self.step_micro_batches
         zero_stage = (2 if micro_batches == 1 else 1) if self.zero_stage is None else self.zero_stage
         return Hybrid(micro_batches, self.stages, pipeline_ranks, self.schedule or usual(self.stages // pipeline_ranks),
                       zero_stage=zero_stage,
                       recompute="none" if self.recompute in (None, "auto") else self.recompute,
-                      replicas=self.replicas, copies=self.copies or 1, pieces=self.pieces or 1, **self.given)
+                      replicas=self.replicas, by_rank=self.by_rank, copies=self.copies or 1,
+                      pieces=self.pieces or 1, **self.given)
 
     @property
     def given(self) -> dict[str, Any]:
@@ -481,7 +498,8 @@ _WANTED: Mapping[str, tuple[Any, ...] | _Wanted] = {
     "memory_confidence": _Wanted("a share, from 0 to 1", lambda value: _is_number(value) and 0 <= value <= 1),
     "optimizer": _Wanted("a name, for example 'adamw'", lambda value: isinstance(value, str)),
     "time_limit_s": _Wanted("seconds as a number, 0 or more", _is_amount),
-    "micro_batches": _COUNT,
+    "micro_batches": _Wanted("a whole number, 1 or more, or how many each rank of the mesh's first axis runs, for "
+                             "example (3, 3, 1, 1)", lambda value: _is_count(value) or are_counts(value)),
     "pipeline_stages": _COUNT,
     "stage_replicas": _Wanted("the number of ranks of each stage, for example (1, 3)", are_counts),
     "schedule": tuple(SCHEDULES),

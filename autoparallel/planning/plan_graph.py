@@ -109,7 +109,7 @@ def _plan_plainly(split: Splits, cluster: Cluster, mesh_shape: Sequence[int] | N
     """The best plan on the mesh given, or on any; where none fits and the options leave it open, with micro-batches,
     ZeRO and recompute."""
     shapes = [tuple(mesh_shape)] if mesh_shape is not None else \
-        mesh_shapes(cluster.num_devices, options.stages, sum(options.replicas))
+        mesh_shapes(cluster.num_devices, options.stages, len(options.by_rank) or sum(options.replicas))
     shapes = [shape for shape in shapes if axis_names is None or len(shape) == len(axis_names)]
     if not shapes:
         raise MeshError(f"{cluster.num_devices} devices are not cut into {len(axis_names or ())} axes: give as many "

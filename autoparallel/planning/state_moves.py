@@ -194,7 +194,7 @@ def _held(plan: Plan) -> dict[str, _Held]:
             for name in members:
                 stages.setdefault(name, []).append(stage)
     return {name: _Held(parse_layout("·".join(plan.strategies[name])),
-                        plan.hybrid.ranks_of(*stages.get(name, ())) if stages else (0,)) for name in names}
+                        plan.hybrid.ranks_of(*(stages.get(name, ()) if stages else (0,)))) for name in names}
 
 
 @dataclass(frozen=True)

@@ -278,7 +278,8 @@ def state_bytes(hand: ByHand, state: TrainingState) -> float:
 
 def allowed(hybrid: Hybrid, options: Options) -> bool:
     """Whether a step configuration has the values of all options that fix it (micro-batches, stages, schedule, ...)."""
-    asked = {"micro_batches": options.micro_batches, "stages": options.pipeline_stages, "schedule": options.schedule,
+    asked = {"micro_batches": options.step_micro_batches, "by_rank": options.by_rank or None,
+             "stages": options.pipeline_stages, "schedule": options.schedule,
              "recompute": None if options.recompute == "auto" else options.recompute, "saved_on": options.saved_on,
              "zero_stage": options.zero_stage, "copies": options.copies, "pieces": options.pieces}
     return options.stage_replicas is None and options.baseline is None and all(

@@ -14,7 +14,7 @@ from autoparallel.plans.facts import ModelFacts
 from autoparallel.plans.files import check_plan, data_of, nearest, packed, text_of
 from autoparallel.plans.reading import read
 from autoparallel.plans.record import Record
-from autoparallel.schedule.step_config import Hybrid
+from autoparallel.schedule.step_config import Hybrid, first_axis_of
 from cost_models.files import write_whole
 
 if TYPE_CHECKING:
@@ -210,11 +210,11 @@ class Plan:
 
     @property
     def axes(self) -> tuple[tuple[int, ...], tuple[str, ...]]:
-        """Sizes and names of the axes of the whole mesh, the pipeline's first."""
+        """Sizes and names of the axes of the whole mesh, the pipeline's (or that of ranks by speed) first."""
         ranks = self.hybrid.pipeline_ranks
         if ranks == 1:
             return self.mesh_shape, self.axis_names
-        return (ranks, *self.mesh_shape), ("pipeline", *self.axis_names)
+        return (ranks, *self.mesh_shape), (first_axis_of(self.hybrid), *self.axis_names)
 
     def strategies_on(self, space: StrategySpace) -> list[Strategy]:
         """The plan's strategies, one for each decision of ``space``.

@@ -79,7 +79,8 @@ class AxisRole:
 @dataclass(frozen=True)
 class Roles:
     """Degrees and settings of a plan. ``axes``: of a stage's mesh, slowest links first. ``zero_stage``: 0 if no
-    parameter is stored in shards, else 1 to 3. ``virtual``: pipeline stages of each pipeline rank."""
+    parameter is stored in shards, else 1 to 3. ``by_speed``: data-parallel ranks of the mesh's first axis, each with
+    its own number of micro-batches. ``virtual``: pipeline stages of each pipeline rank."""
 
     axes: tuple[AxisRole, ...]
     zero_stage: int = 0
@@ -88,6 +89,7 @@ class Roles:
     schedule: str = usual()
     micro_batches: int = 1
     recompute: str = "none"
+    by_speed: int = 1
 
     def degree(self, role: str) -> int:
         """Ranks along all axes of a role.
@@ -103,7 +105,7 @@ class Roles:
     @property
     def data(self) -> int:
         """Data-parallel ranks, with those of expert axes, which share the batch as well."""
-        return self.degree("data") * self.degree("expert")
+        return self.by_speed * self.degree("data") * self.degree("expert")
 
     @property
     def tensor(self) -> int:
@@ -164,6 +166,7 @@ class Roles:
         parts = [f"{axis.role} {axis.size}" + (" (in shards)" if axis.shards else "")
                  + (" (norms along the sequence)" if axis.sequence else "")
                  + (" (experts)" if axis.experts and axis.role != "expert" else "") for axis in self.axes]
+        parts = [f"data {self.by_speed} (by speed)"] * (self.by_speed > 1) + parts
         settings = [f"pipeline {self.pipeline_ranks} ({self.schedule}" + (f", {self.virtual} stages a rank" if
                     self.virtual > 1 else "") + ")"] if self.pipeline_ranks > 1 else []
         settings += [f"ZeRO {self.zero_stage}"] if self.zero_stage else []
@@ -178,9 +181,10 @@ def roles_of(plan: Plan) -> Roles:
     axes = tuple(_axis(plan, products, axis) for axis in range(len(plan.mesh_shape)))
     hybrid: Hybrid = plan.hybrid
     stored = any(axis.shards for axis in axes)
-    return Roles(axes, max(1, hybrid.zero_stage) if stored else 0, hybrid.pipeline_ranks,
+    piped, by_speed = (1, hybrid.pipeline_ranks) if hybrid.by_rank else (hybrid.pipeline_ranks, 1)
+    return Roles(axes, max(1, hybrid.zero_stage) if stored else 0, piped,
                  max(1, hybrid.stages // hybrid.pipeline_ranks), hybrid.schedule, hybrid.micro_batches,
-                 hybrid.recompute)
+                 hybrid.recompute, by_speed)
 
 
 def products_of(plan: Plan) -> Iterator[Product]:

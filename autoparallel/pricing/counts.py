@@ -84,23 +84,24 @@ class ExecutionCounts:
     ``unused``). ``alike``: numbers by decision; equal decisions with equal numbers take equally long on their stages
     (default: those on the same stages). In a reduced-depth model (`planning.reduced_model`) a decision counts for
     ``multiplicities`` decisions, and one rank holds ``held`` times the values that a decision of the first stage has in
-    a step.
-    ``recomputing``: how the software recomputes. ``blocks``: the recomputed blocks. ``saved``: the values kept for
-    backward. ``of_parameter``, ``views``: by decision, whether its value is a parameter (also read by several), or a
-    view of parameters. ``lookups``: tables on the host, and the ops that read them. ``sparse``: tables with
-    sparse gradients. ``away``: by decision, the tiers of a parameter. ``buckets``: of gradients.
+    a step. ``slowest``: with micro-batches by rank, the rank whose seconds count. ``recomputing``: how the software
+    recomputes. ``blocks``: the recomputed blocks. ``saved``: the values kept for backward. ``of_parameter``, ``views``:
+    by decision, whether its value is a parameter (also read by several), or a view of parameters. ``lookups``: tables
+    on the host, and the ops that read them. ``sparse``: tables with sparse gradients. ``away``: by decision, the tiers
+    of a parameter. ``buckets``: of gradients.
     """
 
     def __init__(self, space: StrategySpace, hybrid: Hybrid | None = None,
                  stages_of: Sequence[tuple[int, ...]] | None = None, training: bool = True,
                  multiplicities: Sequence[int] | None = None, held: Sequence[float] | None = None,
-                 recomputing: Recomputing | None = None, alike: np.ndarray | None = None) -> None:
-        self.space, self.hybrid, self.alike = space, hybrid or Hybrid(), alike
+                 recomputing: Recomputing | None = None, alike: np.ndarray | None = None, slowest: int = 0) -> None:
+        self.space, self.hybrid, self.alike, self.slowest = space, hybrid or Hybrid(), alike, slowest
         self.multiplicities, self.held = multiplicities or [1] * len(space), held or [1] * len(space)
         self.one_for_all = held is not None
         self.stages_of = [stages or (0,) for stages in stages_of] if stages_of is not None else [(0,)] * len(space)
         self.unused = frozenset(index for index, stages in enumerate(stages_of or ()) if not stages)
-        self._by_group = [self.hybrid.micro_batches_on(group) for group in range(len(self.hybrid.groups))]
+        self._by_group = [*self.hybrid.by_rank[slowest : slowest + 1]] or [
+            self.hybrid.micro_batches_on(group) for group in range(len(self.hybrid.groups))]
         self.in_one = [*map(len, set(self.stages_of))] == [1]  # all decisions on one stage
         self.blocks = RecomputedBlocks(space, self.hybrid, self.stages_of, recomputing or Recomputing())
         crossing = frozenset((use.target, use.position) for use in space.uses if self.crosses(use))

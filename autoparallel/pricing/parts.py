@@ -15,6 +15,7 @@ from autoparallel.pricing.problem import SpacePricer
 from autoparallel.pricing.recomputing import Block
 from autoparallel.pricing.step_cost import Move, prices_of
 from autoparallel.pricing.unit_costs import Inside, Prices
+from autoparallel.schedule.step_config import first_axis_of
 from autoparallel.schedule.tiers import BLOCK_BYTES, padded
 from autoparallel.search.model.problem import Problem
 from autoparallel.strategies.space import Strategy
@@ -227,8 +228,8 @@ def _add_parameter(pricer: SpacePricer, index: int, number: int, count: int, sta
     updated, shared, moved = float(cost.update[number]), float(cost.summed[number]), float(cost.moved[number])
     stage.optimizer += count * updated
     if shared:
-        some = pricer.counts.multiplicities[index]
-        _count_use(found, ("all_reduce", "pipeline", "backward", "gradients"), stage.ranks * count * some,
+        some, axis = pricer.counts.multiplicities[index], first_axis_of(pricer.counts.hybrid)
+        _count_use(found, ("all_reduce", axis, "backward", "gradients"), stage.ranks * count * some,
                    float(pricer.costs.shared_bytes(index)[number]), shared / some)
     stage.backward_communication += count * (shared + moved)
     stage.once += count * (updated + shared + (0.0 if pricer.costs.gradients.leave(index) else moved))

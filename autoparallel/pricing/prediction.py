@@ -27,7 +27,7 @@ from autoparallel.pricing.parts import (
     together,
 )
 from autoparallel.pricing.problem import SpacePricer
-from autoparallel.pricing.stage_devices import along_pipeline, paces_of
+from autoparallel.pricing.stage_devices import along_pipeline, paces_of, seconds_by_rank
 from autoparallel.pricing.unit_costs import Prices
 from autoparallel.schedule.pipeline_tasks import StageTimes, simulated_s
 from autoparallel.search.model.problem import Problem
@@ -59,7 +59,7 @@ def predict(pricer: SpacePricer, problem: Problem, strategies: Sequence[Strategy
     add_uses(pricer, strategies, stages, found)
     add_live_bytes(pricer, problem, strategies, stages)
     add_host_bytes(pricer, strategies, stages)
-    ranks = hybrid.pipeline_ranks
+    ranks = hybrid.pipeline_ranks if hybrid.stages > 1 else 1
     by_rank = [together([stages[stage] for stage in hybrid.stages_of(rank)]) for rank in range(ranks)]
     fullest = max(by_rank, key=lambda s: s.live_bytes)
     mean = together(by_rank)
@@ -74,8 +74,9 @@ def predict(pricer: SpacePricer, problem: Problem, strategies: Sequence[Strategy
         bubbles = max(0.0, step + ahead + overlap - mean.total / ranks)
         hidden = mean.total / ranks + bubbles - step
     else:
-        ahead, bubbles, found_hidden = mean.beside_s(profile, hybrid.micro_batches), 0.0, _hidden(pricer, strategies)
-        hidden = mean.hidden_s(profile, hybrid.micro_batches, found_hidden) + found_hidden.once + ahead
+        count, found_hidden = pricer.counts.micro_batches_on(0), _hidden(pricer, strategies)
+        ahead, bubbles = mean.beside_s(profile, count), 0.0
+        hidden = mean.hidden_s(profile, count, found_hidden) + found_hidden.once + ahead
     saved = hidden - ahead    # below 0: the latency of buckets that are not full is more than overlap saves
     waited = max(0.0, -ahead) + max(0.0, -saved)    # the former: ranks that wait for one another's hosts
     trains = pricer.prices.training and any(m.requires_grad for s in pricer.space.strategy_sets for m in s.output_metas)
@@ -130,7 +131,7 @@ def fixed_s(cluster: Cluster, hybrid: Hybrid, training: bool = True) -> float:
         return cluster.correction.fixed_s
     filling = (hybrid.pipeline_ranks - 1) / _virtual(hybrid) if hybrid.stages > 1 else 0.0
     return cluster.correction.fixed_s + profile.step_of(cluster.num_devices) + profile.micro_s * (
-        hybrid.micro_batches + filling)
+        max(hybrid.by_rank, default=hybrid.micro_batches) + filling)
 
 
 def _hidden(pricer: SpacePricer, strategies: Sequence[Strategy] | None, stages: Sequence[int] = (0,)) -> Hidden:
@@ -180,7 +181,9 @@ def estimated_saved(pricer: SpacePricer, strategies: Sequence[Strategy]) -> dict
 
 def evened(prices: Prices, hybrid: Hybrid) -> float:
     """The seconds of a micro-batch over those on the slowest devices, where each stage gets as much work as its devices
-    do in the same time."""
+    do in the same time; with micro-batches by rank, where each rank runs its own."""
+    if hybrid.by_rank:
+        return hybrid.pipeline_ranks / hybrid.micro_batches * max(seconds_by_rank(prices, hybrid))
     paces = paces_of(prices, [hybrid.ranks_of(number) for number in range(len(hybrid.groups))])
     return hybrid.pipeline_ranks / sum(size * pace for size, pace in zip(hybrid.groups, paces, strict=True))
 
@@ -316,7 +319,7 @@ def stage_seconds(pricer: SpacePricer, problem: Problem, strategies: Sequence[St
     for number, (s, send_s) in enumerate(zip(stages, [*_passed_s(pricer, sends), 0.0], strict=True)):
         saved = max(0.0, s.live_bytes - s.always_bytes) / max(1, pricer.counts.in_flight[number])
         hidden_s, once_s = _hidden(pricer, strategies, (number,)).each, left[number] * s.once
-        each = _micro_batch(s, profile, hybrid.micro_batches_on(number), hidden_s)
+        each = _micro_batch(s, profile, pricer.counts.micro_batches_on(number), hidden_s)
         found.append(StageSeconds(each.forward_s, each.backward_s, once_s, send_s, s.always_bytes, saved,
                                   each.forward_communication_s, each.backward_communication_s, each.recompute_s,
                                   max(0.0, once_s - s.optimizer)))

@@ -16,6 +16,7 @@ from autoparallel.plans.record import MemoryProfile, Redistribution, Workload
 from autoparallel.pricing.live_intervals import sums_gradients
 from autoparallel.pricing.op_costs import dtype_name, kept_precision, operands_of, share_of_work, worked_in
 from autoparallel.pricing.problem import SpacePricer
+from autoparallel.schedule.step_config import first_axis_of
 from autoparallel.search.model.problem import Problem
 from autoparallel.strategies.space import Strategy, StrategySet, StrategySpace
 from cost_models import Cluster, Group, compute
@@ -40,7 +41,7 @@ def workload(pricer: SpacePricer, strategies: Sequence[Strategy]) -> Workload:
     sizes = (hybrid.pipeline_ranks, *space.mesh_shape)
     groups = {name_of(axes, space.axis_names): _link(group) for axes, group in pricer.prices.groups.items()}
     if hybrid.pipeline_ranks > 1:
-        groups["pipeline"] = _link(cluster.group(sizes, 0))
+        groups[first_axis_of(hybrid)] = _link(cluster.group(sizes, 0))
     kinds = [cluster.kinds((number,))[0].device for number in range(math.prod(sizes))] if cluster.is_unequal else [
         cluster.device]
     parameters = sum(space.strategy_sets[d.index].output_metas[0].num_elements

@@ -38,6 +38,20 @@ def paces_of(prices: Prices, groups: Sequence[Sequence[int]]) -> list[float]:
     return [whole / seconds if seconds else 1.0 for seconds in each]
 
 
+def slowest_rank(prices: Prices, hybrid: Hybrid) -> int:
+    """With micro-batches by rank, the rank of that axis for whose micro-batches its devices take longest; else 0."""
+    if not hybrid.by_rank:
+        return 0
+    each = seconds_by_rank(prices, hybrid)
+    return each.index(max(each))
+
+
+def seconds_by_rank(prices: Prices, hybrid: Hybrid) -> list[float]:
+    """With micro-batches by rank, the seconds of each rank's, in those of one on the slowest devices."""
+    paces = paces_of(prices, [(rank,) for rank in range(hybrid.pipeline_ranks)])
+    return [count / pace for count, pace in zip(hybrid.by_rank, paces, strict=True)]
+
+
 def memory_shares(prices: Prices, hybrid: Hybrid) -> tuple[float, ...]:
     """By group of pipeline ranks: what the smallest device of all can take over what the smallest of the group can;
     empty where that is the same for all."""
@@ -49,4 +63,4 @@ def memory_shares(prices: Prices, hybrid: Hybrid) -> tuple[float, ...]:
     return tuple(least / one for one in usable) if max(usable) > least else ()
 
 
-__all__ = ["along_pipeline", "devices_of", "memory_shares", "paces_of"]
+__all__ = ["along_pipeline", "devices_of", "memory_shares", "paces_of", "seconds_by_rank", "slowest_rank"]

@@ -96,6 +96,8 @@ def prices_of(prices: Prices, counts: ExecutionCounts, index: int, stage: int | 
 
 def prices_of_stage(prices: Prices, counts: ExecutionCounts, *stages: int) -> Prices:
     """The unit costs on the devices of a stage, or on the slowest of several."""
+    if counts.hybrid.by_rank and not counts.one_for_all:
+        return prices.of_ranks((counts.slowest,))
     if counts.one_for_all or counts.hybrid.stages == 1:
         return prices
     return prices.of_ranks(counts.hybrid.ranks_of(*stages))

@@ -57,9 +57,10 @@ def _own(plan: Plan, space: StrategySpace, micro: MicroBatches, position: MeshPo
     if unknown := sorted(set(plan.hybrid.recompute_blocks or ()) - blocks):
         raise PlanError(f"the plan recomputes blocks {unknown}, which the model has not; it has {sorted(blocks)}")
     path = Prices(space, cluster, optimizer, direct=plan.direct, stages=position.pipeline_ranks).path
+    own = position.pipeline_rank if plan.hybrid.pipeline_ranks > 1 else 0    # a plain call runs on each rank
     programs = {
         number: emit(space, strategies, path, position.coordinate, position.mesh.device_type, stages.parts[number])
-        for number in plan.hybrid.stages_of(position.pipeline_rank)
+        for number in plan.hybrid.stages_of(own)
     }
     lookups = HostLookups(space, plan.hybrid.on_host, plan.hybrid.cached)
     for program in programs.values():

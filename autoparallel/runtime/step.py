@@ -1,7 +1,7 @@
 """One training step in micro-batches: read parameters, forward and backward per micro-batch, reduce gradients.
 
-Without a pipeline the micro-batches run here in order; with one, torch's schedule runs them (`pipeline.py`). Gradients
-reduced once per step are reduced during the last micro-batch's backward.
+Without a pipeline a rank's micro-batches run here in order; with one, torch's schedule runs them (`pipeline.py`).
+Gradients reduced once per step are reduced during the last micro-batch's backward.
 """
 
 from __future__ import annotations
@@ -79,11 +79,12 @@ class StepRunner:
                                gradients, shared)
             for index, program in programs.items()
         }
-        self.micro_batches, self.pipeline = hybrid.micro_batches_of(0), None
+        self.micro_batches, self.pipeline, self.group = hybrid.micro_batches_of(0), None, pipeline_group
         if pipeline_group is not None:
+            self.micro_batches = hybrid.micro_batches_of(dist.get_rank(pipeline_group))
+        if pipeline_group is not None and hybrid.stages > 1:
             from autoparallel.runtime.pipeline import Pipeline  # imports torch's pipelining only if needed
 
-            self.micro_batches = hybrid.micro_batches_of(dist.get_rank(pipeline_group))
             self.pipeline = Pipeline(hybrid, self.modules, pipeline_group, device)
 
     def run(self, parameters: Callable[[Program], list[torch.Tensor]],
@@ -97,7 +98,17 @@ class StepRunner:
         for module in self.modules.values():
             micro_batches = {micro_batch: inputs(module.program, micro_batch) for micro_batch in self.micro_batches}
             module.begin(parameters(module.program), micro_batches, seed)
-        loss = self.pipeline.run() if self.pipeline else run_micro_batches(self.modules[0], self.micro_batches)
+        loss = self.pipeline.run() if self.pipeline else self._own()
         for module in self.modules.values():
             module.finish()
         return loss
+
+    def _own(self) -> torch.Tensor:
+        """Forward and backward of this rank's micro-batches; returns the sum of all ranks' losses (in float64, where
+        each rank has its own micro-batches)."""
+        loss = run_micro_batches(self.modules[0], self.micro_batches)
+        if self.group is None:
+            return loss
+        total = loss.double()
+        dist.all_reduce(total, group=self.group)
+        return total

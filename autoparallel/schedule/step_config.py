@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import bisect
 import itertools
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import TYPE_CHECKING
@@ -38,8 +39,9 @@ class Hybrid:
     ``micro_batches``: their number. ``stages``: pipeline stages over the mesh's pipeline axis of ``pipeline_ranks``
     ranks, a multiple of it (each rank has ``stages / pipeline_ranks``). ``cuts``: the decisions at which stages 1, 2,
     ... begin. ``replicas``: stage s runs on ``replicas[s]`` ranks of that axis, which share its micro-batches (rank j
-    of k runs those with m % k == j). ``zero_stage``: the lifetime of gathered parameters and the time of gradient
-    reduction:
+    of k runs those with m % k == j). ``by_rank``: without stages, so many of the micro-batches run on each rank of that
+    axis, for ranks of unequal speed, which sum their gradients at the end of the step. ``zero_stage``: the lifetime of
+    gathered parameters and the time of gradient reduction:
 
         0, 1   gathered once per step; unsharded gradients accumulate and are reduced at the end of the step
         2      gathered once per step; gradients are reduced in each micro-batch's backward, and only a shard is kept
@@ -73,6 +75,7 @@ class Hybrid:
     recompute_blocks: tuple[str, ...] | None = None
     reduce_dtype: str | None = None
     replicas: tuple[int, ...] = ()
+    by_rank: tuple[int, ...] = ()
     bucket_bytes: float = BUCKET_BYTES
     copies: int = 1
     offload: Offload = ON_DEVICE
@@ -111,7 +114,9 @@ class Hybrid:
             _check_lookups(self)
         if self.offload.in_backward and self.offload.is_away:
             _check_steps_in_backward(self)
-        if self.replicas:
+        if self.by_rank:
+            _check_by_rank(self)
+        elif self.replicas:
             _check_replicas(self)
         elif self.stages % self.pipeline_ranks:
             raise PlanError(f"{self.stages} pipeline stages on {self.pipeline_ranks} ranks: each rank must have the "
@@ -204,11 +209,11 @@ class Hybrid:
     def groups(self) -> tuple[int, ...]:
         """Sizes of the groups of neighbouring ranks on the pipeline axis that have the same stages. Stage s belongs to
         group ``s % len(groups)``."""
-        return self.replicas or (1,) * self.pipeline_ranks
+        return (self.pipeline_ranks,) if self.by_rank else self.replicas or (1,) * self.pipeline_ranks
 
     def ranks_of(self, *stages: int) -> tuple[int, ...]:
         """The ranks of the pipeline axis that run any of these stages."""
-        if not self.replicas:
+        if not self.replicas and not self.by_rank:
             return tuple(sorted({stage % self.pipeline_ranks for stage in stages}))
         ends = list(itertools.accumulate(self.groups))
         numbers = sorted({stage % len(ends) for stage in stages})
@@ -216,6 +221,8 @@ class Hybrid:
 
     def rank_of(self, stage: int, micro_batch: int) -> int:
         """The pipeline rank that runs a micro-batch of a stage."""
+        if self.by_rank:
+            return bisect.bisect_right(list(itertools.accumulate(self.by_rank)), micro_batch)
         ranks = self.ranks_of(stage)
         return ranks[micro_batch % len(ranks)]
 
@@ -223,14 +230,32 @@ class Hybrid:
         """The stages of one rank of the pipeline axis."""
         return tuple(stage for stage in range(self.stages) if pipeline_rank in self.ranks_of(stage))
 
-    def micro_batches_of(self, pipeline_rank: int) -> range:
+    def micro_batches_of(self, pipeline_rank: int) -> Sequence[int]:
         """The micro-batches of one rank of the pipeline axis."""
+        if self.by_rank:
+            first = sum(self.by_rank[:pipeline_rank])
+            return range(first, first + self.by_rank[pipeline_rank])
         ranks = self.ranks_of(*self.stages_of(pipeline_rank))
         return range(pipeline_rank - ranks[0], self.micro_batches, len(ranks))
 
     def micro_batches_on(self, stage: int) -> int:
-        """The number of micro-batches per rank of a stage."""
-        return self.micro_batches // self.groups[stage % len(self.groups)]
+        """The number of micro-batches per rank of a stage, at most."""
+        return max(self.by_rank) if self.by_rank else self.micro_batches // self.groups[stage % len(self.groups)]
+
+
+def first_axis_of(hybrid: Hybrid) -> str:
+    """The name of the mesh's first axis, if that is the pipeline's, or one whose ranks run micro-batches by speed."""
+    return "speed" if hybrid.by_rank else "pipeline"
+
+
+def ranks_told(numbers: Sequence[int]) -> str:
+    """Numbers by rank, equal neighbours together.
+
+    >>> ranks_told((3, 1)), ranks_told((3, 3, 1, 1, 1))
+    ('3 and 1', '3 on each of 2 ranks and 1 on each of 3 ranks')
+    """
+    runs = [(number, len(list(some))) for number, some in itertools.groupby(numbers)]
+    return " and ".join(f"{number} on each of {count} ranks" if count > 1 else f"{number}" for number, count in runs)
 
 
 def without_recompute(hybrid: Hybrid) -> Hybrid:
@@ -332,6 +357,22 @@ def _check_pieces(hybrid: Hybrid) -> None:
     if hybrid.puts_off_weights:
         raise PlanError(f"pieces={hybrid.pieces} with schedule {hybrid.schedule!r}, which runs backward in two parts: "
                         "leave pieces out, or take another schedule")
+
+
+def _check_by_rank(hybrid: Hybrid) -> None:
+    of = f"micro_batches={list(hybrid.by_rank)}"
+    if min(hybrid.by_rank) < 1 or sum(hybrid.by_rank) != hybrid.micro_batches:
+        raise PlanError(f"{of} are not the {hybrid.micro_batches} micro-batches of a step: give each rank one or more")
+    if len(hybrid.by_rank) != hybrid.pipeline_ranks:
+        raise PlanError(f"{of} are for {len(hybrid.by_rank)} ranks, and the mesh's first axis has "
+                        f"{hybrid.pipeline_ranks}: give a number for each")
+    for wrong, given in (
+            (hybrid.stages > 1 or bool(hybrid.replicas), f"{hybrid.stages} pipeline stages, whose ranks run equally "
+                                                         "many: give one number"),
+            (hybrid.pipeline_ranks == 1, "one rank: give one number"),
+            (hybrid.copies > 1, f"copies={hybrid.copies}: leave copies out")):
+        if wrong:
+            raise PlanError(f"{of} do not go with {given}")
 
 
 def _check_replicas(hybrid: Hybrid) -> None:

@@ -48,7 +48,7 @@ class BlockRows:
 
 def block_rows(plan: Plan, axes: Sequence[AxisWords]) -> tuple[BlockRows, ...]:
     """The blocks of a plan, folded."""
-    own = [axis for axis in axes if axis.role != "pipeline"]
+    own = [axis for axis in axes if axis.has_strategies]
     roles = {(product.op, product.strategies, product.layouts): product.roles for product in products_of(plan)}
     return tuple(BlockRows(_title(block.paths), block.paths[0], len(block.paths), _rows(block, len(own), roles),
                            block.lines) for block in plan.blocks)

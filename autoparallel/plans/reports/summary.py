@@ -6,6 +6,7 @@ import math
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
 
+from autoparallel.plans.record import Share
 from autoparallel.plans.reports.report import CROSSED, LAUNCHED, LOOKED_UP, Answer, Memory, Proof, Report, Speed
 from autoparallel.plans.reports.units import (
     bytes_str,
@@ -68,12 +69,17 @@ def _shares(report: Report) -> str:
         return ""
     if len(shares) == 1:
         return f" Unequal devices: {shares[0].devices}; each op takes as long as on the slowest."
-    each = "; ".join(f"pipeline rank {rank} on devices {share.numbers} ({share.devices}) has "
-                     + (f"{share.blocks} blocks" if share.blocks else f"{share.ops} ops")
-                     for rank, share in enumerate(shares))
+    each = "; ".join(f"{'' if share.micro_batches else 'pipeline '}rank {rank} on devices {share.numbers} "
+                     f"({share.devices}) has {_share(share)}" for rank, share in enumerate(shares))
     unlike = len({share.memory_bytes for share in shares}) > 1
     return f" Unequal devices: {each}." + (" Bytes on a larger device are told as its share of the smallest one's "
                                            "memory." if unlike else "")
+
+
+def _share(share: Share) -> str:
+    if share.micro_batches:
+        return f"{share.micro_batches} micro-batch{'es' * (share.micro_batches > 1)}"
+    return f"{share.blocks} blocks" if share.blocks else f"{share.ops} ops"
 
 
 def attention_first(report: Report) -> list[str]:

@@ -177,7 +177,7 @@ def _collectives(report: Report, details: bool) -> Table:
 
 
 def _blocks(report: Report) -> Table:
-    axes = [axis.label for axis in report.axes if axis.role != "pipeline"]
+    axes = [axis.label for axis in report.axes if axis.has_strategies]
     table = _table("what is cut by what, on each axis", ("block", "part", "ops", *axes), right=("ops",))
     for block in report.blocks:
         for number, row in enumerate(block.rows):

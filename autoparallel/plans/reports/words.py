@@ -13,7 +13,7 @@ from autoparallel.plans.record import Workload
 from autoparallel.plans.reports.units import bytes_str, seconds_str
 from autoparallel.plans.roles import AxisRole, products_of, roles_of
 from autoparallel.schedule.multi_copy import runs_by_block
-from autoparallel.schedule.step_config import BUCKET_BYTES, Hybrid
+from autoparallel.schedule.step_config import BUCKET_BYTES, Hybrid, first_axis_of, ranks_told
 
 ZERO = {1: "ZeRO-1", 2: "ZeRO-2", 3: "ZeRO-3 (FSDP)"}
 PARALLEL = {"data": "data parallel", "tensor": "tensor parallel", "context": "context parallel",
@@ -53,13 +53,19 @@ class AxisWords:
     experts: bool = False
     share: float = 1.0
 
+    @property
+    def has_strategies(self) -> bool:
+        """Whether ops are cut along it: not the pipeline's, nor that of ranks by speed."""
+        return self.role not in ("pipeline", "speed")
+
 
 def axis_words(plan: Plan, work: Workload | None) -> tuple[AxisWords, ...]:
-    """The axes of the whole mesh, the pipeline's first; slowest links first."""
+    """The axes of the whole mesh, the pipeline's (or that of ranks by speed) first; slowest links first."""
     roles, links = roles_of(plan), dict(work.links) if work else {}
     labels, every = _labels(roles.axes), Counter(_short(product.module or "the model") for product in products_of(plan))
-    found = [AxisWords("pipeline", "pipeline", plan.hybrid.pipeline_ranks, "pipeline", _pipeline(plan),
-                       links.get("pipeline", ""))] if plan.hybrid.pipeline_ranks > 1 else []
+    first = first_axis_of(plan.hybrid)
+    found = [AxisWords(first, first, plan.hybrid.pipeline_ranks, first, _first_axis(plan), links.get(first, ""))
+             ] if plan.hybrid.pipeline_ranks > 1 else []
     for number, (axis, label) in enumerate(zip(roles.axes, labels, strict=True)):
         vocabulary = _cut_by_vocabulary(plan, number)
         departures = (*_folded(axis, every, bool(vocabulary) and axis.role != "tensor", roles.zero_stage),
@@ -95,8 +101,10 @@ def _words(axis: AxisRole, zero_stage: int) -> str:
     return text
 
 
-def _pipeline(plan: Plan) -> str:
+def _first_axis(plan: Plan) -> str:
     h = plan.hybrid
+    if h.by_rank:
+        return f"data parallel by speed ({ranks_told(h.by_rank)} of {h.micro_batches} micro-batches)"
     per_rank = f", {h.stages // h.pipeline_ranks} stages a rank" if h.stages > h.pipeline_ranks else ""
     shared = f", stages on {' + '.join(map(str, h.replicas))} ranks" if h.replicas else ""
     return f"pipeline parallel ({h.pipelining.title}{per_rank}{shared})"
@@ -165,12 +173,12 @@ def title(plan: Plan, axes: Iterable[AxisWords]) -> str:
 
 def _axes_said(plan: Plan, axes: list[AxisWords]) -> Iterator[str]:
     zero = roles_of(plan).zero_stage
-    for role in ("data", "expert", "context", "tensor", "pipeline", "replicated"):
+    for role in ("speed", "data", "expert", "context", "tensor", "pipeline", "replicated"):
         some = [axis for axis in axes if axis.role == role]
         if not some:
             continue
         degree, mesh = _product(some), f" ({' x '.join(str(axis.size) for axis in some)})" if len(some) > 1 else ""
-        if role == "pipeline":
+        if role in ("pipeline", "speed"):
             yield some[0].words.replace("parallel", f"parallel {degree}") + _over(some)
         elif role == "replicated":
             yield f"{degree} ranks{mesh} that compute the same{_over(some)}"
