@@ -34,6 +34,7 @@ from autoparallel.plans.record import Record
 from autoparallel.plans.reports.asked import alternative_of
 from autoparallel.plans.reports.units import bytes_str
 from autoparallel.search import Progress
+from autoparallel.search.model.problem import MemoryLimitError
 from autoparallel.strategies.host_lookups import tables_of
 from cost_models import Cluster
 
@@ -117,7 +118,7 @@ def _plan_plainly(split: Splits, cluster: Cluster, mesh_shape: Sequence[int] | N
     try:
         with collected_later():
             return best_of(split, cluster, shapes, axis_names, options)
-    except InfeasibleError as error:
+    except MemoryLimitError as error:
         if not options.is_open:
             error.args = (f"{error} {_what_fits(split, cluster, mesh_shape, options)}",)
             raise
