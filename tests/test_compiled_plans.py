@@ -34,13 +34,15 @@ def test_the_whole_table(ranks: Any, case_name: str, backend: str) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(10900)
+@pytest.mark.timeout(3700)
+@pytest.mark.parametrize("first", range(0, 10, 2))
+@pytest.mark.parametrize("shape", [(4,), (2, 2)])
 @pytest.mark.parametrize("case_name", ["mlp", "llama", "gpt2", "bert", "resnet"])
 @pytest.mark.parametrize("backend", BOTH)
-def test_random_plans(ranks: Any, case_name: str, backend: str) -> None:
+def test_random_plans(ranks: Any, backend: str, case_name: str, shape: tuple[int, ...], first: int) -> None:
     """Twenty of each model, against one process."""
-    check(ranks, case_name, *(((4,), {"random": seed}) for seed in range(10)),
-          *(((2, 2), {"random": seed}) for seed in range(10)), backend=backend, alone=True, timeout_s=10800)
+    check(ranks, case_name, *((shape, {"random": seed}) for seed in (first, first + 1)), backend=backend, alone=True,
+          timeout_s=3600)
 
 
 @pytest.mark.slow
