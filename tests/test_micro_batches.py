@@ -85,7 +85,7 @@ def test_batch_norm_in_training_is_named() -> None:
     model = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4, track_running_stats=False), Mean()).eval()
     with pytest.raises(InfeasibleError, match=r"batch norm takes the mean .*: 1\. Use micro_batches=1, or group norm$"):
         split_batch(capture(model, (torch.randn(16, 4),), {}), 2)
-    with pytest.raises(InfeasibleError, match="group norm$"):    # no search for what fits in memory says more
+    with pytest.raises(InfeasibleError, match=r"group norm$"):    # no search for what fits in memory says more
         autoparallel.plan(model, "h100-sxm", example_inputs=(torch.randn(16, 4),), mesh_shape=(8,), micro_batches=2)
 
 
