@@ -56,6 +56,43 @@ def test_a_reduced_model_has_the_price_of_the_model(shape: tuple[int, ...]) -> N
     assert solve(part.full(), "exact").objective == pytest.approx(solve(whole.full(), "exact").objective, rel=0.02)
 
 
+class _Activated(torch.nn.Module):
+    """Layers with an activation between each two, outside of them; ``collects``: the loss is of all of their
+    results."""
+
+    def __init__(self, collects: bool) -> None:
+        super().__init__()
+        self.layers = torch.nn.ModuleList(torch.nn.Linear(2048, 2048, bias=False) for _ in range(20))
+        self.collects = collects
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        every = []
+        for layer in self.layers:
+            every.append(layer(x))
+            x = torch.relu(every[-1])
+        return torch.cat(every).square().mean() if self.collects else x.square().mean()
+
+
+@pytest.mark.parametrize("collects", [False, True])
+def test_ops_between_equal_blocks_count_as_these(collects: bool) -> None:
+    """The price is a lower bound: what one layer gives is redistributed for the next one less often than in the model,
+    which has no residual stream to keep its layout."""
+    with torch.device("meta"):
+        graph = capture(_Activated(collects), (torch.empty(512, 2048),))
+    small, cluster = reduced_model(graph), Cluster.load("h100-sxm", num_devices=8, software="none")
+    assert len(small.graph) < 25
+    space, whole = StrategySpace(small.graph, (8,)), StrategySpace(graph, (8,))
+    ops = [count for decision, count in zip(space.decisions, small.counts(space), strict=True) if decision.kind == "op"]
+    assert sum(ops) == sum(decision.kind == "op" for decision in whole.decisions)
+    part = SpacePricer(Prices(space, cluster), counts=ExecutionCounts(space, multiplicities=small.counts(space)))
+    expected = solve(SpacePricer(Prices(whole, cluster)).full(), "exact").objective
+    found = solve(part.full(), "exact").objective
+    assert 0.75 * expected < found <= expected * (1 + 1e-9)
+    made = autoparallel.plan(_Activated(collects).to("meta"), cluster, example_inputs=(torch.empty(
+        512, 2048, device="meta"),), joint=True, micro_batches=1, pipeline_stages=1, time_limit_s=3.0)
+    assert made.evidence.step_bound_s is not None and made.evidence.step_bound_s <= made.prediction.step_s
+
+
 @pytest.mark.parametrize(("stages", "ranks", "schedule", "recompute"), [
     (4, 4, "1f1b", "none"), (4, 2, "interleaved", "none"), (4, 2, "zero_bubble", "none"), (4, 2, "zero_bubble", "full"),
 ])

@@ -7,6 +7,7 @@ order, have the same targets, shapes and arguments; equal blocks share a templat
 from __future__ import annotations
 
 import re
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 
@@ -38,11 +39,15 @@ def find_blocks(graph: OpGraph) -> tuple[Block, ...]:
     templates: dict[object, int] = {}
     blocks = []
     for path, nodes in members.items():
-        place = {index: i for i, index in enumerate(nodes)}
-        key = tuple((graph.op_kinds[index], *(place.get(ref.node, -1) for ref in graph.nodes[index].inputs))
-                    for index in nodes)
-        blocks.append(Block(path, tuple(nodes), templates.setdefault(key, len(templates))))
+        blocks.append(Block(path, tuple(nodes), templates.setdefault(form_of(graph, nodes), len(templates))))
     return tuple(blocks)
+
+
+def form_of(graph: OpGraph, nodes: Sequence[int]) -> tuple[object, ...]:
+    """What is equal for equal groups of ops: what each computes, and of which others of the group."""
+    place = {index: i for i, index in enumerate(nodes)}
+    return tuple((graph.op_kinds[index], *(place.get(ref.node, -1) for ref in graph.nodes[index].inputs))
+                 for index in nodes)
 
 
 def equal_blocks(graph: OpGraph) -> list[list[Block]]:

@@ -8,12 +8,12 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
-from itertools import groupby
+from itertools import groupby, pairwise
 
 import torch.utils._pytree as pytree
 
 from autoparallel.capture import OpGraph, Ref
-from autoparallel.capture.blocks import Block, equal_blocks
+from autoparallel.capture.blocks import Block, block_path, equal_blocks, form_of
 from autoparallel.capture.graph import Node
 from autoparallel.plans import Hybrid
 from autoparallel.schedule.in_flight import in_flight
@@ -26,8 +26,8 @@ from autoparallel.strategies.space import Decision, Strategy, StrategySpace
 class ReducedModel:
     """A program with fewer blocks than the model.
 
-    ``stands_for``: by node name, the number of the model's nodes that it represents, for nodes of equal blocks and
-    placeholders that only one block reads (other nodes: 1). ``twins``: by name of a removed node, its representative.
+    ``stands_for``: by node name, the number of the model's nodes that it represents, for nodes of equal blocks, ops
+    between these, and placeholders that only one block reads (other nodes: 1). ``twins``: by name of a removed node, its representative.
     """
 
     graph: OpGraph
@@ -36,11 +36,15 @@ class ReducedModel:
     twins: Mapping[str, str]
 
     def counts(self, space: StrategySpace) -> list[int]:
-        """The number of the model's decisions that each decision represents."""
-        return [self.stands_for.get(_node_name(decision), 1) for decision in space.decisions]
+        """The number of the model's decisions that each decision represents. The shared read of a value that an op
+        outside of blocks reads counts once, since there it has all readers of the values that it represents."""
+        inside = self.inside(space)
+        return [1 if decision.kind == "shared_read" and not all(inside[reader] for reader in space.readers_of.get(
+                    decision.index, ())) else self.stands_for.get(_node_name(decision), 1)
+                for decision in space.decisions]
 
     def inside(self, space: StrategySpace) -> list[bool]:
-        """Whether each decision is in a block, or is read by a single block only."""
+        """Whether each decision is in a block, or between equal ones, or is read by a single block only."""
         return [_node_name(decision) in self.stands_for for decision in space.decisions]
 
     def strategies(self, space: StrategySpace, small: StrategySpace, strategies: Sequence[Strategy]) -> list[Strategy]:
@@ -96,13 +100,29 @@ def reduced_model(graph: OpGraph, offload: Offload = ON_DEVICE, tables: Collecti
     templates = equal_blocks(graph)
     twin: dict[int, int] = {}
     stands_for: dict[str, int] = {}
-    for equivalent in templates:
+    attached = set[int]()
+    for equal in templates:
+        equivalent = _with_following(graph, equal, attached)
         for block in equivalent:
             stands_for.update({graph.nodes[i].name: 1 for i in (*block.nodes, *_parameters(graph, block))})
         for _, run in groupby(equivalent[1:-1], lambda block: _tiers(graph, block, offload, tables, caches)):
             _fold(graph, list(run), twin, stands_for)
     twins = {graph.nodes[index].name: graph.nodes[other].name for index, other in twin.items()}
     return ReducedModel(_without(graph, twin) if twin else graph, stands_for, sum(map(len, templates)), twins)
+
+
+def _with_following(graph: OpGraph, blocks: list[Block], attached: set[int]) -> list[Block]:
+    """Equal blocks, each but the first and the last with the ops outside of blocks that lie between it and the next
+    one, as the activations of ``x = relu(layer(x))``; where these differ, without. ``attached``: the ops that belong to
+    blocks of other templates already, to which those found here are added."""
+    more = [[node.index for node in graph.nodes[block.nodes[-1] + 1 : following.nodes[0]] if node.kind == "op"
+             and block_path(node.module_path) is None and node.index not in attached]
+            for block, following in pairwise(blocks)]
+    middle = [replace(block, nodes=(*block.nodes, *own)) for block, own in zip(blocks[1:-1], more[1:], strict=True)]
+    if len({form_of(graph, block.nodes) for block in middle}) != 1:
+        return blocks
+    attached.update(index for own in more[1:] for index in own)
+    return [blocks[0], *middle, blocks[-1]]
 
 
 def _fold(graph: OpGraph, run: list[Block], twin: dict[int, int], stands_for: dict[str, int]) -> None:
