@@ -28,7 +28,6 @@ from autoparallel.plans.reports.text import ReportConsole, as_text
 from autoparallel.plans.reports.units import bytes_str, duration_str, seconds_str
 from autoparallel.plans.roles import roles_of
 from autoparallel.schedule.fusion import AUTO_SIZE
-from autoparallel.schedule.step_config import BUCKET_BYTES
 from autoparallel.schedule.table_caches import Cached
 from cost_models import Cluster
 from cost_models.goodput import Failures
@@ -199,10 +198,10 @@ _Maker = Callable[[Cluster], Plan]
 
 
 def bucket_bytes_of(hybrid: Hybrid) -> float | str | None:
-    """The sizes of buckets for other mesh axes: none, where they are the default."""
+    """The sizes of buckets for other mesh axes: none, where the search chose them."""
     if hybrid.fusion.axis_bytes:
         return AUTO_SIZE
-    return None if hybrid.bucket_bytes == BUCKET_BYTES else hybrid.bucket_bytes
+    return hybrid.bucket_bytes if hybrid.fusion.given else None
 
 
 def _makers(plan: Plan, cluster: Cluster, model: nn.Module, example: tuple[Any, Any], time_limit_s: float,

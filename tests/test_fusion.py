@@ -175,7 +175,7 @@ def test_steps_during_backward_and_jobs_planned_again_have_the_sizes_that_they_n
     """Memory of the first is counted by the default size; the second keep sizes that somebody gave."""
     cluster, how = _local(), {"mesh_shape": (4,), "baseline": "fsdp"}
     assert not plan_of("mlp", cluster, **how, step_in_backward=True).hybrid.fusion.blocks
-    for given, kept in ((None, None), (25 * MIB, None), (5 * MIB, 5 * MIB), ({"axis0": 5 * MIB}, AUTO_SIZE)):
+    for given, kept in ((None, None), (25 * MIB, 25 * MIB), (5 * MIB, 5 * MIB), ({"axis0": 5 * MIB}, AUTO_SIZE)):
         made = plan_of("mlp", cluster, **how, bucket_bytes=given)
         assert made.hybrid.fusion.blocks == (given is None)
         assert bucket_bytes_of(made.hybrid) == kept
@@ -183,7 +183,7 @@ def test_steps_during_backward_and_jobs_planned_again_have_the_sizes_that_they_n
 
 @pytest.mark.parametrize("size", [MIB, 400 * MIB])
 def test_bounds_are_of_the_buckets_of_the_combination(size: int) -> None:
-    hybrid = Hybrid(2, zero_stage=1, bucket_bytes=size, fusion=Fusion(blocks=False))
+    hybrid = Hybrid(2, zero_stage=1, bucket_bytes=size, fusion=Fusion(blocks=False, given=True))
     bounded = Kind.of(Candidate(hybrid, (4,))).hybrid
     assert (bounded.bucket_bytes, bounded.fusion) == (size, hybrid.fusion)
 
@@ -204,7 +204,7 @@ def test_auto_keeps_to_the_memory_limit(monkeypatch: pytest.MonkeyPatch) -> None
 
 def test_plans_say_their_buckets(tmp_path: Any) -> None:
     made = _deep(bucket_bytes={"model": 5 * MIB}, buckets=["layers.0.*", "layers.1.*"])
-    assert made.hybrid.fusion == Fusion((("model", 5 * MIB),), None, ("layers.0.*", "layers.1.*"), blocks=False)
+    assert made.hybrid.fusion == Fusion((("model", 5 * MIB),), None, ("layers.0.*", "layers.1.*"), False, given=True)
     made.save(tmp_path / "plan.json")
     assert Plan.load(tmp_path / "plan.json").hybrid == made.hybrid
     report = " ".join(made.report().split())

@@ -7,6 +7,7 @@ from typing import NamedTuple
 
 import torch
 
+from autoparallel.planning.bucket_sizes import LARGEST_BYTES
 from autoparallel.planning.candidates import Candidate, Mesh
 from autoparallel.plans import Hybrid
 from autoparallel.pricing import Prices
@@ -25,7 +26,7 @@ class Kind(NamedTuple):
     """What the decision graph of a combination depends on: other schedules, stages per rank and recompute share its
     bound. ``zero_stage``: 1 also for 0; 0: a bound for all of them, with the fewest executions and all overlap.
     ``puts_off``: backward computes the gradients of weights last (zero bubble). ``pieces``: the most in which linear
-    layers run. ``bucket_bytes``, ``fusion``: buckets as in `Hybrid`."""
+    layers run. ``bucket_bytes``, ``fusion``: buckets as in `Hybrid`, the largest that the search may choose."""
 
     micro_batches: int
     pipeline_ranks: int
@@ -41,7 +42,8 @@ class Kind(NamedTuple):
     def of(cls, candidate: Candidate) -> Kind:
         h = candidate.hybrid
         return cls(h.micro_batches, h.pipeline_ranks, candidate.mesh_shape, max(1, h.zero_stage), h.copies,
-                   h.puts_off_weights, max(h.pieces, *TRIED), h.bucket_bytes, h.fusion)
+                   h.puts_off_weights, max(h.pieces, *TRIED), h.bucket_bytes if h.fusion.given else LARGEST_BYTES,
+                   h.fusion)
 
     def least(self, micro_batches: int) -> Kind:
         """Of so many micro-batches, the kind that is a bound of all ZeRO stages, in one part of backward or two."""

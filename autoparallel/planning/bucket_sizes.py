@@ -3,46 +3,77 @@
 from __future__ import annotations
 
 import logging
-from collections import defaultdict
+import math
+from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+
+import numpy as np
 
 from autoparallel.errors import PlanError
 from autoparallel.partition import Stages
 from autoparallel.planning.options import Options
 from autoparallel.plans import Hybrid
 from autoparallel.pricing import SpacePricer, predict
+from autoparallel.pricing.alike_stages import alike_stages
 from autoparallel.pricing.hidden import hidden_s
 from autoparallel.pricing.rank_reads import RankReads
 from autoparallel.schedule.async_windows import AsyncWindows
 from autoparallel.schedule.fusion import AUTO_SIZE, Fusion
-from autoparallel.search.model.problem import Problem, evaluate
+from autoparallel.search.model.problem import Problem, Solution, evaluate
 from autoparallel.strategies.space import Strategy
 
 _LOG = logging.getLogger("autoparallel")
-#: The sizes that are tried, in bytes.
+#: The sizes that "auto" tries, in bytes.
 TRIED = tuple(size * 2**20 for size in (1, 5, 25, 100, 400))
-#: Another size is taken where it makes the step shorter by more than this share.
+#: Another size, or gathers by size, are taken where they make the step shorter by more than this share.
 LEAST_GAIN = 0.002
+#: The sizes that are compared where the user gives none; the smallest is taken whose step exceeds the shortest by no
+#: more than this share.
+USUAL, MOST_LONGER = tuple(size * 2**20 for size in (25, 50, 100, 200)), 0.03
+#: The largest bucket that is ever chosen.
+LARGEST_BYTES = max(*TRIED, *USUAL)
 #: Most parameters that an error lists.
 MOST_LISTED = 6
 
 
-def in_fastest_buckets(pricer: SpacePricer, problem: Problem, strategies: Sequence[Strategy], options: Options,
-                       stages: Stages) -> SpacePricer:
-    """The pricer of a plan with the sizes of buckets that make its step shortest and fit into memory: of all mesh axes,
-    then of each; by default with gathers by block or by size; as it is where the options say a size. ``problem``: the
-    one in which the plan was found."""
-    if options.bucket_bytes is None:
-        return _by_block_or_size(pricer, problem, strategies) if options.search != "local" else pricer
-    if options.bucket_bytes != AUTO_SIZE:
-        return pricer
-    sizes = _Sizes(pricer, problem, strategies, stages)
-    axes = sorted({axis for reads in sizes.reads for read in reads.reads if read.kind for axis in read.axis.split("+")})
-    for axis in (None, *(axes if len(axes) > 1 else ())):
-        for size in TRIED:
-            sizes.attempt(_sized(sizes.best.counts.hybrid, axis, size))
-    return sizes.best
+def in_fastest_buckets(pricer: SpacePricer, problem: Problem, solution: Solution, strategies: Sequence[Strategy],
+                       options: Options, stages: Stages) -> tuple[SpacePricer, Problem, Solution]:
+    """The pricer of a plan with buckets of the sizes that the options ask for, and the problem and its solution with
+    their costs and memory. "auto": the sizes that make the step shortest and fit into memory, of all mesh axes, then of
+    each. None: gathers by block or by size, and the smallest of the `USUAL` sizes that takes hardly longer than the
+    best of them; of a trial plan (search "local") as it is. ``problem``: the one in which the plan was found."""
+    found = pricer
+    if options.bucket_bytes == AUTO_SIZE:
+        found = _Sizes(pricer, problem, strategies, options, stages).fastest()
+    elif options.bucket_bytes is None and options.search != "local":
+        found = _by_block_or_size(pricer, problem, strategies)
+        if _may_gain(found, problem, strategies):
+            found = _Sizes(found, problem, strategies, options, stages).smallest()
+    if found.costs is pricer.costs:    # the same sizes
+        return found, problem, solution
+    return (found, *_judged(found, problem, solution, strategies))
+
+
+def _judged(pricer: SpacePricer, before: Problem, solution: Solution, strategies: Sequence[Strategy]
+            ) -> tuple[Problem, Solution]:
+    """The problem of a pricer with other sizes than that ``before``, and the solution as it is there. Its lower bound
+    is that of before, less the most that each decision and each use may cost less."""
+    problem = pricer.full()
+    found = evaluate(problem, pricer.choice_of(strategies))
+    owners, uses = len(before.nodes) + len(pricer.space.uses), [one.costs for one in (before, problem)]
+    pairs = np.stack([one.numbers[:owners] for one in uses])
+    kinds, counts = np.unique(pairs, axis=1, return_counts=True)
+    less = (count * _most_less(uses[0].distinct[old], uses[1].distinct[new])
+            for (old, new), count in zip(kinds.T.tolist(), counts.tolist(), strict=True))
+    return problem, replace(solution, objective=found.objective, peak_bytes=found.peak_bytes,
+                            lower_bound=min(found.objective, solution.lower_bound - math.fsum(less)))
+
+
+def _most_less(before: np.ndarray, after: np.ndarray) -> float:
+    """The most by which a cost is less than it was; what was, or is, impossible does not count."""
+    known = np.isfinite(before) & np.isfinite(after)
+    return float(np.max(before[known] - after[known], initial=0.0))
 
 
 def _by_block_or_size(pricer: SpacePricer, problem: Problem, strategies: Sequence[Strategy]) -> SpacePricer:
@@ -57,6 +88,30 @@ def _by_block_or_size(pricer: SpacePricer, problem: Problem, strategies: Sequenc
     return other if parts_s - whole_s > LEAST_GAIN * step_s else pricer
 
 
+def _may_gain(pricer: SpacePricer, problem: Problem, strategies: Sequence[Strategy]) -> bool:
+    """Whether a larger size of `USUAL` may make the step shorter by more than `MOST_LONGER`: no step is shorter by more
+    than its buckets are sent faster. Memory of steps during backward is counted by the smallest."""
+    hybrid = pricer.counts.hybrid
+    if hybrid.reads_alone or hybrid.offload.in_backward or not pricer.prices.training:
+        return False
+    if hybrid.bucket_bytes != USUAL[0]:    # chosen by a plan with which this one began
+        return True
+    step_s = evaluate(problem, pricer.choice_of(strategies)).objective - hidden_s(pricer, strategies)
+    largest, saved_s = replace(hybrid, bucket_bytes=USUAL[-1]), 0.0
+    for stage, count in Counter(alike_stages(pricer, strategies)).items():
+        reads = RankReads(pricer, strategies, stage)
+        saved_s += count * (_latency_s(reads, reads.windows) - _latency_s(reads, AsyncWindows.of(reads.reads, largest)))
+    return saved_s * hybrid.pipeline_ranks > MOST_LONGER / (1 + MOST_LONGER) * step_s
+
+
+def _latency_s(reads: RankReads, windows: AsyncWindows) -> float:
+    """Seconds by which the collectives of all buckets take longer in a step than the shares as which they are
+    priced."""
+    steps = ([reads.parameter_steps[number] for number in pair.steps] for pair in (*windows.gathered, *windows.reduced))
+    return math.fsum(reads.latency_s(way) for bucket in steps for way in zip(*(
+        (one.forward, one.again, one.backward) for one in bucket), strict=True))
+
+
 def _sized(hybrid: Hybrid, axis: str | None, size: float) -> Hybrid:
     """The step configuration with buckets of one size, on all axes (None) or on one."""
     if axis is None:
@@ -67,28 +122,50 @@ def _sized(hybrid: Hybrid, axis: str | None, size: float) -> Hybrid:
 
 
 class _Sizes:
-    """Trials of sizes for one plan; ``best``: the pricer of the fastest so far."""
+    """Trials of sizes for one plan; ``best``: the pricer of the fastest so far, and its step."""
 
-    def __init__(self, pricer: SpacePricer, problem: Problem, strategies: Sequence[Strategy], stages: Stages) -> None:
-        self.best, self.problem, self.strategies = pricer, problem, strategies
+    def __init__(self, pricer: SpacePricer, problem: Problem, strategies: Sequence[Strategy], options: Options,
+                 stages: Stages) -> None:
+        self.first, self.problem, self.strategies = pricer, problem, strategies
         self.choice = pricer.choice_of(strategies)
         self.sends = stages.sent_bytes(pricer.space, strategies)
         self.reads = [RankReads(pricer, strategies, stage) for stage in range(pricer.counts.hybrid.stages)]
+        self.limit_bytes = min(pricer.limit_bytes, replace(options, by_hand=None).limit_bytes(pricer.prices.cluster))
         self.peak_bytes = evaluate(problem, self.choice).peak_bytes
-        self.step_s = self._step_s(pricer)
+        self.best, self.step_s = pricer, self._step_s(pricer)
         windows = self._windows(pricer.counts.hybrid)
         self.tried, self.largest_bytes = {_steps_of(windows)}, self._largest_bytes(windows)
 
-    def attempt(self, hybrid: Hybrid) -> None:
-        """Price the plan with other buckets, unless they are those of a trial before."""
+    def fastest(self) -> SpacePricer:
+        """The pricer with the sizes, of those of `TRIED`, that make the step shortest."""
+        axes = sorted({axis for reads in self.reads for read in reads.reads if read.kind
+                       for axis in read.axis.split("+")})
+        for axis in (None, *(axes if len(axes) > 1 else ())):
+            for size in TRIED:
+                found = self._attempt(_sized(self.best.counts.hybrid, axis, size))
+                if found is not None and found[1] < (1 - LEAST_GAIN) * self.step_s:
+                    self.best, self.step_s = found
+        return self.best
+
+    def smallest(self) -> SpacePricer:
+        """The pricer with the smallest size of `USUAL` whose step exceeds the shortest by `MOST_LONGER` at most."""
+        found, hybrid = {self.first.counts.hybrid.bucket_bytes: (self.first, self.step_s)}, self.first.counts.hybrid
+        for size in USUAL:
+            one = self._attempt(replace(hybrid, bucket_bytes=size)) if size not in found else None
+            if one is not None:
+                found[size] = one
+        most_s = (1 + MOST_LONGER) * min(step_s for _, step_s in found.values())
+        return found[min(size for size, (_, step_s) in found.items() if step_s <= most_s)][0]
+
+    def _attempt(self, hybrid: Hybrid) -> tuple[SpacePricer, float] | None:
+        """The pricer of the plan with other buckets, and its step; None where they are those of a trial before, or do
+        not fit."""
         windows = self._windows(hybrid)
         if (steps := _steps_of(windows)) in self.tried:
-            return
+            return None
         self.tried.add(steps)
-        other = self.best.bucketed(hybrid)
-        step_s = self._step_s(other)
-        if step_s < (1 - LEAST_GAIN) * self.step_s and self._fits(other, windows):
-            self.best, self.step_s = other, step_s
+        other = self.first.bucketed(hybrid)
+        return (other, self._step_s(other)) if self._fits(other, windows) else None
 
     def _windows(self, hybrid: Hybrid) -> list[AsyncWindows]:
         return [AsyncWindows.of([] if reads.synchronous else reads.reads, hybrid) for reads in self.reads]
@@ -103,7 +180,7 @@ class _Sizes:
             peak_bytes = evaluate(other.full(), self.choice).peak_bytes
         else:
             peak_bytes = self.peak_bytes + max(0.0, self._largest_bytes(windows) - self.largest_bytes)
-        return peak_bytes <= other.limit_bytes
+        return peak_bytes <= self.limit_bytes
 
     @staticmethod
     def _largest_bytes(windows: Sequence[AsyncWindows]) -> float:
@@ -158,4 +235,4 @@ def _not_joined(fusion: Fusion, number: int, ways: Mapping[str, list[str]]) -> s
             "pattern for each of these, or leave it out.")
 
 
-__all__ = ["check_named", "in_fastest_buckets"]
+__all__ = ["LARGEST_BYTES", "check_named", "in_fastest_buckets"]

@@ -20,7 +20,7 @@ from autoparallel.planning.one_mesh import RECOMPUTE_TRIES, ROUGH_S, plan_on, pr
 from autoparallel.planning.options import Options
 from autoparallel.planning.recompute import less_recomputed
 from autoparallel.planning.stage_replicas import is_uneven, on_several_ranks
-from autoparallel.planning.study import JointStudy
+from autoparallel.planning.study import JointStudy, Study
 from autoparallel.plans import Combinations, Hybrid, Plan
 from autoparallel.plans.record import Alternative, Record, Trial
 from autoparallel.plans.reports.asked import alternative_of
@@ -121,6 +121,8 @@ def plan_jointly(split: Splits, cluster: Cluster, mesh_shape: Sequence[int] | No
         best = whole.recompute_less(best, ends, options.time_limit_s / RECOMPUTE_TRIES)
     if open_ and not found.interrupted:
         best = whole.without_idle_recompute(best)
+    if isinstance(best.study, Study) and best.study.answer is not None:
+        best = best.study.answer()
     evidence, seen = best.evidence, found.survey
     bound_s = None if open_ and best.hybrid.saved_on != "device" else seen.bound_s    # of other combinations
     counts = Combinations(len(seen.candidates), seen.without_plan, found.planned, seen.pruned, seen.left)

@@ -21,6 +21,8 @@ from autoparallel.planning.joint_candidates import JointSearch, Kept, Survey
 from autoparallel.plans import Hybrid, Plan
 from autoparallel.plans.record import Trial
 from autoparallel.plans.reports.units import bytes_str
+from autoparallel.schedule.fusion import BY_SIZE
+from autoparallel.schedule.step_config import BUCKET_BYTES
 from autoparallel.search import INTERRUPTED, NotRepairedError, Progress
 from cost_models import Cluster
 
@@ -156,8 +158,10 @@ def _needed_bytes(error: AutoparallelError) -> float:
 
 
 def _combination(plan: Plan) -> tuple[object, ...]:
-    """The combination that a plan has: mesh and step configuration, without stage cuts and recomputed blocks."""
-    return plan.mesh_shape, replace(plan.hybrid, cuts=(), recompute_blocks=None)
+    """The combination that a plan has: mesh and step configuration, without stage cuts, recomputed blocks and buckets,
+    which are chosen within it."""
+    return plan.mesh_shape, replace(plan.hybrid, cuts=(), recompute_blocks=None, bucket_bytes=BUCKET_BYTES,
+                                    fusion=BY_SIZE)
 
 
 def _figures(plan: Plan) -> tuple[object, ...]:

@@ -140,21 +140,31 @@ def plan_in(space: StrategySpace, micro: MicroBatches, cluster: Cluster, options
             pricer.strategies_of(solution.choice),
             SpacePricer(prices, limit, allowed, counts=pricer.counts),
         )
-        pricer = in_fastest_buckets(pricer, pricer.full(), strategies, options, stages)
+        pricer, problem, solution = in_fastest_buckets(pricer, pricer.full(), solution, strategies, options, stages)
         check_named(pricer, strategies)
-        return _plan_of(pricer, pricer.full(), solution, strategies, options, laps, stages, micro)
+        return _plan_of(pricer, problem, solution, strategies, options, laps, stages, micro)
     chosen = pricer.strategies_of(solution.choice)
     if options.search != "local":  # which is of trial plans
         solution = _faster_hiding(searched, table, solution, options, laps)
         chosen = pricer.strategies_of(solution.choice)
         for faster in (in_faster_pieces, with_faster_experts):
             pricer = faster(pricer, chosen, solution.objective, options)
-    pricer = in_fastest_buckets(pricer, problem, chosen, options, stages)
+    return _in_fastest_buckets(pricer, problem, solution, options, laps, stages, micro, placed)
+
+
+def _in_fastest_buckets(pricer: SpacePricer, problem: Problem, solution: Solution, options: Options, laps: _Laps,
+                        stages: Stages, micro: MicroBatches, placed: Mapping[str, Layout]) -> Plan:
+    """The plan of a solution, with its study; a trial plan's makes the same plan as the answer, in its fastest
+    buckets."""
+    chosen = pricer.strategies_of(solution.choice)
+    pricer, problem, solution = in_fastest_buckets(pricer, problem, solution, chosen, options, stages)
     check_named(pricer, chosen)
     make = partial(_plan_of, pricer, problem, options=options, laps=laps, stages=stages, micro=micro)
     elsewhere = partial(_elsewhere, pricer, solution, micro, options, placed, stages)
-    study = Study(pricer, problem, solution, lambda strategies, found: make(found, strategies), elsewhere)
-    return replace(make(solution, pricer.strategies_of(solution.choice)), study=study)
+    answer = partial(_in_fastest_buckets, pricer, problem, solution, replace(options, search="auto"), laps, stages,
+                     micro, placed) if options.search == "local" else None
+    study = Study(pricer, problem, solution, lambda strategies, found: make(found, strategies), elsewhere, answer)
+    return replace(make(solution, chosen), study=study)
 
 
 @collected_later()
@@ -166,7 +176,7 @@ def plan_as(prices: Prices, micro: MicroBatches, options: Options, hybrid: Hybri
     stages, pricer = _as_given(prices, micro, hybrid)
     problem = pricer.full()
     laps.lap("pricing")
-    pricer = in_fastest_buckets(pricer, problem, strategies, options, stages)
+    pricer, problem, solution = in_fastest_buckets(pricer, problem, solution, strategies, options, stages)
     check_named(pricer, strategies)
     return _plan_of(pricer, problem, solution, strategies, options, laps, stages, micro, as_given=True)
 

@@ -29,6 +29,7 @@ class Study:
 
     ``plan_of``: makes a plan of strategies and a solution. ``elsewhere(cluster, limit_bytes, held)``: this plan (if
     held) or the best plan on another cluster and memory limit, with the same pipeline, mesh and micro-batches.
+    ``answer``: of a trial plan, makes the same plan with buckets of the sizes with which it is predicted fastest.
     """
 
     pricer: SpacePricer
@@ -36,6 +37,7 @@ class Study:
     solution: Solution
     plan_of: Callable[[Sequence[Strategy], Solution], Plan]
     elsewhere: Callable[[Cluster, float, bool], Plan]
+    answer: Callable[[], Plan] | None = None
 
     def alternatives(self, k: int) -> list[Plan]:
         """The ``k`` best plans found in which a fraction of at least `MEANINGFUL` of the ops differs, cheapest first.

@@ -18,13 +18,14 @@ class Fusion:
     together have the least of theirs. ``most``: the parameters of a bucket, at most (None: any number). ``names``:
     patterns of parameters' names; those that a pattern matches (the first that does) are one bucket, of any size.
     ``blocks``: the gathers of a block's parameters are one bucket, whatever the sizes, as FSDP2 has them; else they are
-    divided by size, too.
+    divided by size, too. ``given``: the sizes are the user's; else the search has chosen them, or may.
     """
 
     axis_bytes: tuple[tuple[str, float], ...] = ()
     most: int | None = None
     names: tuple[str, ...] = ()
     blocks: bool = True
+    given: bool = False
 
     def __post_init__(self) -> None:
         for axis, num_bytes in self.axis_bytes:

@@ -124,7 +124,7 @@ class Hybrid:
         if self.stages > 1 and self.pipeline_ranks == 1:
             raise PlanError(f"{self.stages} pipeline stages need a pipeline axis of at least two ranks")
         _check_schedule(self)
-        if self.reads_alone and replace(self.fusion, blocks=True) != BY_SIZE:
+        if self.reads_alone and replace(self.fusion, blocks=True, given=False) != BY_SIZE:
             raise PlanError(f"buckets with zero_stage=3 and schedule={self.schedule!r}, which moves each parameter by "
                             "itself: leave out buckets and sizes by axis, or take another schedule")
         if self.copies > 1:
