@@ -27,7 +27,8 @@ class ReducedModel:
     """A program with fewer blocks than the model.
 
     ``stands_for``: by node name, the number of the model's nodes that it represents, for nodes of equal blocks, ops
-    between these, and placeholders that only one block reads (other nodes: 1). ``twins``: by name of a removed node, its representative.
+    between these, and placeholders that only one block reads (other nodes: 1). ``twins``: by name of a removed node,
+    its representative.
     """
 
     graph: OpGraph
