@@ -13,6 +13,7 @@ import pytest
 from autoparallel import Plan, clock
 from autoparallel.planning.bounding import Bounding, Known
 from autoparallel.planning.candidates import Candidate
+from autoparallel.planning.joint_plan import bound_below
 from autoparallel.planning.joint_search import MOST_LATE, _TrialPlans
 from autoparallel.plans import Hybrid
 from autoparallel.search import MemoryLimitError, NotRepairedError
@@ -98,3 +99,14 @@ def test_neighbours_of_a_combination_that_was_told_of_itself_are_bounded_too(mon
     assert [[c.key for c in (*one.others, *one.around)] for one in told if isinstance(one, Known)] == [
         [first.key], [first.key], [second.key], [second.key]]
     assert [bool(one.around) for one in told] == [False, True, True, False]
+
+
+def test_a_bound_above_the_plan_is_told_and_left_out(caplog: pytest.LogCaptureFixture) -> None:
+    plan = plan_of("mlp", Cluster.load("h100-sxm", num_devices=2))
+    step_s, several = plan.prediction.step_s, replace(plan.hybrid, stages=2, pipeline_ranks=3,
+                                                                  micro_batches=2, replicas=(1, 2))
+    assert bound_below(plan, 0.5 * step_s) == 0.5 * step_s
+    assert bound_below(plan, step_s * (1 + 1e-12)) == step_s
+    assert bound_below(replace(plan, hybrid=several), 2 * step_s) == step_s and not caplog.text
+    assert bound_below(plan, 2 * step_s) is None
+    assert "the bound is wrong, and left out; please report the model" in caplog.text

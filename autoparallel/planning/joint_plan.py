@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import logging
+import math
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import replace
@@ -30,6 +32,9 @@ from autoparallel.search import INTERRUPTED
 from autoparallel.strategies.space import StrategySpace
 from cost_models import Cluster
 
+_LOG = logging.getLogger("autoparallel")
+#: Share of a step by which sums of its parts may differ.
+ROUNDING = 1e-9
 #: Most seconds of the last trials with fewer recomputed blocks.
 FEWER_S = 5.0
 
@@ -124,7 +129,8 @@ def plan_jointly(split: Splits, cluster: Cluster, mesh_shape: Sequence[int] | No
     if isinstance(best.study, Study) and best.study.answer is not None:
         best = best.study.answer()
     evidence, seen = best.evidence, found.survey
-    bound_s = None if open_ and best.hybrid.saved_on != "device" else seen.bound_s    # of other combinations
+    other = open_ and best.hybrid.saved_on != "device"    # than the combinations that are bounded
+    bound_s = None if other else bound_below(best, seen.bound_s)
     counts = Combinations(len(seen.candidates), seen.without_plan, found.planned, seen.pruned, seen.left)
     seconds = {**evidence.seconds, "joint": clock.now() - started}
     others = tuple(alternative_of(best, other) for other in found.runners_up)
@@ -134,6 +140,19 @@ def plan_jointly(split: Splits, cluster: Cluster, mesh_shape: Sequence[int] | No
     return replace(best, evidence=replace(evidence, seconds=seconds, step_bound_s=bound_s,
                                           combinations=counts, stop_reason=why),
                    recorder=recorder, study=study)
+
+
+def bound_below(plan: Plan, bound_s: float) -> float | None:
+    """The lower bound of all combinations' steps, no more than the plan's step: the plan may be none of them (stages on
+    several ranks), or below by rounding. A larger bound is an error, of which a warning tells; then None."""
+    step_s = plan.prediction.step_s
+    if bound_s == math.inf:    # no combination is bounded
+        return bound_s
+    if bound_s <= step_s * (1 + ROUNDING) or plan.hybrid.replicas:
+        return min(bound_s, step_s)
+    _LOG.warning("the bound of %s s on the step of any plan is above this plan's, %s s: the bound is wrong, and left "
+                 "out; please report the model", f"{bound_s:.6g}", f"{step_s:.6g}")
+    return None
 
 
 def times_that_may_fit(graph: OpGraph, cluster: Cluster, options: Options, most: float) -> int:
@@ -171,4 +190,4 @@ def _with_others(recorder: Callable[[], Record], trials: tuple[Trial, ...], othe
     return replace(recorder(), trials=trials, alternatives=others)
 
 
-__all__ = ["fixed_by", "plan_jointly", "times_that_may_fit"]
+__all__ = ["bound_below", "fixed_by", "plan_jointly", "times_that_may_fit"]
