@@ -121,6 +121,8 @@ def test_the_joint_search_divides_micro_batches_by_speed() -> None:
     made, equal = planned(cluster, rows, joint=True), planned(cluster, rows, mesh_shape=(3,))
     assert made.hybrid.by_rank == (3, 3, 1) and made.devices == (1, 2, 0)
     assert equal.prediction.step_s > 2 * made.prediction.step_s
+    assert "(joint=True also tries pipelines and micro-batches by their speed)" in " ".join(equal.summary().split())
+    assert "joint=True" not in made.summary()
     assert made.evidence.step_bound_s is not None and made.evidence.step_bound_s <= made.prediction.step_s
     assert planned(HOSTS, rows, joint=True).hybrid.by_rank == ()
     assert planned(cluster, rows, joint=True, micro_batches=(5, 1, 1)).hybrid.by_rank == (5, 1, 1)

@@ -68,7 +68,9 @@ def _shares(report: Report) -> str:
     if not shares:
         return ""
     if len(shares) == 1:
-        return f" Unequal devices: {shares[0].devices}; each op takes as long as on the slowest."
+        searched = report.proof.combinations is not None
+        more = "" if searched else " (joint=True also tries pipelines and micro-batches by their speed)"
+        return f" Unequal devices: {shares[0].devices}; each op takes as long as on the slowest{more}."
     each = "; ".join(f"{'' if share.micro_batches else 'pipeline '}rank {rank} on devices {share.numbers} "
                      f"({share.devices}) has {_share(share)}" for rank, share in enumerate(shares))
     unlike = len({share.memory_bytes for share in shares}) > 1
