@@ -93,7 +93,7 @@ def compile(model: nn.Module, mesh: DeviceMesh | int, example: Call | None, inpu
     parallel = ParallelModule(root, position, hybrid, forms.compiled, inputs, outputs, max_forms,
                               Limits.of(options.host_memory_limit_bytes, options.disk_limit_bytes, disk_path))
     if example is not None:
-        parallel.trace(*parallel.taken(*example))
+        parallel.trace(*parallel.taken(*example), called="compile")
     return parallel
 
 

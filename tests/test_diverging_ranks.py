@@ -68,6 +68,22 @@ def test_different_calls_are_refused_on_all_ranks_and_nothing_is_closed(four_ran
         assert after[0] == "", after
 
 
+def different_first_calls() -> list[tuple[str, str, int, float]]:
+    """Before the model is traced."""
+    rank, x = torch.distributed.get_rank(), torch.randn(8, 32)
+    first, second = (autoparallel.compile(Loss(), mesh_of(2), baseline="fsdp", check_inputs=0) for _ in range(2))
+    return [said(lambda: first(x if rank == 0 else x[:4])),
+            said(lambda: second(x) if rank == 0 else second.step(x))]
+
+
+@pytest.mark.ranks
+def test_first_calls_that_differ_are_told_by_the_method_that_was_called(ranks: Any) -> None:
+    """(A forward was told as step.)"""
+    for shapes, methods in ranks(2).run(different_first_calls, timeout_s=60):
+        assert "step(" not in shapes[1] and "forward(float32[4, 32]) in train mode on rank 1" in shapes[1], shapes
+        assert "forward(" in methods[1] and "step(" in methods[1] and methods[0] == "InputError", methods
+
+
 def other_batches() -> list[tuple[str, str, int, float]]:
     """Calls with batches of which rank 1 has sharded, or read, one more, or other values; and one with equal ones."""
     rank, x = torch.distributed.get_rank(), torch.randn(24, 32)

@@ -3,19 +3,23 @@
 from __future__ import annotations
 
 import copy
+import math
 from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.distributed.tensor import distribute_tensor
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
+from torch.distributed.tensor.placement_types import _StridedShard
 from torch.utils.checkpoint import checkpoint
 
 import autoparallel
 from autoparallel.errors import InputError
+from autoparallel.runtime.dtensors import watch
 from tests.support.ranks import mesh_of
 from tests.support.reference import gathered, gradients_of
+from tests.support.tiers import slow
 
 X, Y = torch.linspace(-2, 2, 64).view(8, 8).cos(), torch.arange(8)
 Made = dict[str, Tensor]
@@ -83,11 +87,88 @@ def write(baseline: str) -> list[str]:
     return refused
 
 
+PLACES: dict[str, Callable[[Any], object]] = {
+    "number": lambda w: w.__setitem__((0, 0), 7.0), "row": lambda w: w.__setitem__(3, torch.arange(16.0)),
+    "own row": lambda w: w.__setitem__(-1, w[2] * 2), "rows": lambda w: w.__setitem__(slice(2, 9), 0.5),
+    "each third": lambda w: w.__setitem__(slice(None, None, 3), torch.arange(16.0)),
+    "column": lambda w: w.__setitem__((slice(None), 2), torch.arange(16.0)),
+    "last column": lambda w: w.__setitem__((..., -1), w[:, 1]), "all": lambda w: w.__setitem__(None, 1.0),
+    "ids": lambda w: w.__setitem__(torch.tensor([9, 1]), torch.ones(2, 16)),
+    "list": lambda w: w.__setitem__([1, 12], torch.tensor(4.0)),
+    "swapped": lambda w: w.__setitem__([0, 15], w.full_tensor()[[15, 0]] if isinstance(w, DTensor) else w[[15, 0]]),
+    "pairs": lambda w: w.__setitem__((torch.tensor([1, 12]), torch.tensor([3, 4])), 9.0),
+    "masked rows": lambda w: w.__setitem__(torch.arange(16) > 9, torch.ones(6, 16)),
+    "data": lambda w: w.data.__setitem__(torch.tensor([4, 14]), 5.0),
+    "diagonal": lambda w: w.fill_diagonal_(3.0), "wrapped": lambda w: w.fill_diagonal_(fill_value=3.0, wrap=True),
+}
+
+
+def write_places(mesh_shape: tuple[int, ...], baseline: str | None, pins: Any) -> tuple[Any, ...]:
+    parallel = autoparallel.compile(net(), mesh_of(*mesh_shape), baseline=baseline, pins=pins, example_inputs=(X,))
+    for name, change in PLACES.items():
+        model = net()
+        parallel.load_state_dict(model.state_dict())
+        with torch.no_grad():
+            change(model.last.weight)
+            change(parallel.last.weight)
+        for (path, value), wanted in zip(parallel.named_parameters(), model.parameters(), strict=True):
+            assert torch.equal(value.detach().full_tensor(), wanted), (name, path)
+    with pytest.raises(RuntimeError, match="leaf Variable that requires grad"):
+        parallel.last.weight[3] = 0.0
+    with pytest.raises(InputError, match="ranks write other values"), torch.no_grad():
+        parallel.last.weight[3] = torch.full((16,), float(torch.distributed.get_rank()))
+    return parallel.last.weight.placements
+
+
+@pytest.mark.parametrize(("mesh_shape", "baseline", "pins"), [
+    ((2,), "fsdp", None), ((2,), "ddp", None), slow((2,), "tensor_parallel", None),
+    slow((2, 2), None, {"last.weight": (Shard(0), Shard(1))})])
+def test_places_of_parameters_are_written_to(ranks: Any, mesh_shape: tuple[int, ...], baseline: str | None, pins: Any
+                                             ) -> None:
+    found = ranks(math.prod(mesh_shape)).run(write_places, mesh_shape, baseline, pins)
+    assert pins is None or found[0] == pins["last.weight"]
+
+
+def write_interleaved() -> None:
+    mesh = mesh_of(2)
+    watch(mesh)
+    for name, change in PLACES.items():
+        value = torch.arange(256.0).view(16, 16)
+        held = DTensor.from_local(value.clone(), mesh, [Replicate()]).redistribute(
+            placements=[_StridedShard(0, split_factor=2)])
+        change(value)
+        change(held)
+        assert held.placements == (_StridedShard(0, split_factor=2),)
+        assert torch.equal(held.full_tensor(), value), name
+
+
+def test_places_of_interleaved_shards_are_written_to(ranks: Any) -> None:
+    ranks(2).run(write_interleaved)
+
+
+def written_outputs(model: Any) -> Made:
+    """Places of outputs are written to, with gradients, plain values among them; a diagonal, as of similarities."""
+    plain, made = torch.ones(16, requires_grad=True), model(X) * 1.0
+    made[3], made[6], made[7] = 0.0, plain * 2, model.last.bias * 3
+    made[:, 0] = made[:, 1]
+    made[torch.tensor([5, 1])] = 2.0
+    alike = made @ made.T
+    alike.fill_diagonal_(-1.0)
+    (made.square().mean() + alike.sigmoid().mean()).backward()
+    return {**gathered([("made", made.detach()), ("alike", alike.detach()), ("plain", plain.grad)]),
+            **gradients_of(model)}
+
+
+@pytest.mark.parametrize("baseline", ["fsdp", slow("ddp"), slow("tensor_parallel")])
+def test_places_of_outputs_are_written_to(ranks: Any, baseline: str) -> None:
+    ranks(2).run(is_close_on, (2,), baseline, written_outputs)
+
+
 def test_a_write_to_a_part_is_done_or_refused(ranks: Any) -> None:
     """torch selects along a sharded dim from a gathered copy: what is written to that changes nothing."""
     for refused in ranks(2).run(write, "fsdp"):
-        assert {"item", "rows", "row", "rows of data", "in place", "part of a view"} <= set(refused)
-        assert not {"columns", "all", "mask", "plain mask", "mask of rows"} & set(refused)
+        assert {"rows", "row", "rows of data", "in place", "part of a view"} <= set(refused)
+        assert not {"item", "last row", "columns", "all", "mask", "plain mask", "mask of rows"} & set(refused)
     for refused in ranks(2).run(write, "ddp"):
         assert not refused
 
@@ -206,3 +287,41 @@ def resumed(model: Any) -> Made:
     pytest.param((2,), "ddp", marks=pytest.mark.slow)])
 def test_what_a_step_adds(ranks: Any, shape: tuple[int, ...], baseline: str, script: Callable[[Any], Made]) -> None:
     ranks(torch.Size(shape).numel()).run(is_close_on, shape, baseline, script)
+
+
+# ------------------------------------------------------------------------------------------------- containers
+
+
+EDITS: dict[str, Callable[[Any], object]] = {
+    "2 was replaced": lambda m: m.__class__.__setitem__(m, 2, nn.Linear(16, 2)),
+    "2 is gone": lambda m: m.__class__.__delitem__(m, -1), "3 is new": lambda m: m.append(nn.Linear(16, 2)),
+    "1 was replaced": lambda m: m.insert(1, nn.Linear(16, 16)),
+}
+
+
+def sequential() -> Any:
+    torch.manual_seed(7)
+    return nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 16))
+
+
+@pytest.mark.parametrize("said", EDITS)
+def test_parts_of_a_container_are_replaced_before_the_first_trace_only(mesh_of_one: Any, said: str) -> None:
+    """(They were TypeErrors of ParallelModule.)"""
+    model, parallel, change = sequential(), autoparallel.compile(sequential(), mesh_of_one), EDITS[said]
+    for changed in (model, parallel):
+        torch.manual_seed(8)
+        change(changed)
+    found, expected = parallel(X), model(X)
+    assert len(parallel) == len(model) and [*map(type, parallel)] == [*map(type, model)]
+    torch.testing.assert_close(found.full_tensor() if isinstance(found, DTensor) else found, expected)
+    traced: Any = autoparallel.compile(sequential(), mesh_of_one, example_inputs=(X,))
+    change(traced)
+    with pytest.raises(InputError, match=said):
+        traced(X)
+
+
+def test_other_models_have_no_length(mesh_of_one: Any) -> None:
+    parallel: Any = autoparallel.compile(net(), mesh_of_one, example_inputs=(X,))
+    assert parallel and not hasattr(parallel, "__len__")
+    with pytest.raises(TypeError, match="no len"):
+        len(parallel)

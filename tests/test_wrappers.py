@@ -55,6 +55,15 @@ def test_converters_are_refused(mesh_of_one: Any, convert: Callable[[nn.Module],
     assert parallel(torch.ones(4, 8)).shape == (4, 4)
 
 
+def test_a_trace_by_fx_is_refused(mesh_of_one: Any) -> None:
+    """(It ended in torch's error of a proxy that is iterated.)"""
+    parallel = autoparallel.compile(nn.Linear(8, 4), mesh_of_one, example_inputs=(torch.ones(4, 8),))
+    for traced in (parallel, nn.Sequential(parallel)):
+        with pytest.raises(InputError, match=r"called within torch\.fx"):
+            torch.fx.symbolic_trace(traced)
+    assert repr(parallel).startswith("ParallelModule(")
+
+
 @pytest.mark.parametrize(("send", "name"), [
     (lambda p: dist.all_reduce(p.grad), "all_reduce"), (lambda p: dist.broadcast(p.data, 0), "broadcast"),
     (lambda p: dist.all_gather([torch.empty_like(p.grad)], p.grad), "all_gather"),

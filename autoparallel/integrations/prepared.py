@@ -73,7 +73,7 @@ class Preparation:
         """The context of a call, before which the model is traced and what waits for that is done."""
         with self._context():
             if id(model) in self._pending:
-                model.trace(*model.taken(args, kwargs))
+                model.trace(*model.taken(args, kwargs), called="forward")
                 for action in self._pending.pop(id(model)):
                     action()
             yield

@@ -12,6 +12,7 @@ from torch import nn
 from autoparallel.capture.contents import Missing
 from autoparallel.errors import InputError, StageError
 from autoparallel.runtime import tracing
+from autoparallel.runtime.containers import CHANGES, is_container
 from autoparallel.runtime.state import State
 from autoparallel.runtime.wrappers import naming_ddp, refuse_reading, refuse_setting
 
@@ -42,6 +43,8 @@ def read(module: nn.Module, name: str) -> Any:
         return described.func(module)
     with naming_ddp(name):
         value = getattr(model, name)
+    if name in CHANGES and not state.forms and is_container(model):
+        return value
     if isinstance(value, MethodType) and isinstance(value.__self__, nn.Module):
         return MethodType(value.__func__, _part(value.__self__, module, state))
     return _part(value, module, state) if isinstance(value, nn.Module) else value

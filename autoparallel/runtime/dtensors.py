@@ -1,7 +1,7 @@
 """DTensors on the meshes of parallel modules, where torch answers for a shard as if it were the whole: refused or done.
 
 Assigning a plain tensor to ``.data`` changes nothing of a DTensor, nor does writing to a selection along a sharded dim
-(``weight[3] = 0``, ``weight[2:9].mul_(2)``), which torch makes of a gathered copy; ``.item()``, ``float()`` and
+(``weight[2:9].mul_(2)``), which torch makes of a gathered copy; ``.item()``, ``float()`` and
 ``bool()`` of one that is sharded or a summand read this rank's part. Collectives of DTensors, which scripts for data
 parallelism write by hand, are refused. A DTensor may be assigned to ``.data``; copies are as those of plain tensors,
 also of gradients that lie in a bucket; summands are added up before they are written over.
@@ -21,12 +21,12 @@ from weakref import WeakValueDictionary
 
 import torch
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Replicate, distribute_tensor
+from torch.distributed.tensor import DTensor, Replicate
 from torch.distributed.tensor._api import _FromTorchTensor
 from torch.utils._pytree import tree_leaves
 
 from autoparallel.errors import InputError
-from autoparallel.runtime import interleaved
+from autoparallel.runtime import interleaved, places
 
 #: (op, arguments, keyword arguments) -> result, in place of DTensor's own way of running the op.
 Handler = Callable[[Any, tuple[Any, ...], dict[str, Any]], Any]
@@ -116,6 +116,7 @@ def _replace() -> None:
     _FromTorchTensor.backward = staticmethod(_differentiably(_FromTorchTensor.backward))  # type: ignore[method-assign]
     for name in _IN_PLACE:
         setattr(DTensor, name, _writing(getattr(torch.Tensor, name)))
+    DTensor.fill_diagonal_ = _writing(_fill_diagonal)  # type: ignore[method-assign]
     for name in ("numpy", "tolist"):
         setattr(DTensor, name, _leaving(name))
 
@@ -206,6 +207,11 @@ def _writing(method: Callable[..., Any]) -> Callable[..., Any]:
     return written
 
 
+def _fill_diagonal(tensor: DTensor, fill_value: Any, wrap: bool = False) -> torch.Tensor:
+    fill = places.fill_diagonal if is_watched(tensor) else torch.Tensor.fill_diagonal_
+    return fill(tensor, fill_value, wrap)
+
+
 def _combine(tensor: DTensor) -> bool:
     """Give each rank the whole of what were the ranks' summands. False where there are none, or other tensors have
     their memory: views would not see what is written."""
@@ -234,36 +240,37 @@ def _leaving(name: str) -> Callable[..., Any]:
 
 
 def _set_item(tensor: DTensor, index: Any, value: Any) -> None:
-    if is_watched(tensor) and all(isinstance(i, _BASIC) for i in (index if isinstance(index, tuple) else (index,))):
-        with torch.no_grad():
-            _refuse_copy(_GET_ITEM(tensor, index), tensor)
-    number = not isinstance(value, torch.Tensor) or not value.dim()
-    if is_watched(tensor) and isinstance(index, torch.Tensor) and index.dtype == torch.bool and number:
-        tensor.masked_fill_(_laid_out(index, tensor), value)      # torch takes the shard for the whole, or refuses it
-        return
-    try:
+    if not is_watched(tensor):
         _SET_ITEM(tensor, index, value)
-    except RuntimeError as error:
-        if not is_watched(tensor) or _NOT_OF_SUMMANDS not in str(error):
-            raise
-        raise InputError(f"a DTensor {list(tensor.shape)} with placements {tensor.placements} is written to at places "
-                         "that a tensor of indices gives, which torch does not do in shards\n  Write to the whole: "
-                         f"{_WRITE_WHOLE} Prune a model (torch.nn.utils.prune) before it is compiled.") from error
+        return
+    number = not isinstance(value, torch.Tensor) or not (value.dim() or value.requires_grad)
+    if isinstance(index, torch.Tensor) and index.dtype == torch.bool and number:
+        places.fill_where(tensor, index, value)      # torch takes the shard for the whole, or refuses it
+    elif isinstance(value, DTensor) and _selects_a_view(tensor, index):
+        _SET_ITEM(tensor, index, value)
+    else:
+        if tensor._base is not None:
+            _refuse_copy(tensor, tensor._base)
+        places.write(tensor, index, value)
 
 
-def _laid_out(mask: torch.Tensor, tensor: DTensor) -> Any:
-    """A mask of the first dims of a DTensor, or of all, in its placements."""
-    whole = mask.reshape(*mask.shape, *[1] * (tensor.dim() - mask.dim())).expand(tensor.shape)
-    if isinstance(whole, DTensor):
-        return whole
-    return distribute_tensor(whole.contiguous(), tensor.device_mesh, [Replicate()] * tensor.device_mesh.ndim,
-                             src_data_rank=None)
+def _selects_a_view(tensor: DTensor, index: Any) -> bool:
+    """Whether torch selects what is written to within the tensor's memory."""
+    if not all(isinstance(i, _BASIC) for i in (index if isinstance(index, tuple) else (index,))):
+        return False
+    with torch.no_grad():
+        return not _is_copy(_GET_ITEM(tensor, index), tensor)
+
+
+def _is_copy(selected: Any, base: Any) -> bool:
+    """Whether torch made a view of a DTensor of other memory than the DTensor's, for a gathered copy."""
+    return isinstance(selected, DTensor) and bool(selected.numel()) and (
+        selected._local_tensor.untyped_storage()._cdata != base._local_tensor.untyped_storage()._cdata)
 
 
 def _refuse_copy(selected: Any, base: Any) -> None:
-    """Raises InputError if torch made a view of a DTensor of other memory than the DTensor's, for a gathered copy."""
-    if is_watched(base) and isinstance(selected, DTensor) and selected.numel() and (
-            selected._local_tensor.untyped_storage()._cdata != base._local_tensor.untyped_storage()._cdata):
+    """Raises InputError if what is written to is a gathered copy."""
+    if is_watched(base) and _is_copy(selected, base):
         raise InputError(f"writing to {list(selected.shape)} of a DTensor {list(base.shape)} with placements "
                          f"{base.placements} changes nothing of it: a selection along a sharded dim is a copy\n"
                          f"  Write to the whole: {_WRITE_WHOLE}")

@@ -144,7 +144,8 @@ def _trace_prompt(parallel: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) 
     """Trace a call of the prompt, if ``generate`` was given one: it asks for the parameters' device before it calls."""
     ids = next((ids for ids in (kwargs.get("inputs"), kwargs.get("input_ids"), *args[:1]) if ids is not None), None)
     if isinstance(ids, torch.Tensor):
-        parallel.trace(*parallel.taken((), {"input_ids": ids, "use_cache": False}), step=False)
+        parallel.trace(*parallel.taken((), {"input_ids": ids, "use_cache": False}), step=False,
+                       called="generate")
 
 
 class Encoder:

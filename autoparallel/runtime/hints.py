@@ -22,8 +22,8 @@ _HINTS = (
     *((said, "torch does not run this op on DTensors as they are laid out here; parameters of a parallel module are "
              "DTensors, and outputs that its plan shards.\n  Apply it to value.full_tensor(), on all ranks; gradients "
              "flow back. Or compile with outputs=\"whole\".")
-      for said in ("does not have a sharding strategy registered", "Sharding propagation failed",
-                   "unevenly sharded tensor", "along the sharded dimension")),
+      for said in ("does not have a sharding strategy registered", "as_strided not supported with DTensor",
+                   "Sharding propagation failed", "unevenly sharded tensor", "along the sharded dimension")),
     ("in-place operations that require placement changes are not supported",
      "torch does not write this into the shards of a DTensor.\n  Write to the whole: `whole = value.full_tensor()`, on "
      "all ranks, and then `with torch.no_grad(): value.copy_(distribute_tensor(whole, value.device_mesh, "

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
-from functools import cached_property
+from functools import cached_property, partial
 from html import escape
 from os import PathLike
 from typing import Any, cast
@@ -41,6 +41,7 @@ from autoparallel.runtime.calls import Calls
 from autoparallel.runtime.checkpoint import pretrained
 from autoparallel.runtime.checkpoint.job import Checkpoint, Job, Saving
 from autoparallel.runtime.clipping import check_arguments, clip_gradients
+from autoparallel.runtime.containers import containing, is_container
 from autoparallel.runtime.failing import one_at_a_time
 from autoparallel.runtime.form import Compile, Compiled
 from autoparallel.runtime.generation import generates, generates_adapted, generating, generating_adapted
@@ -51,7 +52,7 @@ from autoparallel.runtime.offload.optimizer import Limits
 from autoparallel.runtime.profiling import Profile, profiled
 from autoparallel.runtime.state import State
 from autoparallel.runtime.verify import Verification, measure, undone
-from autoparallel.runtime.wrappers import refuse_cached_weights, refuse_composed, refuse_transforms
+from autoparallel.runtime.wrappers import refuse_cached_weights, refuse_composed, refuse_tracers, refuse_transforms
 
 #: Why torch.compile of a parallel module, or of what calls it, leaves its calls as they are.
 _OPAQUE = "a parallel module compiles its own program: autoparallel.compile(model, mesh, backend='inductor')"
@@ -78,11 +79,17 @@ class ParallelModule(nn.Module):
             self.__class__ = generating(ParallelModule, cast(Any, type(model)))
         elif generates_adapted(model):
             self.__class__ = generating_adapted(ParallelModule, cast(Any, type(model)))
+        elif is_container(model):
+            self.__class__ = containing(ParallelModule, cast(Any, type(model)))
 
     @property
     def plan(self) -> Plan:
         """The plan of the first call form. Raises InputError before the first trace."""
         return tracing.first_form(self._state).plan
+
+    def _get_name(self) -> str:
+        refuse_tracers()
+        return super()._get_name()
 
     def __repr__(self) -> str:
         """The original's parts: those of another pipeline stage cannot tell of parameters that they lack here."""
@@ -111,13 +118,14 @@ class ParallelModule(nn.Module):
         return next(iter(tracing.first_form(self._state).programs.values())).module
 
     def trace(self, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None, step: bool = True,
-              runs: bool = False) -> Compiled:
+              runs: bool = False, called: str = "trace") -> Compiled:
         """Trace, plan and lower the call ``self(*args, **kwargs)`` and place the parameters, without running it.
 
         ``step``: as `step` runs it, in micro-batches and stages; else as one forward. Known forms are not traced again.
-        ``runs``: the call runs next, so that ranks compare it even if its form is known.
+        ``runs``: the call runs next, so that ranks compare it even if its form is known. ``called``: the method that
+        the user has called, of which errors tell.
         """
-        return tracing.trace(self, self._state, args, {} if kwargs is None else kwargs, step, runs)
+        return tracing.trace(self, self._state, args, {} if kwargs is None else kwargs, step, runs, called)
 
     def taken(self, args: Sequence[Any], kwargs: Mapping[str, Any], compared: bool = False
               ) -> tuple[tuple[Any, ...], dict[str, Any]]:
@@ -141,11 +149,11 @@ class ParallelModule(nn.Module):
             compared = state.inputs.are_compared()
             args, kwargs = self.taken(args, kwargs, compared)
             if not state.forms:
-                self.trace(args, kwargs)
+                self.trace(args, kwargs, called="forward")
             if state.hybrid.stages > 1:
                 raise InputError(f"the model is cut into {state.hybrid.stages} pipeline stages: call "
                                  "parallel.step(...), which runs forward and backward of a whole step")
-            compiled = self.trace(args, kwargs, step=False, runs=True)
+            compiled = self.trace(args, kwargs, step=False, runs=True, called="forward")
             result = self._calls.forward(compiled, pytree.tree_leaves(canonical_call(args, kwargs)), compared)
             return write_back(*given, result)
 
@@ -160,7 +168,7 @@ class ParallelModule(nn.Module):
         """
         with one_at_a_time:
             args, kwargs = self.taken(args, kwargs, self._state.inputs.are_compared())
-            compiled = self.trace(args, kwargs, runs=True)
+            compiled = self.trace(args, kwargs, runs=True, called="step")
             leaves = pytree.tree_leaves(canonical_call(args, kwargs))
             if len(compiled.stages) > 1 and any(isinstance(x, torch.Tensor) and x.requires_grad for x in leaves):
                 raise InputError("an input requires a gradient, and each rank would have only the part of its own "
@@ -178,7 +186,7 @@ class ParallelModule(nn.Module):
         Parameters, buffers, gradients and the run state are left as they were; an ``optimizer``, if given, steps and
         is measured too. Seconds are those of the slowest rank.
         """
-        compiled = self.trace(*self.taken(args, kwargs))
+        compiled = self.trace(*self.taken(args, kwargs), called="verify")
         assert compiled.cluster is not None
         with undone(self):
             measured = measure(lambda: self.step(*args, **kwargs), self._state.device, steps, optimizer)
@@ -197,7 +205,7 @@ class ParallelModule(nn.Module):
         part of the pipeline). Each rank's clock begins at a barrier. Parameters, buffers, gradients and the run state
         are left as they were.
         """
-        compiled = self.trace(*self.taken(args, kwargs))
+        compiled = self.trace(*self.taken(args, kwargs), called="profile")
         pipeline = self._state.position.pipeline_group
         position = (0, 1) if pipeline is None else (dist.get_rank(pipeline), dist.get_world_size(pipeline))
         with undone(self):
@@ -298,7 +306,7 @@ class ParallelModule(nn.Module):
             raise InputError("a step in micro-batches or stages takes the whole batch: call step(...) with it as it is")
         args, kwargs = self.taken(args, kwargs)
         with targets.naming_optional(batch, args, self._state.model):
-            compiled = self.trace(args, kwargs)
+            compiled = self.trace(args, kwargs, called="shard_batch")
         made = batches.sharded(batch, args, kwargs, compiled, self._state)
         return self._state.marks.mark_sharded(made, batch)
 
@@ -351,8 +359,9 @@ class ParallelModule(nn.Module):
         Raises InputError for a dataset smaller than a batch, or with tensors without a row per sample; while iterating,
         on all ranks, if they read different data or the promise does not hold.
         """
-        return batches.loader(self._state, self.trace, dataset, batch_size, shuffle=shuffle, seed=seed,
-                              collate=collate_fn, per_sample=per_sample, drop_last=drop_last, options=options)
+        return batches.loader(self._state, partial(self.trace, called="dataloader"), dataset, batch_size,
+                              shuffle=shuffle, seed=seed, collate=collate_fn, per_sample=per_sample,
+                              drop_last=drop_last, options=options)
 
     def init_weights(self, device: torch.device | str | None = None) -> None:
         """Initialise a meta-device model module by module; only local shards are kept.

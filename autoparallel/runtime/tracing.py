@@ -41,13 +41,15 @@ def first_form(state: State) -> Compiled:
     return first
 
 
-def trace(module: nn.Module, state: State, args: Sequence[Any], kwargs: Mapping[str, Any], step: bool, runs: bool
-          ) -> Compiled:
+def trace(module: nn.Module, state: State, args: Sequence[Any], kwargs: Mapping[str, Any], step: bool, runs: bool,
+          called: str = "") -> Compiled:
     """The compiled form of the call ``module(*args, **kwargs)``, compiled now if its form is new.
 
     ``step``: as `ParallelModule.step` runs it, in micro-batches and pipeline stages; else as one forward.
-    ``runs``: the call runs next, so that ranks compare it even if its form is known.
+    ``runs``: the call runs next, so that ranks compare it even if its form is known. ``called``: the method that the
+    user has called, which ranks compare, too.
     """
+    called = called or ("step" if step else "forward")
     state.together.check()
     arguments.check_call(args, kwargs)
     arguments.check_flag("step", step)
@@ -69,7 +71,8 @@ def trace(module: nn.Module, state: State, args: Sequence[Any], kwargs: Mapping[
             ask = state.together.ask if compiled is not None and runs and _computes_first(compiled, leaves) \
                 else state.together.agree
             marks = state.marks.of(leaves) if runs else ()
-            ask((step, torch.is_grad_enabled(), known, marks), partial(_text_of, state, args, kwargs, step, key, marks))
+            ask((step, called, torch.is_grad_enabled(), known, marks),
+                partial(_text_of, state, args, kwargs, called, key, marks))
         if compiled is None:
             compiled = _compiled(module, state, key, leaves, spec, plain)
             if runs:
@@ -172,15 +175,15 @@ def _log_numbers(state: State, compiled: Compiled, args: Sequence[Any], kwargs: 
         state.numbers_told.add(text)
 
 
-def _text_of(state: State, args: Sequence[Any], kwargs: Mapping[str, Any], step: bool, key: Any, marks: Sequence[str]
-             ) -> tuple[str, str]:
+def _text_of(state: State, args: Sequence[Any], kwargs: Mapping[str, Any], called: str, key: Any,
+             marks: Sequence[str]) -> tuple[str, str]:
     """A call with its batches, modes and changes, and the size of the model: error messages compare it with other
     ranks'."""
     leaves = pytree.tree_leaves((args, kwargs))
     modes, free = state.modes(), state.trainable()
     changes = state.forms.changes(key, leaves)
     text = "".join([
-        "step" if step else "forward", call_text(args, kwargs),
+        called, call_text(args, kwargs),
         *(f" of {mark}" for mark in dict.fromkeys(filter(None, marks))),
         "" if torch.is_grad_enabled() else " under no_grad",
         " in train mode" if all(modes) else " in eval mode" if not any(modes) else

@@ -74,6 +74,18 @@ def refuse_composed(attributes: dict[str, Any]) -> None:
         raise _refusal(next(iter(applied)))
 
 
+def refuse_tracers() -> None:
+    """Raises InputError where `torch.fx.Tracer.trace` asks what it traces for its name, as it does before the call."""
+    if sys._getframe(2).f_code is torch.fx.Tracer.trace.__code__:
+        raise _of_one_rank("torch.fx.symbolic_trace")
+
+
+def _of_one_rank(within: str) -> InputError:
+    return InputError(f"a parallel module is called within {within}, which would see one rank's part of it\n"
+                      "  Apply it to the original model, or within the model that you compile (torch.func.grad and "
+                      "vmap in forward are traced).")
+
+
 def refuse_transforms(leaves: Sequence[Any]) -> None:
     """Raises InputError for a call within a trace or a transform of torch.func, which would see this rank's part only.
     ``leaves``: the call's arguments."""
@@ -87,9 +99,7 @@ def refuse_transforms(leaves: Sequence[Any]) -> None:
               "a TorchFunctionMode" if _len_torch_function_stack() and _has_users_mode() else
               "torch.fx or torch.export" if traced else "")
     if within:
-        raise InputError(f"a parallel module is called within {within}, which would see one rank's part of it\n"
-                         "  Apply it to the original model, or within the model that you compile (torch.func.grad and "
-                         "vmap in forward are traced).")
+        raise _of_one_rank(within)
 
 
 def _has_users_mode() -> bool:
@@ -122,4 +132,4 @@ def _refusal(wrapper: str) -> InputError:
 
 
 __all__ = ["naming_ddp", "refuse_cached_weights", "refuse_checkpoint", "refuse_composed", "refuse_reading",
-           "refuse_setting", "refuse_transforms"]
+           "refuse_setting", "refuse_tracers", "refuse_transforms"]
