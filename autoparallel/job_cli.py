@@ -114,7 +114,8 @@ def manifest(
     image: Annotated[str | None, typer.Option(help="container image with autoparallel and the script")] = None,
     hosts: Annotated[str | None, typer.Option(help="addresses a,b,... (or @ranktable.json) for mpi, ranktable")] = None,
     gpus: Annotated[bool | None, typer.Option(help="whether each process (of servers' jobs: each worker) takes a GPU; "
-                                              "by default unless the plan is for local-cpu")] = None,
+                                              "by default unless the plan is for local-cpu; required for a cluster "
+                                              "of your own description")] = None,
     servers: Annotated[int, typer.Option(min=0, help="parameter servers, for kubeflow: a job of a scheduler, servers "
                                          "and workers, without a plan")] = 0,
     workers: Annotated[int | None, typer.Option(min=1, help="workers of --servers; 1 by default")] = None,
@@ -126,10 +127,9 @@ def manifest(
     autoparallel manifest plan.json --to slurm --nodes 4 -- python train.py
     autoparallel manifest --to kubeflow --servers 2 --workers 8 --image me/train:1 -- python train.py
     """
-    from autoparallel.launch.manifest import Job, check_options, manifest
+    from autoparallel.launch.manifest import Job, check_options, manifest, takes_gpus
     from autoparallel.launch.role_manifest import RoleJob, role_manifest
     from autoparallel.plans import Plan
-    from cost_models import LOCAL_CPU
 
     plan_cli.check_output(output)
     check_options(to, words, servers > 0, {"--image": image, "--hosts": hosts, "--nodes": nodes, "--claim": claim,
@@ -139,7 +139,7 @@ def manifest(
     else:
         named, saved = _hosts(hosts), Plan.load(words[0])
         job = Job(name, saved, str(Path(words[0]).resolve()), nodes or len(named) or 1, tuple(words[1:]), image,
-                  saved.cluster != LOCAL_CPU if gpus is None else gpus, named)
+                  takes_gpus(to, saved) if gpus is None else gpus, named)
         text = manifest(to, job)
     if output is None:
         typer.echo(text, nl=False)

@@ -23,6 +23,10 @@ if TYPE_CHECKING:
     from cost_models.profile import Profile
 
 
+#: Planning lists devices: a billion, as of a mistyped number, filled 24 GB of memory.
+MOST_DEVICES = 2**20
+
+
 @dataclass(frozen=True)
 class Correction:
     """What measured steps showed beside predicted ones: factors on the time of compute and of communication, and
@@ -73,6 +77,9 @@ class Cluster:
         if not 1 <= self.num_devices <= sizes[-1]:
             raise ClusterError(f"cluster {self.name}: {self.num_devices} devices; at least one is required, and link "
                                f"{self.links[-1].name!r} reaches {sizes[-1]}")
+        if self.num_devices > MOST_DEVICES:
+            raise ClusterError(f"cluster {self.name}: {self.num_devices} devices; plans are made for at most "
+                               f"{MOST_DEVICES}")
         for kind, seconds in self.call_s.items():
             if kind not in COLLECTIVES or not 0 <= seconds < math.inf:
                 raise ClusterError(f"cluster {self.name}: call_s.{kind} = {seconds}: must be seconds, not negative, "

@@ -32,9 +32,11 @@ def is_nested(data: Any, most: int) -> bool:
 
 
 def nearest(name: str, known: Collection[str]) -> str:
-    """`` (is it 'cuts'?)``: of the known names that which is nearest, if any is near."""
-    close = difflib.get_close_matches(name, known, n=1)
-    return f" (is it {close[0]!r}?)" if close else ""
+    """`` (is it 'cuts'?)``: of the known names that which is nearest, if any is near; first those of which this is the
+    beginning, up to a dash."""
+    close = [each for each in known if name and each.startswith(f"{name}-")] or \
+        difflib.get_close_matches(name, known, n=1)
+    return f" (is it {' or '.join(map(repr, close))}?)" if close else ""
 
 
 def write_whole(path: str | Path, text: str | bytes) -> None:

@@ -266,6 +266,11 @@ def test_counts_of_devices_that_are_none(count: Any) -> None:
     says(ClusterError, f"num_devices is {count!r}", "a whole number", of=lambda: Cluster.load("local-cpu", count))
 
 
+def test_a_cluster_of_more_devices_than_plans_have_is_refused() -> None:
+    """(The process was killed for its memory.)"""
+    says(ClusterError, "1000000000 devices", "at most 1048576", of=lambda: Cluster.load("h100-sxm", 10**9))
+
+
 def test_a_cluster_may_be_a_path(tmp_path: Path) -> None:
     """As for `Cluster.load`."""
     file = tmp_path / "ours.toml"

@@ -110,6 +110,7 @@ def test_texts_and_files_that_are_no_clusters(tmp_path: Path) -> None:
     with pytest.raises(ClusterError, match="no regular file"):
         Cluster.load(path)
     for name, part in ((tmp_path, "unknown cluster"), ("h100-sxn", r"is it 'h100-sxm'\?"),
+                       ("h100", r"is it 'h100-hbm2e' or 'h100-sxm'\?"),
                        ("a\0.toml", "null character"), ("a" * 5000 + ".toml", "unknown cluster"),
                        (3, "is of type int")):
         with pytest.raises(ClusterError, match=part):

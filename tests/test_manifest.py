@@ -266,6 +266,17 @@ def test_gpus_are_asked_for_where_the_plan_has_them(plan_file: Path) -> None:
     assert "--gpus-per-node=4" in told() and "--gpus" not in told("--no-gpus")
 
 
+def test_whether_devices_of_a_users_description_are_gpus_is_asked(plan_file: Path) -> None:
+    """A plan for calibrated CPUs asked each host for GPUs. Hosts that are named have what they have."""
+    plan_file.write_text(json.dumps(json.loads(plan_file.read_text()) | {"cluster": "ours"}))
+    words = ["manifest", str(plan_file), "--to", "slurm", "--", "ls"]
+    made = CliRunner().invoke(app, words)
+    assert "cluster 'ours' is of a description of your own" in str(made.exception)
+    assert "write --gpus or --no-gpus" in str(made.exception)
+    assert "--gpus" not in CliRunner().invoke(app, [*words[:4], "--no-gpus", *words[4:]]).stdout
+    assert "slots=4" in CliRunner().invoke(app, [*words[:3], "mpi", "--hosts", "a", *words[4:]]).stdout
+
+
 @pytest.mark.parametrize(("to", "options", "said"), [
     ("nomad", {}, f"one of {', '.join(sorted(FORMATS))} is required"),
     ("slurm", {"nodes": 3}, "4 devices, which 3 hosts cannot share evenly"),

@@ -20,8 +20,11 @@ from autoparallel.errors import LaunchError
 from autoparallel.launch.world import PLAN_FILE
 from autoparallel.plans import Plan
 from autoparallel.plans.files import packed
+from cost_models import LOCAL_CPU, known_clusters
 
 PORT = 29500
+#: Formats whose hosts are named, with what they have.
+_NAME_DEVICES = ("mpi", "ranktable")
 _PLAN_FOLDER = "/etc/autoparallel"
 _MOUNTED = f"{_PLAN_FOLDER}/plan.json.gz"  # as in a ConfigMap
 #: Kubernetes' limits: of a ConfigMap, and of the annotations to which `kubectl apply` copies it.
@@ -217,7 +220,7 @@ def check_options(to: str, words: Sequence[str], servers: bool, given: Mapping[s
     images = ("kubeflow", "pytorchjob", "jobset", "skypilot")
     reads = {"--image": servers or to in images, "--hosts": not servers and to in ("mpi", "ranktable"),
              "--nodes": not servers, "--claim": servers, "--workers": servers,
-             "--gpus or --no-gpus": servers or to not in ("mpi", "ranktable")}
+             "--gpus or --no-gpus": servers or to not in _NAME_DEVICES}
     instead = {"--image": f"it is for {', '.join(images)}", "--nodes": "--servers and --workers say how many",
                "--hosts": "it is for mpi and ranktable" + ("" if servers else "; --nodes says how many there are"),
                "--claim": "it is for --servers", "--workers": "it is for --servers",
@@ -226,6 +229,15 @@ def check_options(to: str, words: Sequence[str], servers: bool, given: Mapping[s
         if value is not None and to in FORMATS and not reads[name]:
             what = "a job with --servers" if servers else f"--to {to}"
             raise LaunchError(f"{what} does not use {name}: leave it out ({instead[name]})")
+
+
+def takes_gpus(to: str, plan: Plan) -> bool:
+    """Whether the processes of a plan take GPUs, by its cluster. Raises LaunchError for one of the user's own
+    description, which may be of CPUs."""
+    if to in FORMATS and to not in _NAME_DEVICES and plan.cluster not in known_clusters():
+        raise LaunchError(f"the plan's cluster {plan.cluster!r} is of a description of your own, which does not say "
+                          "whether its devices are GPUs: write --gpus or --no-gpus")
+    return plan.cluster != LOCAL_CPU
 
 
 def literal(words: Sequence[str]) -> list[str]:
