@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections import Counter
+from collections import Counter, OrderedDict
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from functools import partial
@@ -435,3 +435,27 @@ def test_after_a_step_that_fails_the_kernel_of_adam_is_still_open(mesh_of_one: D
         optimizer.step()
     assert group["fused"] is False
     assert not any(name.startswith("_fused_adam") for name in seen.names)
+
+
+class Lookahead(O.Optimizer):
+    """As timm's: it wraps another optimizer, and has hooks of steps only."""
+
+    def __init__(self, base: O.Optimizer) -> None:
+        self._optimizer_step_pre_hooks, self._optimizer_step_post_hooks = OrderedDict(), OrderedDict()
+        self.base, self.param_groups, self.defaults, self.state = base, base.param_groups, base.defaults, base.state
+
+    def step(self, closure: Any = None) -> Any:
+        return self.base.step(closure)
+
+
+def test_an_optimizer_that_wraps_another_without_hooks_of_loading_steps(mesh_of_one: DeviceMesh) -> None:
+    """(It ended in an AttributeError.)"""
+    x, model = torch.rand(4, 6), Net()
+    parallel = autoparallel.compile(copy.deepcopy(model), mesh_of_one, example_inputs=(x,))
+    for each in (model, parallel):
+        optimizer = Lookahead(O.AdamW(each.parameters(), lr=0.1))
+        each(x).backward()
+        optimizer.step()
+    found = gathered(parallel.named_parameters())
+    for name, value in model.named_parameters():
+        torch.testing.assert_close(found[name], value.detach(), msg=name)

@@ -350,3 +350,16 @@ def test_arguments_for_other_ranks_than_were_started_are_refused(monkeypatch: py
     monkeypatch.setenv("WORLD_SIZE", "4")
     with pytest.raises(InputError, match="are for 1 rank, and 4 were started"):
         integrations.AutoparallelTrainer(nn.Linear(2, 2), arguments)
+
+
+def test_batches_that_are_no_arguments_of_the_model_are_refused(monkeypatch: pytest.MonkeyPatch, tmp_path: Path,
+                                                                mesh_of_one: Any) -> None:
+    """As of trainers that generate what they train on. (It ended in a ValueError of dict.)"""
+    reset_accelerate()
+    monkeypatch.setenv("ACCELERATE_USE_CPU", "1")
+    trainer = integrations.AutoparallelTrainer(
+        model=torch.nn.Linear(2, 2), train_dataset=[{"prompt": "a"}] * 8, data_collator=lambda rows: rows,
+        args=transformers.TrainingArguments(str(tmp_path), report_to=[], max_steps=1, disable_tqdm=True,
+                                            remove_unused_columns=False))
+    with pytest.raises(InputError, match="are lists, and here each must be a mapping of the model's arguments"):
+        trainer.train()

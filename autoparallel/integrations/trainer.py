@@ -108,7 +108,13 @@ class AutoparallelTraining(_Base):
     def _compile(self, loader: Any, count: int) -> None:
         if isinstance(self.model, ParallelModule):
             return
-        batches = [_with_items(self, batch, [batch]) for batch in first_batches(loader, count)]
+        given = list(first_batches(loader, count))
+        if any(not isinstance(batch, Mapping) for batch in given):
+            raise InputError(f"batches of {type(self).__name__} are {type(given[0]).__name__}s, and here each must be "
+                             "a mapping of the model's arguments, for which it is compiled before the first step\n"
+                             "  Trainers that generate what they train on (GRPO) do not run here: write the loop with "
+                             "autoparallel.compile, which has generate too.")
+        batches = [_with_items(self, batch, [batch]) for batch in given]
         if not batches:
             raise InputError("the data loader is empty: the model is compiled for its first batch")
         options, joined = self.accelerator.preparation.options, _joined(batches)

@@ -100,7 +100,8 @@ def compute_on_shards(optimizer: torch.optim.Optimizer) -> None:
     """Make an optimizer of parameters on a mesh, which is not to be refused, compute on local shards."""
     if not isinstance(optimizer, OffloadedOptimizer):
         _shard_states(optimizer)
-        optimizer.register_load_state_dict_post_hook(_shard_states)
+        if hasattr(optimizer, "_optimizer_load_state_dict_post_hooks"):  # timm's Lookahead has none, its inner one has
+            optimizer.register_load_state_dict_post_hook(_shard_states)
     if has_cached(optimizer):
         check_steps_rows(optimizer, steps_shards(type(optimizer)))
     if steps_shards(type(optimizer)):
