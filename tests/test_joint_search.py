@@ -73,7 +73,7 @@ class _Activated(torch.nn.Module):
         return torch.cat(every).square().mean() if self.collects else x.square().mean()
 
 
-@pytest.mark.parametrize("collects", [False, True])
+@pytest.mark.parametrize("collects", [False, slow(True)])
 def test_ops_between_equal_blocks_count_as_these(collects: bool) -> None:
     """The price is a lower bound: what one layer gives is redistributed for the next one less often than in the model,
     which has no residual stream to keep its layout."""

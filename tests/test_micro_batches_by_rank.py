@@ -124,10 +124,14 @@ def test_the_joint_search_divides_micro_batches_by_speed() -> None:
     assert "(joint=True also tries pipelines and micro-batches by their speed)" in " ".join(equal.summary().split())
     assert "joint=True" not in made.summary()
     assert made.evidence.step_bound_s is not None and made.evidence.step_bound_s <= made.prediction.step_s
-    assert planned(HOSTS, rows, joint=True).hybrid.by_rank == ()
     assert planned(cluster, rows, joint=True, micro_batches=(5, 1, 1)).hybrid.by_rank == (5, 1, 1)
-    for options in ({"micro_batches": 1}, {"copies": 2, "micro_batches": 14}):
-        assert planned(cluster, rows, joint=True, **options).hybrid.by_rank == ()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("cluster", "options"), [
+    (HOSTS, {}), (UNEQUAL, {"micro_batches": 1}), (UNEQUAL, {"copies": 2, "micro_batches": 14})])
+def test_nothing_is_divided_on_equal_hosts_or_against_the_options(cluster: Cluster, options: dict[str, Any]) -> None:
+    assert planned(cluster, 7 * 2**17, joint=True, **options).hybrid.by_rank == ()
 
 
 # --- what is told -------------------------------------------------------------------------------------------------
@@ -153,7 +157,7 @@ def test_the_command_line_takes_numbers_by_rank(tmp_path: Path) -> None:
     cluster.write_text('based_on = "h100-sxm"\nname = "ours"\nnum_devices = 16\n[[slow]]\nhosts = [1]\nspeed = 0.5\n')
     model = Path("benchmarks/configs/small-llama.json")
     command = ["plan", str(model), "--cluster", str(cluster), "--global-batch", "64", "--mesh", "2x8",
-               "--output", str(output)]
+               "--output", str(output), "--compare-by-hand", "none"]
     done = CliRunner().invoke(app, [*command, "--micro-batches", "3,1"])
     assert done.exit_code == 0, done.output
     assert Plan.load(output).hybrid.by_rank == (3, 1)
