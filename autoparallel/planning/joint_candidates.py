@@ -283,9 +283,12 @@ class JointSearch:
         self._least_known_s = min((c.estimate_s for c in self.known.values()), default=math.inf)
 
     def _best_outside(self, seen: set[object]) -> Candidate | None:
-        """One of the three best candidates that fit whose key is not in ``seen``, or None."""
-        fit = [c for c in self.known.values() if c.estimate_s < math.inf]
-        return next((c for c in sorted(fit, key=lambda c: c.estimate_s)[:3] if c.key not in seen), None)
+        """One of the three best candidates that fit whose key is not in ``seen``, or None. On an unequal cluster also the
+        best pipeline without its bubble, if that is below the best: other schedules may have less of it."""
+        fit = sorted((c for c in self.known.values() if c.estimate_s < math.inf), key=lambda c: c.estimate_s)
+        piped = [c for c in fit if c.hybrid.stages > 1] if self.cluster.is_unequal else []
+        full = [c for c in sorted(piped, key=_without_bubble_s)[:1] if _without_bubble_s(c) < self.best_s]
+        return next((c for c in (*fit[:3], *full) if c.key not in seen), None)
 
     def _estimate_all(self, candidates: Sequence[Candidate], deadline: float, patience: float, bounded: bool = False,
                       one_a_length: bool = False) -> None:
@@ -317,6 +320,11 @@ class JointSearch:
             if one_a_length:
                 order.leave_length(candidate.hybrid.pipeline_ranks)
             best = min(best, made.estimate_s)
+
+
+def _without_bubble_s(candidate: Candidate) -> float:
+    """The estimate of a pipeline, were all of its ranks busy all the time."""
+    return candidate.estimate_s / (candidate.hybrid.pipeline_ranks * equal_stages_s(candidate.hybrid, 1.0))
 
 
 def least_live_bytes(problem: Problem, micro_batch: int) -> float:
