@@ -283,8 +283,8 @@ class JointSearch:
         self._least_known_s = min((c.estimate_s for c in self.known.values()), default=math.inf)
 
     def _best_outside(self, seen: set[object]) -> Candidate | None:
-        """One of the three best candidates that fit whose key is not in ``seen``, or None. On an unequal cluster also the
-        best pipeline without its bubble, if that is below the best: other schedules may have less of it."""
+        """One of the three best candidates that fit whose key is not in ``seen``, or None. On an unequal cluster also
+        the best pipeline without its bubble, if that is below the best: other schedules may have less of it."""
         fit = sorted((c for c in self.known.values() if c.estimate_s < math.inf), key=lambda c: c.estimate_s)
         piped = [c for c in fit if c.hybrid.stages > 1] if self.cluster.is_unequal else []
         full = [c for c in sorted(piped, key=_without_bubble_s)[:1] if _without_bubble_s(c) < self.best_s]

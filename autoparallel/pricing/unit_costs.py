@@ -129,7 +129,8 @@ class Prices:
 
     def of_device(self, cache: float = 1.0) -> Prices:
         """A copy for lower bounds: with the seconds of the device alone, as if the host launched everything ahead
-        (``cache``: and had a cache so many times as large), and of the fastest of several kinds and NICs."""
+        (``cache``: and had a cache so many times as large), and of the fastest of several kinds and NICs, where ranks
+        of a pipeline divide the work (else all wait for the slowest)."""
         return self._least_of("device", cache)
 
     def of_host(self) -> Prices:
@@ -137,14 +138,15 @@ class Prices:
         return self._least_of("host")
 
     def _least_of(self, part: str, cache: float = 1.0) -> Prices:
-        if self.cluster.profile is None and not self.stages_differ:
+        divided = self.mesh_shape[0] > 1
+        if self.cluster.profile is None and not (self.stages_differ and divided):
             return self
         made = copy(self)
         if self._uneven:
             made.groups = self._groups_by(())
             made.redistribution = self.redistribution.by(made.groups)
-        made.costs = costs_of(self.space.spaces, self.kinds, self.training, self.spread, part, cache, least=True)
-        made.least, made.differ, made._ops, made._pieces, made._whole = True, False, {}, {}, self
+        made.costs = costs_of(self.space.spaces, self.kinds, self.training, self.spread, part, cache, least=divided)
+        made.least, made.differ, made._ops, made._pieces, made._whole = divided, False, {}, {}, self
         return made
 
     @property
