@@ -167,11 +167,12 @@ def test_summands_are_added_up_before_they_are_written_over(ranks: Any) -> None:
 
 
 def prune_shards() -> None:
-    """Places that a tensor gives, as those of the smallest weights."""
+    """At the next call: it takes the weight for another parameter and a product of it."""
     parallel = autoparallel.compile(nn.Sequential(nn.Linear(4, 8), nn.ReLU()), mesh_of(2), baseline="fsdp",
                                     zero_stage=3, example_inputs=(torch.ones(4, 4),))
-    with pytest.raises(InputError, match=r"places that a tensor of indices gives.*\n.*Prune a model .* before it is"):
-        prune.l1_unstructured(parallel.get_submodule("0"), "weight", 0.5)
+    prune.l1_unstructured(parallel.get_submodule("0"), "weight", 0.5)
+    with pytest.raises(InputError, match=r"0\.weight is gone .*\n.*change the model \(prune .*\) before it is compiled"):
+        parallel(torch.ones(4, 4))
 
 
 def test_pruning_after_compile_is_refused(ranks: Any) -> None:

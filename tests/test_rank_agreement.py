@@ -130,7 +130,7 @@ def integers_on_one_rank(rank: int) -> list[str]:
 def test_an_example_of_another_type_on_one_rank_is_an_error_on_every_rank(ranks: Any) -> None:
     """It names the rank (the others waited for it until its process ended), and does no harm."""
     (first, after), (other, too) = ranks(2).run(integers_on_one_rank, 1, timeout_s=60)
-    assert "step(int64[4, 8]) in train mode on rank 1" in other and first == other and after == too == ""
+    assert "compile(int64[4, 8]) in train mode on rank 1" in other and first == other and after == too == ""
 
 
 class Choosy(nn.Module):
