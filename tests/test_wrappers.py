@@ -55,12 +55,16 @@ def test_converters_are_refused(mesh_of_one: Any, convert: Callable[[nn.Module],
     assert parallel(torch.ones(4, 8)).shape == (4, 4)
 
 
-def test_a_trace_by_fx_is_refused(mesh_of_one: Any) -> None:
+def test_a_trace_by_fx_is_refused(mesh_of_one: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """(It ended in torch's error of a proxy that is iterated.)"""
     parallel = autoparallel.compile(nn.Linear(8, 4), mesh_of_one, example_inputs=(torch.ones(4, 8),))
     for traced in (parallel, nn.Sequential(parallel)):
         with pytest.raises(InputError, match=r"called within torch\.fx"):
             torch.fx.symbolic_trace(traced)
+    trace = torch.fx.Tracer.trace
+    monkeypatch.setattr(torch.fx.Tracer, "trace", lambda *args, **options: trace(*args, **options))    # as others do
+    with pytest.raises(InputError, match=r"called within torch\.fx"):
+        torch.fx.symbolic_trace(parallel)
     assert repr(parallel).startswith("ParallelModule(")
 
 

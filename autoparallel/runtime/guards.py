@@ -144,8 +144,8 @@ class Places:
                     what = "is new" if old is None else "is gone" if new is None else "was replaced"
                     raise InputError(f"{f'{path}.{name}'.strip('.')} {what} ({_told(old)}, then {_told(new)}), and "
                                      "programs were compiled for what it was\n"
-                                     "  Give new values by load_state_dict(...) or copy_(...); change the model (prune or "
-                                     "parametrize it, too) before it is compiled.")
+                                     "  Give new values by load_state_dict(...) or copy_(...); change the model (prune "
+                                     "or parametrize it, too) before it is compiled.")
         self._note()
 
 

@@ -76,7 +76,8 @@ def refuse_composed(attributes: dict[str, Any]) -> None:
 
 def refuse_tracers() -> None:
     """Raises InputError where `torch.fx.Tracer.trace` asks what it traces for its name, as it does before the call."""
-    if sys._getframe(2).f_code is torch.fx.Tracer.trace.__code__:
+    caller = sys._getframe(2)    # by name: others wrap torch's method
+    if caller.f_code.co_name == "trace" and caller.f_globals.get("__name__") == torch.fx.Tracer.__module__:
         raise _of_one_rank("torch.fx.symbolic_trace")
 
 
