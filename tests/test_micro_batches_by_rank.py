@@ -15,10 +15,19 @@ from torch import nn
 from typer.testing import CliRunner
 
 import autoparallel
+from autoparallel.capture import capture
 from autoparallel.cli import app
 from autoparallel.errors import InputError, PlanError
+from autoparallel.partition import Splits
+from autoparallel.planning.joint_candidates import JointSearch
+from autoparallel.planning.joint_plan import fixed_by
+from autoparallel.planning.one_mesh import plan_on
+from autoparallel.planning.options import options_of
 from autoparallel.planning.unequal_hosts import by_speed
 from autoparallel.plans import Hybrid, Plan
+from autoparallel.pricing import Prices
+from autoparallel.pricing.stage_devices import slowest_rank
+from autoparallel.strategies.space import StrategySpace
 from cost_models import Cluster, Device, Link
 from cost_models.unequal import Slow
 from tests.support.captured import plan_of
@@ -134,6 +143,42 @@ def test_nothing_is_divided_on_equal_hosts_or_against_the_options(cluster: Clust
     assert planned(cluster, 7 * 2**17, joint=True, **options).hybrid.by_rank == ()
 
 
+class Blocks(nn.Module):
+    """Equal residual blocks, which are nearly all of the step."""
+
+    def __init__(self, count: int = 20, width: int = 256) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(nn.Sequential(nn.Linear(width, 4 * width), nn.ReLU(), nn.Linear(4 * width, width))
+                                    for _ in range(count))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for block in self.blocks:
+            x = x + block(x)
+        return x.mean()
+
+
+def test_no_bound_is_above_a_plan_where_memory_is_limited() -> None:
+    """Bounds that price memory would take each rank for a stage that runs all micro-batches."""
+    two = dataclasses.replace(HOSTS, num_devices=2, slow=(Slow((1,), 1 / 3),),
+                              device=dataclasses.replace(HOSTS.device, memory_bytes=64e9))
+    with torch.device("meta"):
+        graph = capture(Blocks(), (torch.zeros(2**17, 256),))
+    options = options_of({"micro_batches": (3, 1), "zero_stage": 1, "recompute": "none", "optimizer": "sgd"})
+    fixed = fixed_by(options, (2, 1), two)
+    search = JointSearch(graph, two, fixed, "sgd", options.limit_bytes(two))
+    (candidate,) = search.space.first_round()
+    made = plan_on(Splits(graph)(4), two, (1,), None, options, candidate.hybrid)
+    while search.step_bounds.tighten(candidate, 1.05 * made.prediction.step_s):
+        pass
+    assert 0 < search.step_bounds.step_s(candidate) <= made.prediction.step_s * (1 + 1e-9)
+
+
+def test_of_ranks_that_take_as_long_the_slowest_devices_are_priced() -> None:
+    prices = Prices(StrategySpace(capture(Product(), (torch.zeros(512, 256),)), (1,)), UNEQUAL, stages=3)
+    assert slowest_rank(prices, Hybrid(7, pipeline_ranks=3, by_rank=(3, 3, 1))) == 2
+    assert slowest_rank(prices, Hybrid(7, pipeline_ranks=3, by_rank=(4, 2, 1))) == 0
+
+
 # --- what is told -------------------------------------------------------------------------------------------------
 
 
@@ -209,6 +254,26 @@ def used_in_every_way(micro_batches: tuple[int, ...] | None, shape: tuple[int, .
         found.append(losses())
         found.append(parallel.eval()(ids, target))
     return [(one.full_tensor() if hasattr(one, "full_tensor") else one).double() for one in found]
+
+
+def norms_of(first: str) -> list[float]:
+    """Run on each rank: the norm of the gradients of a step and of a plain call; before them a trace of either."""
+    torch.manual_seed(SEED)
+    ids, target = torch.randint(0, 20, (16, 5)), torch.randn(16, 16)
+    parallel = autoparallel.compile(Words(), mesh_of(2), micro_batches=(3, 1))
+    parallel.trace((ids, target), step=first == "step")
+    parallel.step(ids, target)
+    found = [float(parallel.clip_grad_norm_(1e9))]
+    parallel.zero_grad()
+    parallel(ids, target).backward()
+    return [*found, float(parallel.clip_grad_norm_(1e9))]
+
+
+@pytest.mark.ranks
+def test_the_first_call_may_be_plain(ranks: Any) -> None:
+    """Gradients are summed, and count once, as where it is a step."""
+    (step, _), (plain, _) = (ranks(2).run(norms_of, first) for first in ("step", "plain"))
+    assert plain == pytest.approx(step) and step[0] == pytest.approx(step[1])
 
 
 @pytest.mark.ranks

@@ -99,6 +99,7 @@ class StepBounds:
         """Whether memory is limited, and all that a combination keeps from forward to backward is on its devices."""
         h = candidate.hybrid
         return (self.even.limit_of(candidate) < math.inf and h.saved_on == "device" and not h.replicas
+                and not h.by_rank
                 and h.offload == ON_DEVICE and not h.on_host)
 
     def _fewer(self, kind: Kind) -> list[int]:

@@ -39,11 +39,13 @@ def paces_of(prices: Prices, groups: Sequence[Sequence[int]]) -> list[float]:
 
 
 def slowest_rank(prices: Prices, hybrid: Hybrid) -> int:
-    """With micro-batches by rank, the rank of that axis for whose micro-batches its devices take longest; else 0."""
+    """With micro-batches by rank, the rank of that axis for whose micro-batches its devices take longest; else 0. Of
+    several the one with the fewest, whose devices are the slowest, also in the optimizer's step."""
     if not hybrid.by_rank:
         return 0
     each = seconds_by_rank(prices, hybrid)
-    return each.index(max(each))
+    longest = [rank for rank, seconds in enumerate(each) if seconds >= max(each) * (1 - 1e-9)]
+    return min(longest, key=hybrid.by_rank.__getitem__)
 
 
 def seconds_by_rank(prices: Prices, hybrid: Hybrid) -> list[float]:

@@ -50,6 +50,7 @@ from autoparallel.runtime.let_go import Root
 from autoparallel.runtime.offload import making
 from autoparallel.runtime.offload.optimizer import Limits
 from autoparallel.runtime.profiling import Profile, profiled
+from autoparallel.runtime.shared import shared_parameters
 from autoparallel.runtime.state import State
 from autoparallel.runtime.verify import Verification, measure, undone
 from autoparallel.runtime.wrappers import refuse_cached_weights, refuse_composed, refuse_tracers, refuse_transforms
@@ -245,8 +246,8 @@ class ParallelModule(nn.Module):
         state.together.agree("clip_grad_norm_")
         state.together.check()
         with state.together.call():
-            return clip_gradients(self.named_parameters(), compiled.shared, state.position, state.device,
-                                  float(max_norm), float(norm_type))
+            return clip_gradients(self.named_parameters(), shared_parameters(compiled, state.hybrid), state.position,
+                                  state.device, float(max_norm), float(norm_type))
 
     def table_lookups(self, forget: bool = False) -> dict[str, Lookups]:
         """What the caches of tables on the host (`autoparallel.Cached`) have done on this rank, by the table's name:

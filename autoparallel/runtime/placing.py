@@ -39,7 +39,7 @@ from autoparallel.runtime.offload.mapped import MappedFiles
 from autoparallel.runtime.offload.saved_file import SavedFile
 from autoparallel.runtime.optimizers import look_at_steps, offload_states
 from autoparallel.runtime.originals import Originals
-from autoparallel.runtime.shared import Ranks
+from autoparallel.runtime.shared import Ranks, shared_parameters
 from autoparallel.runtime.state import State
 from autoparallel.runtime.whole_draws import draw_whole
 from autoparallel.runtime.whole_means import take_whole_means
@@ -67,7 +67,7 @@ def place(root: nn.Module, state: State, compiled: Compiled) -> None:
     mix_scalars()
     mix_lists()
     look_at_steps()
-    _make_shared_groups(state, sorted(set(compiled.shared.values())))
+    _make_shared_groups(state, sorted(set(shared_parameters(compiled, state.hybrid).values())))
     everywhere = (INVARIANT,) * mesh.ndim
     state.parts = _make_parts(root, model)
     root.training, state.original_modes = model.training, [module.training for module in state.parts]

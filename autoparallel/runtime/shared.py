@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import cast
+from typing import TYPE_CHECKING, cast
 
 import torch
 import torch.distributed as dist
@@ -13,8 +13,20 @@ from torch.distributed.tensor import DTensor
 
 from autoparallel.schedule.fusion import in_buckets
 
+if TYPE_CHECKING:
+    from autoparallel.plans import Hybrid
+    from autoparallel.runtime.form import Compiled
+
 #: Coordinates on the pipeline axis.
 Ranks = tuple[int, ...]
+
+
+def shared_parameters(compiled: Compiled, hybrid: Hybrid) -> Mapping[str, Ranks]:
+    """The parameters that several pipeline ranks have, with these ranks: by the first form, or with micro-batches by
+    rank all, whatever the first call was. ``hybrid``: of steps."""
+    if not hybrid.by_rank:
+        return compiled.shared
+    return {decision.path: hybrid.ranks_of(0) for decision in compiled.space.decisions if decision.kind == "parameter"}
 
 
 class SharedGradients:
