@@ -20,6 +20,7 @@ from torch import nn
 from autoparallel.api import plan as plan_of
 from autoparallel.errors import AutoparallelError, InfeasibleError, PlanError, SearchError, shown
 from autoparallel.export.degrees import degrees_of
+from autoparallel.planning.bucket_sizes import USUAL
 from autoparallel.planning.by_hand import ByHand
 from autoparallel.planning.call_checks import check_call
 from autoparallel.planning.state_moves import Move, moved, read_by
@@ -198,10 +199,11 @@ _Maker = Callable[[Cluster], Plan]
 
 
 def bucket_bytes_of(hybrid: Hybrid) -> float | str | None:
-    """The sizes of buckets for other mesh axes: none, where the search chose them."""
+    """The sizes of buckets for other mesh axes: none, where the search chose them. (Older plan files do not say whose
+    a size is: none but the `USUAL` ones is chosen by default.)"""
     if hybrid.fusion.axis_bytes:
         return AUTO_SIZE
-    return hybrid.bucket_bytes if hybrid.fusion.given else None
+    return hybrid.bucket_bytes if hybrid.fusion.given or hybrid.bucket_bytes not in USUAL else None
 
 
 def _makers(plan: Plan, cluster: Cluster, model: nn.Module, example: tuple[Any, Any], time_limit_s: float,

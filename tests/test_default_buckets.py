@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -106,6 +107,7 @@ def test_the_file_the_report_and_plans_again_know_the_size(made: Plan, tmp_path:
     assert f"buckets of {made.hybrid.bucket_bytes / MIB:.0f} MiB" in " ".join(made.report().split())
     given = _wide(2048, bucket_bytes=made.hybrid.bucket_bytes)
     assert bucket_bytes_of(made.hybrid) is None and bucket_bytes_of(given.hybrid) == made.hybrid.bucket_bytes
+    assert bucket_bytes_of(replace(made.hybrid, bucket_bytes=1e6)) == 1e6    # of an older file
 
 
 def test_a_size_that_does_not_fit_is_not_taken(made: Plan) -> None:

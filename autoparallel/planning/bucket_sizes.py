@@ -235,4 +235,4 @@ def _not_joined(fusion: Fusion, number: int, ways: Mapping[str, list[str]]) -> s
             "pattern for each of these, or leave it out.")
 
 
-__all__ = ["LARGEST_BYTES", "check_named", "in_fastest_buckets"]
+__all__ = ["LARGEST_BYTES", "USUAL", "check_named", "in_fastest_buckets"]
