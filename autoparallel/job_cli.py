@@ -114,8 +114,8 @@ def manifest(
     image: Annotated[str | None, typer.Option(help="container image with autoparallel and the script")] = None,
     hosts: Annotated[str | None, typer.Option(help="addresses a,b,... (or @ranktable.json) for mpi, ranktable")] = None,
     gpus: Annotated[bool | None, typer.Option(help="whether each process (of servers' jobs: each worker) takes a GPU; "
-                                              "by default unless the plan is for local-cpu; required for a cluster "
-                                              "of your own description")] = None,
+                                              "by default as the plan's devices are; required where these have a "
+                                              "name of your own")] = None,
     servers: Annotated[int, typer.Option(min=0, help="parameter servers, for kubeflow: a job of a scheduler, servers "
                                          "and workers, without a plan")] = 0,
     workers: Annotated[int | None, typer.Option(min=1, help="workers of --servers; 1 by default")] = None,

@@ -25,6 +25,8 @@ from cost_models.unequal import OtherHosts, Slow, worse_host, worse_link
 
 #: The known cluster of processes on one machine, without GPUs.
 LOCAL_CPU = "local-cpu"
+#: The device of a calibrated cluster of CPUs.
+CPU_PROCESS = "one process"
 #: Entries of networks in `profiles.toml`, by the first word of a link's name.
 NETWORKS = {"infiniband": "infiniband", "roce": "roce", "omni-path": "omni-path"}
 #: Of a description (known ones have 5 kB): its size, and how deep its lists and tables lie in one another.
@@ -60,6 +62,19 @@ def cluster_of_device(reported: str) -> str | None:
     >>> cluster_of_device("NVIDIA H100 80GB HBM3 MIG 1g.10gb")    # a part of one is another device
     """
     return next((one for one in known_clusters() if reported in tomllib.loads(_text(one)).get("reported_as", ())), None)
+
+
+def is_gpu(device: str) -> bool | None:
+    """Whether devices of this name are GPUs: of a known cluster, or as calibration names them; None: not known.
+
+    >>> is_gpu("H100 SXM5 80GB"), is_gpu("NVIDIA H100 80GB HBM3"), is_gpu(CPU_PROCESS), is_gpu("ours")
+    (True, True, False, None)
+    """
+    if device == CPU_PROCESS:
+        return False
+    known = next((one for one in known_clusters() if load(one).device.name == device), None) or \
+        cluster_of_device(device)
+    return None if known is None else known != LOCAL_CPU
 
 
 def _text(name: str) -> str:

@@ -26,6 +26,7 @@ from autoparallel.launch.environment import identity_of
 from autoparallel.launch.local import free_port
 from autoparallel.launch.manifest import FORMATS, Job, manifest
 from autoparallel.launch.rank_table import table_hosts
+from cost_models.description import CPU_PROCESS
 from tests.support.launching import clean_environment, guide, guides_model, loss_of_one_process, mpirun_of
 from tests.support.tiers import slow
 
@@ -267,9 +268,20 @@ def test_gpus_are_asked_for_where_the_plan_has_them(plan_file: Path) -> None:
 
 
 def test_whether_devices_of_a_users_description_are_gpus_is_asked(plan_file: Path) -> None:
-    """A plan for calibrated CPUs asked each host for GPUs. Hosts that are named have what they have."""
-    plan_file.write_text(json.dumps(json.loads(plan_file.read_text()) | {"cluster": "ours"}))
-    words = ["manifest", str(plan_file), "--to", "slurm", "--", "ls"]
+    """A plan for calibrated CPUs asked each host for GPUs. Devices that calibration or a known cluster names are known.
+    Hosts that are named have what they have."""
+    plan, words = json.loads(plan_file.read_text()) | {"cluster": "ours"}, [
+        "manifest", str(plan_file), "--to", "slurm", "--", "ls"]
+
+    def of(device: str) -> None:
+        plan["record"]["workload"]["device"] = device
+        plan_file.write_text(json.dumps(plan))
+
+    for device, asks in ((CPU_PROCESS, False), ("half an x86 core", False), ("NVIDIA H100 80GB HBM3", True),
+                         ("H100 SXM5 80GB and A100 SXM4 80GB", True)):
+        of(device)
+        assert ("--gpus-per-node=4" in CliRunner().invoke(app, words).stdout) == asks
+    of("our device")
     made = CliRunner().invoke(app, words)
     assert "cluster 'ours' is of a description of your own" in str(made.exception)
     assert "write --gpus or --no-gpus" in str(made.exception)

@@ -36,6 +36,7 @@ from cost_models.calibrate import (
     predicted_overlap_s,
 )
 from cost_models.cluster import devices_of_host
+from cost_models.description import CPU_PROCESS
 from cost_models.devices import Host
 from cost_models.errors import ClusterError
 from cost_models.links import UNLIMITED
@@ -118,7 +119,7 @@ def calibrate(name: str, ranks_per_host: int, nics_per_host: int | None = None, 
         kinds = KINDS if kind == "cpu" else _sent(mesh, axis)
         measured += time_collectives(mesh, axis, kinds, SIZES, repeats)
     ops = time_ops(torch.device(kind, torch.cuda.current_device()) if kind == "cuda" else torch.device(kind), repeats)
-    device = fit_device(torch.cuda.get_device_name() if kind == "cuda" else "one process", ops,
+    device = fit_device(torch.cuda.get_device_name() if kind == "cuda" else CPU_PROCESS, ops,
                         memory_bytes(kind, ranks_per_host))
     overlapped = time_overlapped(init_device_mesh(kind, (world,)), OVERLAP_SIDES[kind], OVERLAP_BYTES, repeats)
     device = replace(device, overlap_slowdown=fit_overlap_slowdown(overlapped))

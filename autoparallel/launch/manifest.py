@@ -21,6 +21,7 @@ from autoparallel.launch.world import PLAN_FILE
 from autoparallel.plans import Plan
 from autoparallel.plans.files import packed
 from cost_models import LOCAL_CPU, known_clusters
+from cost_models.description import is_gpu
 
 PORT = 29500
 #: Formats whose hosts are named, with what they have.
@@ -232,12 +233,16 @@ def check_options(to: str, words: Sequence[str], servers: bool, given: Mapping[s
 
 
 def takes_gpus(to: str, plan: Plan) -> bool:
-    """Whether the processes of a plan take GPUs, by its cluster. Raises LaunchError for one of the user's own
-    description, which may be of CPUs."""
-    if to in FORMATS and to not in _NAME_DEVICES and plan.cluster not in known_clusters():
+    """Whether the processes of a plan take GPUs, by its devices. Raises LaunchError where these are of the user's own
+    description and name, and may be CPUs."""
+    if plan.cluster in known_clusters():
+        return plan.cluster != LOCAL_CPU
+    names = plan.known.workload.device.split(" and ") if plan.known is not None else [""]
+    known = [is_gpu(name) for name in names]
+    if None in known and to in FORMATS and to not in _NAME_DEVICES:
         raise LaunchError(f"the plan's cluster {plan.cluster!r} is of a description of your own, which does not say "
                           "whether its devices are GPUs: write --gpus or --no-gpus")
-    return plan.cluster != LOCAL_CPU
+    return any(known)
 
 
 def literal(words: Sequence[str]) -> list[str]:
