@@ -78,8 +78,7 @@ def shares_of(pricer: SpacePricer, stages: Stages) -> tuple[Share, ...]:
         ops = sum(space.decisions[index].kind == "op" for stage in own for index in stages.parts[stage].decisions)
         found.append(Share(unequal.told(numbers), unequal.described(cluster, numbers),
                            sum(len(blocks[stage]) for stage in own), ops,
-                           min(kind.device.memory_bytes for kind in cluster.kinds(numbers)),
-                           hybrid.by_rank[rank] if hybrid.by_rank else 0))
+                           min(kind.device.memory_bytes for kind in cluster.kinds(numbers))))
     return tuple(found)
 
 

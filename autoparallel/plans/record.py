@@ -16,15 +16,14 @@ from autoparallel.plans.answers import Choice, Comparison, Sensitivity
 @dataclass(frozen=True)
 class Share:
     """What the devices of one rank of the pipeline axis are, on an unequal cluster, and what they get: their
-    ``numbers`` in the cluster ("0-7"), what they are, how many blocks and ops their stages have, the memory of the
-    smallest of them, and how many micro-batches they run (0: as many as other ranks)."""
+    ``numbers`` in the cluster ("0-7"), what they are, how many blocks and ops their stages have, and the memory of the
+    smallest of them."""
 
     numbers: str
     devices: str
     blocks: int
     ops: int
     memory_bytes: float
-    micro_batches: int = 0
 
 
 @dataclass(frozen=True)

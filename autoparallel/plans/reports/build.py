@@ -41,6 +41,7 @@ def report_of(plan: Plan) -> Report:
         tuple(_collectives(plan, labels)), block_rows(plan, axes),
         _proof(plan), tuple(plan.pins.items()), plan.hybrid.cuts,
         plan.hybrid.recompute_blocks or (), p.repeated_ops, record, roles_of(plan).family, _interleaved(plan),
+        plan.hybrid.by_rank,
     )
     return summary(found)
 

@@ -147,7 +147,8 @@ class Report:
     by question. ``exposed_share``: communication that nothing hides, of the step.
     ``cuts``: the ops at which pipeline stages 1, 2, ... begin. ``recomputed``: the blocks that recompute, if not all.
     ``record``: what planning kept (None: an older plan file). ``family``: the kind of plan (`Roles.family`).
-    ``interleaved``: parameters of which ranks store a shard of each section, ``*`` for numbers, and their layouts."""
+    ``by_rank``: micro-batches of each rank of the mesh's first axis (`Hybrid.by_rank`). ``interleaved``: parameters of
+    which ranks store a shard of each section, ``*`` for numbers, and their layouts."""
 
     summary: tuple[str, ...]
     first_screen: tuple[Answer, ...]
@@ -170,6 +171,7 @@ class Report:
     record: Record | None
     family: str = ""
     interleaved: tuple[tuple[str, str], ...] = ()
+    by_rank: tuple[int, ...] = ()
 
     @property
     def collectives_s(self) -> tuple[tuple[str, float], ...]:

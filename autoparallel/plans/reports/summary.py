@@ -6,7 +6,6 @@ import math
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
 
-from autoparallel.plans.record import Share
 from autoparallel.plans.reports.report import CROSSED, LAUNCHED, LOOKED_UP, Answer, Memory, Proof, Report, Speed
 from autoparallel.plans.reports.units import (
     bytes_str,
@@ -63,7 +62,7 @@ def _unusual(report: Report) -> str:
 
 
 def _shares(report: Report) -> str:
-    """What each rank of the pipeline axis gets, where devices are not equal."""
+    """What each rank of the mesh's first axis gets, where devices are not equal."""
     shares = report.record.workload.shares if report.record is not None else ()
     if not shares:
         return ""
@@ -71,17 +70,14 @@ def _shares(report: Report) -> str:
         searched = report.proof.combinations is not None
         more = "" if searched else " (joint=True also tries pipelines and micro-batches by their speed)"
         return f" Unequal devices: {shares[0].devices}; each op takes as long as on the slowest{more}."
-    each = "; ".join(f"{'' if share.micro_batches else 'pipeline '}rank {rank} on devices {share.numbers} "
-                     f"({share.devices}) has {_share(share)}" for rank, share in enumerate(shares))
+    gets = [f"{count} micro-batch{'es' * (count > 1)}" for count in report.by_rank] or [
+        f"{share.blocks} blocks" if share.blocks else f"{share.ops} ops" for share in shares]
+    kind = "rank" if report.by_rank else "pipeline rank"
+    each = "; ".join(f"{kind} {rank} on devices {share.numbers} ({share.devices}) has {what}"
+                     for rank, (share, what) in enumerate(zip(shares, gets, strict=True)))
     unlike = len({share.memory_bytes for share in shares}) > 1
     return f" Unequal devices: {each}." + (" Bytes on a larger device are told as its share of the smallest one's "
                                            "memory." if unlike else "")
-
-
-def _share(share: Share) -> str:
-    if share.micro_batches:
-        return f"{share.micro_batches} micro-batch{'es' * (share.micro_batches > 1)}"
-    return f"{share.blocks} blocks" if share.blocks else f"{share.ops} ops"
 
 
 def attention_first(report: Report) -> list[str]:
