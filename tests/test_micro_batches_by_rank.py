@@ -96,6 +96,15 @@ def test_options_that_are_no_numbers_of_ranks_are_refused() -> None:
         planned(micro_batches=(3, 1))
 
 
+@pytest.mark.parametrize("joint", [False, True])
+@pytest.mark.parametrize("options", [{"pipeline_stages": 2}, {"stage_replicas": (1, 2)}, {"schedule": "1f1b"},
+                                     {"copies": 3}])
+def test_options_that_do_not_go_with_it_are_refused(joint: bool, options: dict[str, Any]) -> None:
+    """(The joint search took no notice of stages and schedules.)"""
+    with pytest.raises(PlanError, match=r"do not go with|there is one stage"):
+        planned(joint=joint, micro_batches=(3, 3, 3), **options)
+
+
 # --- prices -------------------------------------------------------------------------------------------------------
 
 

@@ -57,6 +57,8 @@ class Fixed:
             given.pop(name, None)
         if "offload" in given:
             given["offload"] = self.offload.told()
+        if "by_rank" in given:
+            given["micro_batches"] = given.pop("by_rank")
         return ", ".join(f"{'stage_' * (name == 'replicas')}{name}={value!r}" for name, value in given.items())
 
 
@@ -140,16 +142,17 @@ class CandidateSpace:
             *self._by_rank((1, 3)),
         ]
 
-    def _by_rank(self, stages_of_zero: Iterable[int]) -> Iterator[Candidate]:
+    def _by_rank(self, zero_stages: Iterable[int]) -> Iterator[Candidate]:
         """Candidates with micro-batches by rank: on an unequal cluster a first axis whose ranks differ in speed, and
         all meshes of a rank."""
-        zeros = stages_of_zero if self.fixed.zero_stage is None else [self.fixed.zero_stage]
+        zeros = zero_stages if self.fixed.zero_stage is None else [self.fixed.zero_stage]
         for ranks, shape in self._shapes_by_rank():
             for by_rank, zero, again in itertools.product(self._divisions(ranks), zeros, self.recompute):
                 for hybrid in self._valid(sum(by_rank), 1, ranks, usual(), zero, again, by_rank=by_rank):
                     yield Candidate(hybrid, shape)
 
     def _shapes_by_rank(self) -> Iterator[tuple[int, tuple[int, ...]]]:
+        """All (ranks with their own micro-batches, mesh of a rank)."""
         count, fixed = self.cluster.num_devices, self.fixed
         asked = len(fixed.by_rank)
         if fixed.mesh_shape is not None:

@@ -167,7 +167,10 @@ def times_that_may_fit(graph: OpGraph, cluster: Cluster, options: Options, most:
 
 
 def fixed_by(options: Options, mesh_shape: Sequence[int] | None, cluster: Cluster) -> Fixed:
-    """What the options and a mesh leave no choice of."""
+    """What the options and a mesh leave no choice of. Raises PlanError for micro-batches by rank with options that
+    exclude them."""
+    if options.by_rank:
+        options.hybrid(len(options.by_rank))
     stages = None if options.pipeline_stages is None and options.stage_replicas is None else options.stages
     return Fixed(options.step_micro_batches, stages, options.schedule,
                  None if options.recompute == "auto" else options.recompute, options.zero_stage,

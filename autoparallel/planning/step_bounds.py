@@ -96,11 +96,11 @@ class StepBounds:
         return [(Kind.of(candidate), h.schedule, h.stages, recompute) for recompute in ("any", h.recompute)]
 
     def _has_memory(self, candidate: Candidate) -> bool:
-        """Whether memory is limited, and all that a combination keeps from forward to backward is on its devices."""
+        """Whether memory is limited, all that a combination keeps from forward to backward is on its devices, and each
+        of its ranks has its own stages, as `least_in_flight` counts."""
         h = candidate.hybrid
-        return (self.even.limit_of(candidate) < math.inf and h.saved_on == "device" and not h.replicas
-                and not h.by_rank
-                and h.offload == ON_DEVICE and not h.on_host)
+        return (self.even.limit_of(candidate) < math.inf and h.saved_on == "device" and h.offload == ON_DEVICE
+                and not h.on_host and not h.replicas and not h.by_rank)
 
     def _fewer(self, kind: Kind) -> list[int]:
         """Numbers of micro-batches that divide the kind's, and that itself, ascending."""
