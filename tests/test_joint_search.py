@@ -314,6 +314,28 @@ def test_promising_candidates_are_estimated_first() -> None:
     assert order.next(2.0, float("inf")) is near and order.next(2.0, float("inf")) is None
 
 
+def test_stages_of_blocks_that_no_pipeline_divides() -> None:
+    """A rank may have a stage more than full rounds of blocks fill (61 blocks on 16 ranks), and the first round takes
+    the number of stages that spreads blocks best, then the largest."""
+    space = CandidateSpace(Cluster.load("h100-sxm", num_devices=16), Fixed(), num_blocks=61, batch=64)
+    assert {h.stages for h in space.hybrids(16, 64)} == {16, 64}
+    best = Candidate(Hybrid(64, 16, 16, zero_stage=1), (1,))
+    assert {c.hybrid.stages for c in space.around(best)} == {16, 32, 48, 64}
+    assert [c.hybrid.stages for c in space.in_other_stages(best)] == [32, 48, 64]
+    fixed = CandidateSpace(space.cluster, Fixed(pipeline_stages=16), num_blocks=61, batch=64)
+    assert not list(fixed.in_other_stages(best))
+
+
+def test_known_plans_are_tried_with_other_numbers_of_stages() -> None:
+    """They are as long as the plan but for the bubble: 1 + 1/16 in place of 1 + 1/8 of the work."""
+    cluster = Cluster.load("h100-sxm", num_devices=4)
+    search = JointSearch(capture(Deep(8), (torch.ones(64, 8),)), cluster, Fixed(), "adamw", float("inf"))
+    start = Candidate(Hybrid(8, 2, 2, zero_stage=1), (2,), 9.0, lambda space: [])
+    [other] = search.in_other_stages(start)
+    assert other.estimate_s == pytest.approx(8.5) and other.first is start.first
+    assert (other.hybrid.stages, other.hybrid.schedule, other.mesh_shape) == (4, "interleaved", (2,))
+
+
 def test_micro_batches_of_a_batch_that_is_no_power_of_two() -> None:
     """Whole rounds over the pipeline's ranks where there are any."""
     space = CandidateSpace(Cluster.load("h100-sxm", num_devices=8), Fixed(), num_blocks=2, batch=280)

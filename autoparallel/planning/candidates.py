@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, fields, replace
 
 import numpy as np
 
@@ -242,9 +242,7 @@ class CandidateSpace:
     def _schedules(self, ranks: int) -> list[tuple[str, int]]:
         """The first round's schedules and their numbers of stages."""
         fixed = self.fixed
-        several = self._chunks(ranks)
-        even = [c for c in several if self.num_blocks % (c * ranks) == 0]
-        chunks = max(even or several, default=1)
+        chunks = min(self._chunks(ranks), key=lambda c: (self.unevenness(c * ranks), -c))
         counts = [fixed.pipeline_stages] if fixed.pipeline_stages else sorted({ranks, chunks * ranks})
         if ranks == 1 or fixed.replicas:
             return [(fixed.schedule or usual(), fixed.pipeline_stages or 1)]
@@ -283,6 +281,16 @@ class CandidateSpace:
             for hybrid in self._valid(micro_batches, 1, 1, h.schedule, 3, again, copies=copies):
                 yield Candidate(hybrid, best.mesh_shape)
 
+    def in_other_stages(self, candidate: Candidate) -> Iterator[Candidate]:
+        """The same combination with other numbers of stages on each rank of its pipeline, and its strategies."""
+        h, fixed = candidate.hybrid, self.fixed
+        free = h.stages > 1 and not h.replicas and fixed.pipeline_stages is None and fixed.schedule is None
+        for chunks in self._chunks(h.pipeline_ranks) if free else ():
+            if chunks * h.pipeline_ranks != h.stages:
+                for hybrid in self._valid(h.micro_batches, chunks * h.pipeline_ranks, h.pipeline_ranks, usual(chunks),
+                                          h.zero_stage, h.recompute):
+                    yield replace(candidate, hybrid=hybrid)
+
     def _for_multi_copy(self, h: Hybrid) -> list[int]:
         """Numbers of micro-batches, near those of a configuration, of which two can run at a time."""
         free = h.stages == 1 and self.fixed.copies is None and self.fixed.recompute in (None, "none")
@@ -296,9 +304,18 @@ class CandidateSpace:
         return [(m, copies) for m in self.micro_batches(1) if m in near for copies in sorted({2, m}) if not m % copies]
 
     def _chunks(self, ranks: int) -> list[int]:
-        """The possible numbers of stages per rank."""
+        """The possible numbers of stages per rank: up to one block a stage, and a last round of stages that fills only
+        partly."""
         most = MOST_CHUNKS if ranks > 1 else 1
-        return [c for c in range(1, most + 1) if c * ranks <= max(1, self.num_blocks)]
+        return [1, *(c for c in range(2, most + 1) if (c - 1) * ranks < self.num_blocks)]
+
+    def unevenness(self, stages: int) -> float:
+        """How many times as many blocks the largest stage has as an equal share of them.
+
+            >>> CandidateSpace(Cluster.load("local-cpu", num_devices=4), Fixed(), num_blocks=6, batch=8).unevenness(4)
+            1.3333333333333333
+        """
+        return math.ceil(self.num_blocks / stages) * stages / self.num_blocks if self.num_blocks else 1.0
 
 
 def _neighbours(count: int, counts: Sequence[int]) -> list[int]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 
@@ -20,6 +20,7 @@ from autoparallel.planning.estimate_order import BY_HAND, EstimateOrder, oddity
 from autoparallel.planning.options import Options
 from autoparallel.planning.reduced_model import ReducedModel, reduced_model
 from autoparallel.planning.step_bounds import StepBounds
+from autoparallel.plans import Hybrid
 from autoparallel.pricing import ExecutionCounts, Prices, SpacePricer, equal_stages_s
 from autoparallel.pricing.hidden import least_exposed
 from autoparallel.pricing.prediction import estimate, estimated_saved, evened
@@ -37,9 +38,10 @@ SOLVE_S, SOLVE_GAP = 1.5, 0.02
 SHARE_OF_FIRST = 0.7
 #: Share of a round's time that is kept for bounds of the candidates that were not estimated.
 SHARE_OF_BOUNDS = 0.3
-#: How many times as long a pipeline takes whose stages do not divide the blocks, in comparison with equal stages. (Of
-#: 96 and 80 blocks 64 stages took 1.13 and 1.26 times their estimates with equal stages, 48 and 32 of 96 1.05 to 1.07.)
-UNEVEN = 1.07
+#: How much longer a pipeline takes than one of equal stages, for each block that its largest stage has more than an
+#: equal share, as a part of that share. (Of 96 and 80 blocks, 64 stages took 1.13 and 1.26 times their estimates with
+#: equal stages, with 1.33 and 1.6 times an equal share in the largest; 48 and 32 of 96 took 1.05 to 1.07.)
+UNEVEN = 0.25
 #: Above this multiple of the best estimate a lower bound suffices.
 WORTH = 1.35
 
@@ -178,8 +180,8 @@ class JointSearch:
         return min(made, key=lambda c: c.estimate_s)
 
     def _judged(self, candidate: Candidate, pricer: SpacePricer, found: Outcome) -> Candidate:
-        """The candidate with a plan of the reduced-depth model, and the step seconds of that (`UNEVEN` times as many
-        where stages do not divide the blocks); infinite where what blocks save in another tier exceeds its limit, which
+        """The candidate with a plan of the reduced-depth model, and the step seconds of that (by `UNEVEN` more where
+        stages do not divide the blocks); infinite where what blocks save in another tier exceeds its limit, which
         the search for the plan leaves out."""
         assert found.choice is not None
         strategies = pricer.strategies_of(found.choice)
@@ -189,9 +191,23 @@ class JointSearch:
         first = partial(self.reduced_model.strategies, small=pricer.space, strategies=strategies)
         # Many blocks with different strategies can come near the bound; the few of the reduced-depth model cannot.
         share = found.lower_bound / found.objective if self.reduced_model.twins else 1.0
-        uneven = UNEVEN if self.space.num_blocks % candidate.hybrid.stages else 1.0
+        uneven = self._uneven(candidate.hybrid)
         sends_s = equal_stages_s(candidate.hybrid, self.bounds.sends_s(candidate))
         return replace(candidate, estimate_s=uneven * share * estimate(pricer, strategies) + sends_s, first=first)
+
+    def _uneven(self, hybrid: Hybrid) -> float:
+        """How many times as long a pipeline is expected to take as one of equal stages."""
+        return 1 + UNEVEN * (self.space.unevenness(hybrid.stages) - 1)
+
+    def in_other_stages(self, start: Candidate) -> Iterator[Candidate]:
+        """The combination of a whole plan with other numbers of stages on each rank, as far as these may fit. They are
+        estimated by its seconds, for they differ in the bubble and in how equal their stages are."""
+        def longer(hybrid: Hybrid) -> float:
+            return self._uneven(hybrid) * equal_stages_s(hybrid, 1.0)
+
+        for other in self.space.in_other_stages(start):
+            if self.bounds.may_fit(other):
+                yield replace(other, estimate_s=start.estimate_s * longer(other.hybrid) / longer(start.hybrid))
 
     def run(self, deadline: float = math.inf) -> Survey:
         """Estimate the promising candidates, but for known ones, and raise the bounds of the others, until ``deadline``

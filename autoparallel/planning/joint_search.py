@@ -36,7 +36,7 @@ ROUNDS = ((0.4, 0.55), (0.65, 0.75))
 RESERVED, FEWER_RECOMPUTED, MOST_FEWER = 0.1, 0.9, 3
 #: Most trial plans; most that are tried without one that fits; factors on expected seconds after a failure, and of
 #: pipelines before the first trial plan; time limit of one trial plan.
-MOST_TRIALS, MOST_FAILED, FAILED_RATIO, PIPELINE_EXCESS, TRIAL_S = 40, 8, 1.5, 1.15, 2.0
+MOST_TRIALS, MOST_FAILED, FAILED_RATIO, PIPELINE_EXCESS, TRIAL_S = 40, 8, 1.5, 1.07, 2.0
 #: Candidates expected to exceed the best plan by more than this factor get no full search; the most that get one; the
 #: most that get one after the deadline, where nothing fits.
 SEARCH_ON, MOST_FULL, MOST_LATE = 1.02, 10, 2
@@ -84,8 +84,8 @@ def search_jointly(
     """The best plan over all combinations that ``fixed`` leaves open.
 
     Candidates are estimated, and the best of them get trial plans until no estimate beats the best trial plan; so do
-    ``starts``, whose estimates are seconds of whole plans. A second round does the same with what the trial plans have
-    shown. The best that recompute are tried with fewer recomputed blocks
+    ``starts``, whose estimates are seconds of whole plans, and these with other numbers of stages. A second round does
+    the same with what the trial plans have shown. The best that recompute are tried with fewer recomputed blocks
     (``recompute_less``; None: all or nothing). The remaining time goes to a full search from the best ones.
     ``progress`` is told of each estimate and plan, with the best step so far and the bound on that of all
     combinations. ``wider_limits``: bytes of the mean device and of the largest, of which pipelines make use, where
@@ -106,7 +106,7 @@ def search_jointly(
                          starts, wider_limits, by_hand, kept, bounding)
     least_s = min(max(LEAST_FULL_S, LEAST_FULL * time_limit_s), MOST_FULL_S)
     trials = _TrialPlans(in_full, search.estimate, tell, search.floor_s, least_s)
-    trials.left += starts
+    trials.left += (*starts, *(other for start in starts for other in search.in_other_stages(start)))
     trials.sure |= {c.key for c in starts}
     interrupted = False
     try:
