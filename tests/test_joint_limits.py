@@ -87,6 +87,22 @@ def test_sparing_combinations_take_turns_with_those_that_were_estimated(fits: in
     assert spent_s <= LIMIT_S + MOST_LATE * FULL_S
 
 
+def test_an_estimate_below_a_known_plan_of_its_combination_is_tried() -> None:
+    """A plan by hand, whose seconds are sure, does not stand in the way of a better one; a worse estimate is none."""
+    with clock.counted(LIMIT_S):
+        search = Tight(fits=None)
+        trials = _TrialPlans(search, lambda candidate, best_s: replace(candidate, first=None))
+        known, other = combination(1), combination(2)
+        trials.left, trials.sure = [known], {known}
+        better, worse = replace(known, estimate_s=0.9), replace(known, estimate_s=1.1)
+        trials.add([worse, other])
+        assert trials.left == [known, other]
+        trials.add([better])
+        assert trials.left == [known, other, better]
+        trials.run(0.1 * TRIAL_S)
+        assert next(iter(trials.trial_s)) == better
+
+
 def test_neighbours_of_a_combination_that_was_told_of_itself_are_bounded_too(monkeypatch: pytest.MonkeyPatch) -> None:
     """One estimated in the first round may be the best of the second only."""
     bounding, told = Bounding(lambda: pytest.fail("no bounds are raised here")), list[Any]()

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import bisect
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 import torch
@@ -99,8 +101,10 @@ def _of_activations(prices: Prices, share: float, pieces: int, limited: bool, re
     between a shared read and its first reader; the rest of what the linear layers that make or read it can hide
     (``limited``: in their seconds); else all."""
     space, representatives = prices.space, dict[object, int]()
-    products = [decision.index for decision, s in zip(space.decisions, space.strategy_sets, strict=True)
-                if s.rule is not None and s.rule.op_class in PRODUCTS]
+    products = defaultdict[str | None, list[int]](list)    # by block, ascending as the ops are
+    for decision, s in zip(space.decisions, space.strategy_sets, strict=True):
+        if s.rule is not None and s.rule.op_class in PRODUCTS:
+            products[space.blocks[decision.index]].append(decision.index)
     layers = {decision.index for decision in space.decisions if decision.kind == "op"
               and space.graph.nodes[decision.node].target is torch.ops.aten.linear.default}
     ops = [decision.index for decision in space.decisions if decision.kind == "op"]
@@ -112,10 +116,10 @@ def _of_activations(prices: Prices, share: float, pieces: int, limited: bool, re
     def ways(use: TensorUse) -> Ways | LayerOverlap:
         readers = _reading(space, use.target)
         source, reader = _made_by(space, use.source), min(readers, default=use.target)
-        between = (product for product in products if space.blocks[product] == space.blocks[reader])
-        if not (recomputed and space.blocks[reader]) and any(source < product < reader for product in between):
+        is_again = recomputed and space.blocks[reader]
+        if not is_again and _any_between(products[space.blocks[reader]], source, reader):
             return share, share
-        if any(use.target < op < reader for op in ops):
+        if _any_between(ops, use.target, reader):
             return share, share
         own = space.readers_of.get(use.target, ()) if space.decisions[use.target].kind == "shared_read" else (
             (use.target,) if use == space.uses_by[use.target][0] else ())
@@ -130,6 +134,16 @@ def _of_activations(prices: Prices, share: float, pieces: int, limited: bool, re
         return LayerOverlap(share, pieces, read_by, 0 < len(read_by) == len(own), maker)
 
     return {(use.target, use.position): ways(use) for use in space.uses}
+
+
+def _any_between(numbers: Sequence[int], low: int, high: int) -> bool:
+    """Whether an ascending sequence has a number between two others.
+
+    >>> _any_between([2, 5], 2, 5), _any_between([2, 5], 1, 5)
+    (False, True)
+    """
+    above = bisect.bisect_right(numbers, low)
+    return above < len(numbers) and numbers[above] < high
 
 
 def _reading(space: StrategySpace, target: int) -> list[int]:

@@ -22,7 +22,7 @@ from autoparallel.planning.reduced_model import ReducedModel, reduced_model
 from autoparallel.planning.step_bounds import StepBounds
 from autoparallel.plans import Hybrid
 from autoparallel.pricing import ExecutionCounts, Prices, SpacePricer, equal_stages_s
-from autoparallel.pricing.hidden import least_exposed
+from autoparallel.pricing.hidden import COUNTED, least_exposed
 from autoparallel.pricing.prediction import estimate, estimated_saved, evened
 from autoparallel.schedule.table_caches import TableCache
 from autoparallel.schedule.tiers import ON_DEVICE, Offload
@@ -167,9 +167,10 @@ class JointSearch:
             return replace(candidate, estimate_s=math.inf)
         # step seconds per second of work on one rank
         least = evened(prices, h) * min(equal_stages_s(h, 1.0), 1.0 / h.pipeline_ranks)
-        pricers = [pricer]  # first with overlap counted as far as possible, then without
+        pricers = [pricer]  # first with overlap counted as far as possible, then (of a plain step) in part, then without
         if (share := least_exposed(pricer)) != pricer.costs.exposed:
-            pricers.insert(0, pricer.exposing(share))
+            parts = COUNTED if h.is_plain else COUNTED[:1]
+            pricers[:0] = [pricer.exposing(share.with_more(part)) for part in parts]
         made = []
         for priced in pricers:
             found = plan_within(priced.full_like(problem), SOLVE_GAP, SOLVE_S, priced, WORTH * best_s / least)

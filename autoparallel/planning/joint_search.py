@@ -107,7 +107,7 @@ def search_jointly(
     least_s = min(max(LEAST_FULL_S, LEAST_FULL * time_limit_s), MOST_FULL_S)
     trials = _TrialPlans(in_full, search.estimate, tell, search.floor_s, least_s)
     trials.left += (*starts, *(other for start in starts for other in search.in_other_stages(start)))
-    trials.sure |= {c.key for c in starts}
+    trials.sure |= {*starts}
     interrupted = False
     try:
         for share_of_estimates, share_of_trials in ROUNDS:
@@ -171,7 +171,7 @@ def _figures(plan: Plan) -> tuple[object, ...]:
 
 
 class _TrialPlans:
-    """Trial plans of the whole model, in order of expected seconds. Estimates of ``sure`` combinations are seconds of
+    """Trial plans of the whole model, in order of expected seconds. Estimates of ``sure`` candidates are seconds of
     whole plans.
 
     ``floor``: seconds that no plan of a candidate is below. ``least_s``: seconds of a full search, at least,
@@ -200,14 +200,16 @@ class _TrialPlans:
         self.failed: dict[Hybrid, float] = {}
         #: Bytes of trial plans that did not fit.
         self.needed_bytes: dict[Combination, float] = {}
-        self.sure = set[Combination]()
+        self.sure = set[Candidate]()
         #: The combinations of plans that were tried with fewer recomputed blocks.
         self.tried_less = set[tuple[object, ...]]()
 
     def add(self, candidates: Sequence[Candidate]) -> None:
-        """Add candidates; while none has a finite estimate, a few without one are taken."""
-        known = {c.key for c in (*self.trial_s, *self.left)}
-        new = [c for c in candidates if c.key not in known]
+        """Add candidates that are not known, or are estimated to be faster than a ``sure`` one is; while none has a
+        finite estimate, a few without one are taken."""
+        sure_s = {c.key: c.estimate_s for c in self.left if c in self.sure}
+        known = {c.key for c in self.trial_s} | ({c.key for c in self.left} - {*sure_s})
+        new = [c for c in candidates if c.key not in known and not sure_s.get(c.key, math.inf) < c.estimate_s]
         self.left += [c for c in new if c.estimate_s < math.inf]
         if not self.left and not self.trial_s:
             self.left = new[:MOST_FAILED]
@@ -262,7 +264,7 @@ class _TrialPlans:
         """The expected seconds of a candidate's plan: those of its trial plan, if one fits. ``excess``: the assumed
         ratio of pipelines to their estimates, before the first trial plan of one."""
         trial_s = self.trial_s.get(candidate, math.inf)
-        if trial_s < math.inf or candidate.key in self.sure:
+        if trial_s < math.inf or candidate in self.sure:
             return trial_s if trial_s < math.inf else candidate.estimate_s
         pipelined = [ratio for (stages, *_), ratio in self.ratios.items() if stages != 1]
         typical = min(excess, *pipelined) if pipelined else excess
@@ -332,7 +334,7 @@ class _TrialPlans:
                 self.left.append(again)
             elif step_s == math.inf:  # estimates may be too low on other meshes as well
                 self.failed[candidate.hybrid] = FAILED_RATIO * self.failed.get(candidate.hybrid, 1.0)
-            elif math.isfinite(candidate.estimate_s) and candidate.key not in self.sure:
+            elif math.isfinite(candidate.estimate_s) and candidate not in self.sure:
                 self.ratios[self._kind(candidate)] = step_s / candidate.estimate_s
 
     @property

@@ -38,7 +38,7 @@ from autoparallel.planning.unequal_hosts import shares_of
 from autoparallel.plans import Evidence, Hybrid, Plan, Prediction, apply_pins, pin_strings
 from autoparallel.plans.record import Record
 from autoparallel.pricing import ExecutionCounts, Penalties, Prices, SpacePricer, predict
-from autoparallel.pricing.hidden import hidden_s, least_exposed, spans
+from autoparallel.pricing.hidden import COUNTED, hidden_s, least_exposed, spans
 from autoparallel.pricing.prediction import compute_seconds, stage_seconds
 from autoparallel.pricing.record import memory_profile, redistributions, workload
 from autoparallel.pricing.stage_devices import slowest_rank
@@ -55,9 +55,6 @@ from cost_models import Cluster
 _LOG = logging.getLogger("autoparallel")
 #: The number of searches among which recompute="auto" divides its time limit.
 RECOMPUTE_TRIES = 4
-#: Of communication that overlap may hide, the parts that count in the searches for a faster plan with overlap. (None
-#: finds plans that send more than compute hides.)
-COUNTED = 0.0, 0.25
 #: The gap and the time limit of the search whose plan places the cuts.
 ROUGH_GAP, ROUGH_S = 0.02, 3.0
 

@@ -41,7 +41,7 @@ from cost_models import Cluster
 _LOG = logging.getLogger("autoparallel")
 #: The shares of a joint search's time limit in which usual plans by hand are priced, the best of each family is tuned,
 #: and a plain step is planned; the most seconds of the last.
-USUAL_SHARE, TUNING_SHARE, PLAIN_SHARE, MOST_PLAIN_S = 0.3, 0.15, 0.125, 4.0
+USUAL_SHARE, TUNING_SHARE, PLAIN_SHARE, MOST_PLAIN_S = 0.25, 0.12, 0.125, 4.0
 #: Usual plans that are estimated to take longer than the fastest by more than this factor are not priced, but for one
 #: of each kind.
 NEAR = 1.05

@@ -18,6 +18,9 @@ from cost_models.timeline import equal_slowdown, simulate
 
 #: Smallest share of overlapped seconds that counts, so that no communication is free.
 LEAST_SHARE = 0.01
+#: Of communication that overlap may hide, the parts that count in the searches for a faster plan with overlap. (None
+#: finds plans that send more than compute hides.)
+COUNTED = 0.0, 0.25
 
 
 def least_exposed(pricer: SpacePricer) -> Exposed:
