@@ -56,6 +56,15 @@ def is_close_on(mesh_shape: tuple[int, ...], baseline: str, script: Callable[[An
 # ------------------------------------------------------------------------------------------ writes to a part
 
 
+def written_twice(weight: Any) -> None:
+    """What was selected before other writes has their values, too."""
+    row, rows = weight[3], weight[2:9]
+    weight.mul_(2)
+    rows.add_(1)
+    row.mul_(3)
+    row.sub_(1)
+
+
 WRITES: dict[str, Callable[[Any], object]] = {
     "item": lambda w: w.__setitem__((0, 0), 7.0), "last row": lambda w: w.__setitem__(-1, w[-1] * 2),
     "rows": lambda w: w[2:9].mul_(3), "row": lambda w: w[12].zero_(), "rows of data": lambda w: w.data[:9].add_(1),
@@ -65,6 +74,10 @@ WRITES: dict[str, Callable[[Any], object]] = {
     "mask": lambda w: w.__setitem__(w < 0, 7.0), "plain mask": lambda w: w.__setitem__(torch.eye(16).bool(), 0.5),
     "mask of rows": lambda w: w.__setitem__(torch.arange(16) % 3 == 0, torch.tensor(2.0)),
     "diagonal": lambda w: w.diagonal().mul_(2), "chunk": lambda w: w.chunk(4)[2].zero_(),
+    "row by one": lambda w: w.__setitem__(3, w[3].__iadd__(1)), "row of columns": lambda w: w[:, 2:9][11].mul_(3),
+    "from plain": lambda w: w[5].copy_(torch.arange(16.0)), "detached": lambda w: w[12].detach().fill_(2),
+    "data of a row": lambda w: w[12].data.fill_(2), "row of rows": lambda w: w[2:9].__setitem__(1, w[14] * 1),
+    "item of a row": lambda w: w[13].__setitem__(2, 4.0), "twice": written_twice,
 }
 
 
@@ -115,7 +128,7 @@ def write_places(mesh_shape: tuple[int, ...], baseline: str | None, pins: Any) -
             assert torch.equal(value.detach().full_tensor(), wanted), (name, path)
     with pytest.raises(RuntimeError, match="leaf Variable that requires grad"):
         parallel.last.weight[3] = 0.0
-    with pytest.raises(InputError, match="ranks write other values"), torch.no_grad():
+    with pytest.raises(InputError, match="ranks read or write other places"), torch.no_grad():
         parallel.last.weight[3] = torch.full((16,), float(torch.distributed.get_rank()))
     return parallel.last.weight.placements
 
@@ -164,13 +177,48 @@ def test_places_of_outputs_are_written_to(ranks: Any, baseline: str) -> None:
     ranks(2).run(is_close_on, (2,), baseline, written_outputs)
 
 
-def test_a_write_to_a_part_is_done_or_refused(ranks: Any) -> None:
+@pytest.mark.parametrize("baseline", ["fsdp", slow("ddp"), slow("tensor_parallel")])
+def test_a_part_is_written_to(ranks: Any, baseline: str) -> None:
     """torch selects along a sharded dim from a gathered copy: what is written to that changes nothing."""
-    for refused in ranks(2).run(write, "fsdp"):
-        assert {"rows", "row", "rows of data", "in place", "part of a view"} <= set(refused)
-        assert not {"item", "last row", "columns", "all", "mask", "plain mask", "mask of rows"} & set(refused)
-    for refused in ranks(2).run(write, "ddp"):
+    for refused in ranks(2).run(write, baseline):
         assert not refused
+
+
+def write_with_gradients() -> None:
+    parallel = autoparallel.compile(net(), mesh_of(2), baseline="fsdp", example_inputs=(X,))
+    made = parallel(X) * 1.0
+    for change in (lambda: made[3].mul_(2), lambda: parallel.last.weight[3].mul_(2),
+                   lambda: parallel.last.weight[3].detach()[1:].mul_(2)):
+        with pytest.raises(InputError, match="changes nothing of it"):
+            change()
+
+
+def test_a_write_to_a_part_that_would_lose_a_gradient_is_refused(ranks: Any) -> None:
+    ranks(2).run(write_with_gradients)
+
+
+def read(model: Any) -> Made:
+    """Rows, entries and masked values of parameters and outputs, with gradients."""
+    ids, made, weight = torch.tensor([9, 1, 1, -1]), model(X), model.last.weight
+    mask = torch.arange(16) % 3 == 0
+    found = {"rows": weight[ids], "listed": weight[[3, 12]], "pairs": weight[ids, ids - 1], "columns": weight[:, ids],
+             "mask": weight[mask], "plain": weight[mask.outer(mask)], "own": weight[weight > 0.05],
+             "chosen": made[torch.arange(8), Y], "bias": model.last.bias[ids], "half": weight[2:9, ids]}
+    sum((n + 1) * value.sin().sum() for n, value in enumerate(found.values())).backward()
+    return {**gathered((name, value.detach()) for name, value in found.items()), **gradients_of(model)}
+
+
+def read_other_places() -> None:
+    parallel = autoparallel.compile(net(), mesh_of(2), baseline="fsdp", example_inputs=(X,))
+    with pytest.raises(InputError, match="ranks read or write other places"):
+        parallel.last.weight[torch.tensor([torch.distributed.get_rank()])]
+
+
+@pytest.mark.parametrize("baseline", ["fsdp", slow("ddp"), slow("tensor_parallel")])
+def test_places_are_read(ranks: Any, baseline: str) -> None:
+    """(torch refuses plain indices of a DTensor.)"""
+    ranks(2).run(is_close_on, (2,), baseline, read)
+    ranks(2).run(read_other_places)
 
 
 # ------------------------------------------------------------------------------------------- random numbers

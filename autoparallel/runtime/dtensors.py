@@ -1,7 +1,8 @@
 """DTensors on the meshes of parallel modules, where torch answers for a shard as if it were the whole: refused or done.
 
 Assigning a plain tensor to ``.data`` changes nothing of a DTensor, nor does writing to a selection along a sharded dim
-(``weight[2:9].mul_(2)``), which torch makes of a gathered copy; ``.item()``, ``float()`` and
+(``weight[2:9].mul_(2)``), which torch makes of a gathered copy: here the shards are written to; with gradients, which
+would be lost, it is refused. ``.item()``, ``float()`` and
 ``bool()`` of one that is sharded or a summand read this rank's part. Collectives of DTensors, which scripts for data
 parallelism write by hand, are refused. A DTensor may be assigned to ``.data``; copies are as those of plain tensors,
 also of gradients that lie in a bucket; summands are added up before they are written over.
@@ -34,7 +35,9 @@ Handler = Callable[[Any, tuple[Any, ...], dict[str, Any]], Any]
 _MESHES: WeakValueDictionary[int, DeviceMesh] = WeakValueDictionary()  # by id: equal meshes are several
 _NUMBER = torch.ops.aten._local_scalar_dense.default
 _DATA: Any = torch.Tensor.data
-_SET_ITEM, _GET_ITEM = torch.Tensor.__setitem__, torch.Tensor.__getitem__
+_SET_ITEM, _GET_ITEM, _DETACH = torch.Tensor.__setitem__, torch.Tensor.__getitem__, torch.Tensor.detach
+#: The attribute of a detached copy of a selection: the selection, of which torch has forgotten the tensor.
+_SELECTED = "_selected_from"
 #: Methods of tensors that write in place.
 _IN_PLACE = [name for name in dir(torch.Tensor)
              if (name.endswith("_") and not name.startswith("_")
@@ -110,7 +113,8 @@ def _replace() -> None:
         before: list[Handler | None] = []
         before.append(set_handler(getattr(torch.ops.c10d, op).default, partial(_refuse_sending, before)))
     interleaved.handle(lambda mesh: id(mesh) in _MESHES)
-    DTensor.data = property(_DATA.__get__, _set_data)  # type: ignore[assignment]
+    DTensor.data = property(partial(_detached, _DATA.__get__), _set_data)  # type: ignore[assignment]
+    DTensor.detach = lambda tensor: _detached(_DETACH, tensor)  # type: ignore[method-assign]
     DTensor.__deepcopy__ = _copied  # type: ignore[method-assign, assignment]
     DTensor.__setitem__ = _set_item  # type: ignore[assignment]
     _FromTorchTensor.backward = staticmethod(_differentiably(_FromTorchTensor.backward))  # type: ignore[method-assign]
@@ -195,8 +199,11 @@ def _writing(method: Callable[..., Any]) -> Callable[..., Any]:
 
     @wraps(method)
     def written(tensor: DTensor, *args: Any, **kwargs: Any) -> Any:
-        if tensor._base is not None:
-            _refuse_copy(tensor, tensor._base)
+        if tensor._base is not None and any(map(_is_plain, tree_leaves((args, kwargs)))) and is_watched(tensor):
+            args, kwargs = places.plain_as_whole((args, kwargs), tensor)
+        if (selected := _copy_selected(tensor)) is not None:
+            _write_through(tensor, selected, method, args, kwargs)
+            return tensor
         try:
             return method(tensor, *args, **kwargs)
         except RuntimeError as error:
@@ -205,6 +212,10 @@ def _writing(method: Callable[..., Any]) -> Callable[..., Any]:
         return method(tensor, *args, **kwargs)
 
     return written
+
+
+def _is_plain(value: Any) -> bool:
+    return isinstance(value, torch.Tensor) and value.dim() > 0 and not isinstance(value, DTensor)
 
 
 def _fill_diagonal(tensor: DTensor, fill_value: Any, wrap: bool = False) -> torch.Tensor:
@@ -246,11 +257,11 @@ def _set_item(tensor: DTensor, index: Any, value: Any) -> None:
     number = not isinstance(value, torch.Tensor) or not (value.dim() or value.requires_grad)
     if isinstance(index, torch.Tensor) and index.dtype == torch.bool and number:
         places.fill_where(tensor, index, value)      # torch takes the shard for the whole, or refuses it
+    elif (selected := _copy_selected(tensor)) is not None:
+        _write_through(tensor, selected, partial(places.write, index=index), (), {"value": value})
     elif isinstance(value, DTensor) and _selects_a_view(tensor, index):
         _SET_ITEM(tensor, index, value)
     else:
-        if tensor._base is not None:
-            _refuse_copy(tensor, tensor._base)
         places.write(tensor, index, value)
 
 
@@ -268,12 +279,37 @@ def _is_copy(selected: Any, base: Any) -> bool:
         selected._local_tensor.untyped_storage()._cdata != base._local_tensor.untyped_storage()._cdata)
 
 
-def _refuse_copy(selected: Any, base: Any) -> None:
-    """Raises InputError if what is written to is a gathered copy."""
-    if is_watched(base) and _is_copy(selected, base):
+def _copy_selected(tensor: DTensor) -> DTensor | None:
+    """The selection that a tensor is (detached: of which it has the memory), if it is a copy of what it was selected
+    from, or a part of a detached one; None for other tensors."""
+    base: Any = tensor._base
+    if base is None:
+        return getattr(tensor, _SELECTED, None)
+    return tensor if is_watched(base) and (hasattr(base, _SELECTED) or _is_copy(tensor, base)) else None
+
+
+def _detached(detach: Callable[[Any], Any], tensor: DTensor) -> Any:
+    """``.data`` or ``.detach()``: of a copy with a note of it, since what is written there belongs to the whole. (Not
+    of what was computed: the note would keep its graph.)"""
+    made = detach(tensor)
+    if is_watched(tensor) and (selected := _copy_selected(tensor)) is not None and (
+            selected._base is not None and selected._base.is_leaf):
+        setattr(made, _SELECTED, selected)
+    return made
+
+
+def _write_through(tensor: DTensor, selected: DTensor, method: Callable[..., Any], args: tuple[Any, ...],
+                   kwargs: dict[str, Any]) -> None:
+    """Write to a copy, and to what it was selected from. Raises InputError where a gradient would be lost, or the
+    selection is one of a detached selection."""
+    base: Any = selected._base
+    given = [value for value in tree_leaves((tensor, args, kwargs)) if isinstance(value, torch.Tensor)]
+    if hasattr(base, _SELECTED) or (
+            torch.is_grad_enabled() and any(value.requires_grad for value in given)):
         raise InputError(f"writing to {list(selected.shape)} of a DTensor {list(base.shape)} with placements "
                          f"{base.placements} changes nothing of it: a selection along a sharded dim is a copy\n"
-                         f"  Write to the whole: {_WRITE_WHOLE}")
+                         f"  Write under torch.no_grad() to the tensor itself, or to the whole: {_WRITE_WHOLE}")
+    places.write_selected(selected, base, lambda copy: method(copy, *args, **kwargs))
 
 
 __all__ = ["KEPT", "Handler", "as_before", "hold_whole", "is_watched", "replicated", "set_handler", "watch"]

@@ -8,7 +8,7 @@ compare them by a hash. Gradients flow as in one process.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -33,13 +33,38 @@ def write(tensor: DTensor, index: Any, value: Any) -> None:
     tensor.copy_(torch.where(_laid_out(places, tensor), _laid_out(values, tensor), tensor))
 
 
+def write_selected(selected: DTensor, base: DTensor, write_to: Callable[[Any], object]) -> None:
+    """Write to what was selected from ``base`` and is a copy of it, and to the places of ``base`` that it is of. All
+    ranks call this, without gradients."""
+    with torch.no_grad():
+        now: Any = selected._view_func_unsafe(base)           # base may have changed since
+        selected._local_tensor.copy_(now.redistribute(placements=selected.placements)._local_tensor)
+        write_to(selected)
+        empty: Any = torch.zeros(base.shape, dtype=base.dtype, device=base.device)
+        values, places = empty, empty.clone()                 # of base's dtype: a view may be of another
+        selected._view_func_unsafe(values).copy_(selected.full_tensor())
+        selected._view_func_unsafe(places).fill_(1)
+        base.copy_(torch.where(_laid_out(places != 0, base), _laid_out(values, base), base))
+
+
+def plain_as_whole(values: Any, tensor: DTensor, compare: bool = True) -> Any:
+    """Arguments of a read or write of ``tensor``: plain ones as DTensors that every rank has whole. Raises InputError
+    where the ranks' differ."""
+    plain = [leaf for leaf in pytree.tree_leaves(values) if isinstance(leaf, Tensor) and not isinstance(leaf, DTensor)]
+    if compare:
+        _compare(plain, tensor)
+    mesh = tensor.device_mesh
+    return pytree.tree_map(lambda leaf: DTensor.from_local(leaf, mesh, [Replicate()] * mesh.ndim, run_check=False)
+                           if any(leaf is one for one in plain) else leaf, values)
+
+
 def _compare(given: Sequence[Tensor], tensor: DTensor) -> None:
     if not given:
         return
     mesh, ours = tensor.device_mesh, torch.tensor([hash_of([(form_text(one), hash_of_values(one)) for one in given])])
     every = DTensor.from_local(ours.to(tensor.device), mesh, [Shard(0)] * mesh.ndim, run_check=False).full_tensor()
     if bool((every != every[0]).any()):
-        raise InputError(f"ranks write other values, or to other places, of a DTensor {list(tensor.shape)} with "
+        raise InputError(f"ranks read or write other places, or other values, of a DTensor {list(tensor.shape)} with "
                          f"placements {tensor.placements}\n  Plain values and indices are of the whole tensor: give "
                          "the same on all ranks (draw random ones with the same seed).")
 
@@ -68,4 +93,4 @@ def _whole(value: Any) -> Any:
     return value.full_tensor() if isinstance(value, DTensor) else value
 
 
-__all__ = ["fill_diagonal", "fill_where", "write"]
+__all__ = ["fill_diagonal", "fill_where", "plain_as_whole", "write", "write_selected"]

@@ -39,6 +39,7 @@ from autoparallel.runtime.offload.mapped import MappedFiles
 from autoparallel.runtime.offload.saved_file import SavedFile
 from autoparallel.runtime.optimizers import look_at_steps, offload_states
 from autoparallel.runtime.originals import Originals
+from autoparallel.runtime.reads import read_places
 from autoparallel.runtime.shared import Ranks, shared_parameters
 from autoparallel.runtime.state import State
 from autoparallel.runtime.whole_draws import draw_whole
@@ -60,6 +61,7 @@ def place(root: nn.Module, state: State, compiled: Compiled) -> None:
     draw_whole()
     take_whole_means()
     correct_ops()
+    read_places()
     view_rightly()
     add_hints()
     if state.inputs.are_local:
