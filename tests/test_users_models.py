@@ -80,6 +80,20 @@ class Writing(torch.autograd.Function):
         return 2 * gradient
 
 
+class Returning(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, kind: str) -> Any:
+        return {"number": (x, 2), "list": [x], "none": (None,)}[kind]
+
+
+@pytest.mark.parametrize(("kind", "said"), [("number", "returns a int"), ("list", "returns a list"),
+                                            ("none", "returns no tensor")])
+def test_functions_return_tensors(kind: str, said: str) -> None:
+    """(It was pybind's text.)"""
+    with pytest.raises(CaptureError, match=f"Returning.apply {said}"):
+        capture(Model(lambda m, x: Returning.apply(m.a(x), kind)[0].sum(), a=nn.Linear(WIDTH, WIDTH)), (x(),))
+
+
 def test_functions_that_cannot_be_kept_are_refused() -> None:
     with pytest.raises(CaptureError, match="given a Linear, which may hide tensors"):
         capture(Model(lambda m, x: Hiding.apply(x, m.a).sum(), a=nn.Linear(WIDTH, WIDTH)), (x(),))

@@ -42,6 +42,8 @@ class Call:
 
 #: Calls by name, which graphs carry as the op's first argument; equal calls share one.
 _CALLS: dict[str, Call] = {}
+#: Of each call that has run: which of its results are tensors, and which None; None where it returns no tuple.
+_RETURNED: dict[str, tuple[bool, ...] | None] = {}
 _library = torch.library.Library("autoparallel", "FRAGMENT")
 _library.define("user_function(str call, Tensor[] tensors) -> Tensor[]",
                 tags=(torch.Tag.nondeterministic_seeded,))  # it may draw random numbers: equal on replicas
@@ -49,7 +51,18 @@ _library.define("user_function(str call, Tensor[] tensors) -> Tensor[]",
 
 def _user_function(call: str, tensors: list[torch.Tensor]) -> list[torch.Tensor]:
     made = _CALLS[call](tensors)
-    return list(made) if isinstance(made, tuple) else [made]
+    results = made if isinstance(made, tuple) else (made,)
+    for value in results:
+        if not isinstance(value, (torch.Tensor, type(None))):
+            raise CaptureError(f"{_CALLS[call].function.__name__}.apply returns a {type(value).__name__}, and a "
+                               "traced function returns a tensor, or a tuple of tensors and None\n  Return a tuple; "
+                               "make tensors of numbers (torch.tensor(value)), or compute them outside of it.")
+    found = [value for value in results if value is not None]
+    if not found:
+        raise CaptureError(f"{_CALLS[call].function.__name__}.apply returns no tensor: a program has results of "
+                           "functions only\n  Return what it computes.")
+    _RETURNED[call] = tuple(value is not None for value in results) if isinstance(made, tuple) else None
+    return found
 
 
 #: The code object of the frame in which users' Functions run.
@@ -104,11 +117,12 @@ def _recorded(function: type[torch.autograd.Function], args: tuple[Any, ...]) ->
             raise CaptureError(f"{function.__name__}.apply is given a {type(value).__name__}, which may hide tensors\n"
                                "  Pass its tensors as arguments of their own; others must be numbers, strings, dtypes.")
     call = Call(function, kept, tuple(isinstance(a, torch.Tensor) for a in args))
-    versions = [t._version for t in tensors]
-    made = user_function(_named(call), tensors)
+    versions, name = [t._version for t in tensors], _named(call)
+    made = user_function(name, tensors)
     if [t._version for t in tensors] != versions:
         raise CaptureError(f"{function.__name__} writes in place to what it is given: write to copies (x.clone())")
-    return made[0] if len(made) == 1 else tuple(made)
+    returned, found = _RETURNED[name], iter(made)
+    return next(found) if returned is None else tuple(next(found) if tensor else None for tensor in returned)
 
 
 def _named(call: Call) -> str:

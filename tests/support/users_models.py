@@ -165,6 +165,32 @@ def functions_with_a_backward_of_their_own() -> Case:
     return Case(Model(forward, a=mlp(), b=mlp()))
 
 
+class Optional(torch.autograd.Function):
+    """Results of which some are None, as of fused heads that compute only what is asked for; one in a tuple."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, both: bool) -> tuple[Tensor | None, ...]:
+        ctx.save_for_backward(x)
+        return (None, x.square(), None, (x > 0).float()) if both else (x.square(),)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor | None) -> tuple[Tensor, None]:
+        given = gradients[1] if len(gradients) > 1 else gradients[0]
+        assert given is not None
+        return given * ctx.saved_tensors[0], None
+
+
+@case
+def functions_with_results_that_are_none() -> Case:
+    def forward(m: Any, x: Tensor) -> Tensor:
+        none, one, also_none, positive = Optional.apply(m.a(x), True)
+        assert none is None and also_none is None
+        alone, = Optional.apply(m.b(x), False)
+        return (one * positive).mean() + alone.sin().mean()
+
+    return Case(Model(forward, a=mlp(), b=mlp()))
+
+
 @case
 def checkpoints() -> Case:
     def forward(m: Any, x: Tensor) -> Tensor:
