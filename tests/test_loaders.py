@@ -14,7 +14,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.utils.data import DataLoader, Dataset, default_collate, get_worker_info
 
 import autoparallel
-from autoparallel.errors import AutoparallelError, PeerError
+from autoparallel.errors import AutoparallelError, InputError, PeerError
 from autoparallel.runtime import failing, inputs
 from autoparallel.runtime.batches import tell_of_rest
 from tests.support.ranks import mesh_of
@@ -262,6 +262,31 @@ def with_workers() -> float:
 
 def test_workers_know_the_users_dataset(ranks: Any) -> None:
     assert ranks(2).run(with_workers) == [4 * 3 * 4 * BATCH] * 2
+
+
+class Features(Dataset[Tensor]):
+    """What a parallel module makes of each sample, asked in the worker."""
+
+    def __init__(self, model: Any) -> None:
+        self.model = model
+
+    def __len__(self) -> int:
+        return 2
+
+    def __getitem__(self, index: int) -> Tensor:
+        return self.model(torch.ones(1, 4))  # type: ignore[no-any-return]
+
+
+def called_in_a_worker() -> None:
+    parallel = autoparallel.compile(nn.Linear(4, 4), mesh_of(2), example_inputs=(torch.ones(1, 4),))
+    with pytest.raises(InputError, match="called in another process than the one that compiled it"):
+        list(DataLoader(Features(parallel), num_workers=1))
+    parallel(torch.ones(1, 4))
+
+
+def test_a_call_in_a_worker_is_refused(ranks: Any) -> None:
+    """(It waited for ranks that do not answer a worker.)"""
+    ranks(2).run(called_in_a_worker)
 
 
 def complaints() -> list[str]:

@@ -9,6 +9,7 @@ own that they make the same one (`Together.agree`). (The one file that closes pr
 from __future__ import annotations
 
 import hashlib
+import os
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
@@ -322,7 +323,7 @@ class Together:
         self._own: list[dist.ProcessGroup] = []
         finalize(self, groups.release, self._own).atexit = False
         self._asked: _Asked | None = None
-        self._on_cpu, self._alone = mesh.device_type == "cpu", mesh.size() == 1
+        self._on_cpu, self._alone, self._process = mesh.device_type == "cpu", mesh.size() == 1, os.getpid()
         world = _world()
         world.calls.add(self)
         self._number = world.models = world.models + 1
@@ -337,7 +338,13 @@ class Together:
             _close(group, self._on_cpu)
 
     def check(self) -> None:
-        """Raises PeerError if a rank failed before, MeshError if the process groups have been destroyed."""
+        """Raises PeerError if a rank failed before, MeshError if the process groups have been destroyed, InputError in
+        a process that was forked: nobody would answer it."""
+        if not self._alone and os.getpid() != self._process:
+            raise InputError("a parallel module is called in another process than the one that compiled it, as in a "
+                             "worker of a DataLoader: its process groups are of that process\n  Call it outside of "
+                             "the dataset and collate_fn, or with num_workers=0; or give workers the model that it was "
+                             "made of.")
         if dist.group.WORLD is not self.groups[0]:
             raise MeshError("the model was compiled for process groups that have been destroyed since: after "
                             "init_process_group(...), make the mesh and compile again")
