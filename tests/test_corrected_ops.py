@@ -126,6 +126,7 @@ def test_a_convolution_of_summands_adds_its_bias_once(ranks: Any) -> None:
     (RuntimeError("Cannot flatten unevenly sharded tensor: dimension 0 (size 7)"), 'outputs="whole"'),
     (RuntimeError("aten.nonzero.default\n\nSharding propagation failed for aten.index.Tensor("), "value.full_tensor()"),
     (RuntimeError("in-place operations that require placement changes are not supported."), "value.copy_("),
+    (RuntimeError("Attempted to access the data pointer on an invalid python storage."), "parallel.save_pretrained("),
     (RuntimeError("trying to differentiate twice a function that was marked with @once_differentiable"), "baseline="),
 ])
 def test_a_script_that_torch_ends_is_told_what_to_write(monkeypatch: pytest.MonkeyPatch, capsys: Any, error: Exception,

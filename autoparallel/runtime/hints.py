@@ -28,6 +28,10 @@ _HINTS = (
      "torch does not write this into the shards of a DTensor.\n  Write to the whole: `whole = value.full_tensor()`, on "
      "all ranks, and then `with torch.no_grad(): value.copy_(distribute_tensor(whole, value.device_mesh, "
      "value.placements))`."),
+    ("Attempted to access the data pointer on an invalid python storage",
+     "safetensors writes files from memory, which DTensors, as parameters of a parallel module are, do not have.\n"
+     "  Write parallel.save_pretrained(folder), of the whole module, on all ranks; of other tensors "
+     "value.full_tensor(), on all ranks. Adapters are merged in one process: PeftModel.from_pretrained(model, folder).merge_and_unload()."),
     ("needed for gradient computation has been modified by an inplace operation",
      "If the plan steps parameters during backward (step_in_backward=True), a parameter may be read twice: with "
      "gradient, and, in an earlier layer, without (detach(), torch.no_grad()), where backward comes after its step.\n  "
