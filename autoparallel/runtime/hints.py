@@ -31,7 +31,8 @@ _HINTS = (
     ("Attempted to access the data pointer on an invalid python storage",
      "safetensors writes files from memory, which DTensors, as parameters of a parallel module are, do not have.\n"
      "  Write parallel.save_pretrained(folder), of the whole module, on all ranks; of other tensors "
-     "value.full_tensor(), on all ranks. Adapters are merged in one process: PeftModel.from_pretrained(model, folder).merge_and_unload()."),
+     "value.full_tensor(), on all ranks. Adapters are merged in one process: PeftModel.from_pretrained(model, "
+     "folder).merge_and_unload()."),
     ("needed for gradient computation has been modified by an inplace operation",
      "If the plan steps parameters during backward (step_in_backward=True), a parameter may be read twice: with "
      "gradient, and, in an earlier layer, without (detach(), torch.no_grad()), where backward comes after its step.\n  "
