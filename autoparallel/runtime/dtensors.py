@@ -114,7 +114,7 @@ def _replace() -> None:
         before.append(set_handler(getattr(torch.ops.c10d, op).default, partial(_refuse_sending, before)))
     interleaved.handle(lambda mesh: id(mesh) in _MESHES)
     DTensor.data = property(partial(_detached, _DATA.__get__), _set_data)  # type: ignore[assignment]
-    DTensor.detach = lambda tensor: _detached(_DETACH, tensor)  # type: ignore[method-assign]
+    DTensor.detach = _detach  # type: ignore[assignment]
     DTensor.__deepcopy__ = _copied  # type: ignore[method-assign, assignment]
     DTensor.__setitem__ = _set_item  # type: ignore[assignment]
     _FromTorchTensor.backward = staticmethod(_differentiably(_FromTorchTensor.backward))  # type: ignore[method-assign]
@@ -296,6 +296,10 @@ def _detached(detach: Callable[[Any], Any], tensor: DTensor) -> Any:
             selected._base is not None and selected._base.is_leaf):
         setattr(made, _SELECTED, selected)
     return made
+
+
+def _detach(tensor: DTensor) -> Any:
+    return _detached(_DETACH, tensor)
 
 
 def _write_through(tensor: DTensor, selected: DTensor, method: Callable[..., Any], args: tuple[Any, ...],
