@@ -12,6 +12,8 @@ import torch
 import torch.nn.functional as F  # noqa: N812
 from torch import nn
 from torch._functorch.aot_autograd import make_boxed_func
+from torch._inductor import compile_fx
+from torch._inductor import config as inductor_config
 from torch.distributed import HashStore
 from torch.distributed.device_mesh import DeviceMesh
 from torch.fx import Graph, GraphModule, symbolic_trace
@@ -278,6 +280,28 @@ def test_recurrent_layers_and_losses_of_alignments(mesh_of_one: DeviceMesh, kind
         found[backend] = {"loss": loss.detach(), **gradients_of(parallel)}
     torch.testing.assert_close(found["aot_eager"], found["eager"])
     assert "a recurrent layer" in caplog.text and "ctc_losses" in caplog.text
+
+
+@pytest.mark.parametrize(("size", "converted"), [(4, False), (64, True)])
+def test_convolutions_keep_their_layout_where_weights_are_larger_than_images(size: int, converted: bool) -> None:
+    """Inductor copied each weight and its gradient into channels-last, and a ResNet on small images was slower than
+    eagerly."""
+    found = list[bool]()
+
+    def noted(graph: GraphModule, examples: Any, **kwargs: Any) -> Any:
+        found.append(inductor_config.layout_optimization)
+        return make_boxed_func(graph.forward)
+
+    def forward(x: torch.Tensor, weight: torch.Tensor) -> tuple[torch.Tensor]:
+        return (F.conv2d(x, weight),)
+
+    given = [torch.randn(2, 16, size, size), torch.randn(16, 16, 3, 3, requires_grad=True)]
+    traced = make_fx(forward, tracing_mode="fake")(*(x.detach() for x in given))
+    passes = aot.Passes(lambda joint: None, lambda module, backward: None, lambda module: None)
+    with mock.patch.object(compile_fx, "compile_fx_inner", noted):
+        aot.compile_graph(traced, given, passes, generates=True)
+    assert found[0] is converted, "of the forward graph; that of backward follows it"
+    assert inductor_config.layout_optimization
 
 
 def test_other_backends_are_refused_by_name() -> None:

@@ -13,12 +13,13 @@ from torch._functorch import compile_utils
 from torch._functorch import config as functorch_config
 from torch._functorch.partitioners import min_cut_rematerialization_partition
 from torch._inductor import compile_fx, ir
+from torch._inductor import config as inductor_config
 from torch._inductor.custom_graph_pass import CustomPartitionerFn, get_hash_for_files
 from torch._inductor.graph import GraphLowering
 from torch._inductor.lowering import clone, register_lowering
 from torch._inductor.virtualized import V
 from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.fx import GraphModule
+from torch.fx import Graph, GraphModule
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
 from autoparallel.backends.agreement import one_first
@@ -149,7 +150,8 @@ def compile_graph(module: GraphModule, inputs: Sequence[torch.Tensor], passes: P
     def coded(graph: GraphModule, examples: Sequence[Any], **kwargs: Any) -> Any:
         if not generates:
             return _as_it_is(graph)
-        with one_first(graph):
+        layouts = inductor_config.layout_optimization and channels_last_pays(graph.graph)
+        with one_first(graph), inductor_config.patch(layout_optimization=layouts):
             return compile_fx.compile_fx_inner(graph, examples, **kwargs)
 
     # The order of nodes is ours, that of collectives the same on all ranks; graph_partition serves CUDA graphs, and its
@@ -169,6 +171,16 @@ def compile_graph(module: GraphModule, inputs: Sequence[torch.Tensor], passes: P
         raise LoweringError(f"Inductor's code would compute wrong numbers: {misuse}"
                             "\n  Run this model with backend=\"eager\", and please report it.")
     return made
+
+
+def channels_last_pays(graph: Graph) -> bool:
+    """Whether Inductor may run a graph's convolutions on channels-last tensors, as it always would on CPUs: there only
+    where their inputs have at least as many elements as their weights. It copies each weight, and the gradient of each,
+    into the other layout in every step (`docs/measurements/backends.md`)."""
+    found = [[value.meta["val"] for value in node.args[:2]]
+             for node in graph.find_nodes(op="call_function", target=torch.ops.aten.convolution.default)]
+    inputs, weights = (sum(pair[number].numel() for pair in found) for number in (0, 1))
+    return inputs >= weights or any(x.device.type != "cpu" for x, _ in found)
 
 
 def _as_it_is(graph: GraphModule) -> Any:
