@@ -90,15 +90,20 @@ def load_model(source: str | dict[str, Any], global_batch: int, sequence_length:
         if not isinstance(made, tuple) or len(made) != 3:
             raise InputError(f"{source} returned {shown(made)}: return (model, args, kwargs)")
         return made
+    return _hugging_face(*read_config(source), global_batch, (sequence_length, usual_length), precision)
+
+
+def read_config(source: str) -> tuple[Any, str]:
+    """What a Hugging Face config file, or that of a folder, says, and its path. Raises InputError for one that cannot
+    be read."""
     if (inside := Path(source, "config.json")).is_file():
         source = str(inside)
     try:
-        data = json.loads(Path(source).read_text(encoding="utf-8"))
+        return json.loads(Path(source).read_text(encoding="utf-8")), source
     except (OSError, ValueError, RecursionError) as error:
         why = getattr(error, "strerror", None) or error
         raise InputError(f"cannot read the config file {source}: {why}; give a Hugging Face config.json, or "
                          "module:function, which makes the model") from error
-    return _hugging_face(data, source, global_batch, (sequence_length, usual_length), precision)
 
 
 def _module(name: str) -> ModuleType:
@@ -144,6 +149,9 @@ def _hugging_face(data: Any, origin: str, batch: int, lengths: tuple[int | None,
     try:
         config = transformers.AutoConfig.for_model(**{k: v for k, v in data.items() if k != "architectures"})
         config.use_cache = False
+        layers = getattr(config, "num_hidden_layers", None)
+        if isinstance(layers, int) and layers < 1:
+            raise ValueError(f"num_hidden_layers is {layers}, and a model has 1 layer or more")
         with torch.device("meta"):
             if architecture is not None:
                 network = getattr(transformers, architecture)(config)

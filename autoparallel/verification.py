@@ -38,10 +38,12 @@ def main(request: Request, ranks: int, output: Path | None) -> None:
     and writes the corrected cluster to ``output``."""
     from autoparallel import backends
     from autoparallel.launch.local import launch
-    from autoparallel.models import dtype_on
+    from autoparallel.models import dtype_on, is_factory, read_config
     from autoparallel.plans import Plan
 
     dtype_on([], request.model, request.dtype)
+    if not is_factory(request.model):    # before ranks are started
+        read_config(request.model)
     backends.chosen(request.backend, "cuda" if torch.cuda.is_available() else "cpu")
     given = Plan.load(request.plan) if request.plan is not None else None
     if "WORLD_SIZE" not in os.environ and given is not None and (needed := math.prod(given.axes[0])) != ranks:

@@ -338,6 +338,7 @@ def test_a_batch_of_no_samples_has_a_plan(batch: str) -> None:
     ({"model_type": "resnet", "architectures": ["ResNetModel"], "embedding_size": 8, "hidden_sizes": [8],
       "depths": [1]}, ("image_size is None", "write module:function")),
     ({"model_type": "lama"}, ("no model_type 'lama'", "'llama'")),
+    ({"model_type": "llama", "num_hidden_layers": 0}, ("num_hidden_layers is 0, and a model has 1 layer or more",)),
     ({"model_type": "llama", "architectures": ["Nope"]}, ("cannot make Nope", "no attribute Nope")),
     ({"model_type": "llama", "hidden_size": 64, "num_attention_heads": 3}, ("cannot make a causal", "multiple of")),
     ({"model_type": "t5", "architectures": ["T5ForConditionalGeneration"], "d_model": 8, "num_layers": 1,

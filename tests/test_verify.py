@@ -152,6 +152,12 @@ def test_options_after_the_dashes_are_named() -> None:
     assert isinstance(result.exception, InputError) and "--ranks stands after --" in str(result.exception)
 
 
+def test_a_config_file_that_is_missing_is_told_before_ranks_start(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("autoparallel.launch.local.launch", lambda *_: pytest.fail("ranks were started"))
+    result = CliRunner().invoke(app, ["verify", "no_such_config.json"])
+    assert isinstance(result.exception, InputError) and "no_such_config.json: No such file" in str(result.exception)
+
+
 @pytest.mark.ranks
 def test_an_error_of_ours_on_a_local_rank_is_one_message() -> None:
     """Not the traceback of a process: `main` tells it with exit code 2."""

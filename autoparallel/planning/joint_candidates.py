@@ -167,7 +167,7 @@ class JointSearch:
             return replace(candidate, estimate_s=math.inf)
         # step seconds per second of work on one rank
         least = evened(prices, h) * min(equal_stages_s(h, 1.0), 1.0 / h.pipeline_ranks)
-        pricers = [pricer]  # first with overlap counted as far as possible, then (of a plain step) in part, then without
+        pricers = [pricer]  # first with all overlap that may be, then (of a plain step) a part of it, then without
         if (share := least_exposed(pricer)) != pricer.costs.exposed:
             parts = COUNTED if h.is_plain else COUNTED[:1]
             pricers[:0] = [pricer.exposing(share.with_more(part)) for part in parts]
