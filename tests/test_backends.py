@@ -37,6 +37,7 @@ from tests.support.tiers import slow
 aten, c10d = torch.ops.aten, torch.ops._c10d_functional
 RECOMPUTED: Way = ((2, 2), {"baseline": "fsdp", "recompute": "full", "zero_stage": 3})
 SELECTIVE: Way = ((4,), {"baseline": "ddp", "recompute": "selective"})    # attention is one op of several results
+FSDP_3 = {"baseline": "fsdp", "zero_stage": 3}
 OFFLOADED: Way = ((2, 2), {"baseline": "fsdp", "recompute": "offload", "zero_stage": 3})
 
 
@@ -56,7 +57,9 @@ def test_mlp_by_inductor(ranks: Any, way: Way) -> None:
 @pytest.mark.parametrize(("case_name", "way"), [
     ("mlp", ((4,), {"micro_batches": 2, "zero_stage": 3})),
     slow("gpt2_dropout", ((2, 2), {"pipeline_stages": 2, "micro_batches": 4})),
-    ("gpt2_dropout", ((2, 2), {"pipeline_stages": 2, "micro_batches": 4, "schedule": "zero_bubble"}))], ids=str)
+    ("gpt2_dropout", ((2, 2), {"pipeline_stages": 2, "micro_batches": 4, "schedule": "zero_bubble"})),
+    ("gpt2_dropout", ((2, 2), {"pipeline_stages": 2, "micro_batches": 4, "schedule": "zero_bubble", **FSDP_3}))],
+    ids=str)
 def test_steps_in_micro_batches_and_stages(ranks: Any, case_name: str, way: Way) -> None:
     check(ranks, case_name, way)
 
@@ -311,7 +314,7 @@ def test_other_backends_are_refused_by_name() -> None:
 
 
 @pytest.mark.parametrize(("hybrid", "message"), [
-    (Hybrid(4, 2, 2, "zero_bubble", zero_stage=3), "zero_bubble"),
+    (Hybrid(4, 2, 2, "zero_bubble", zero_stage=3, recompute="offload"), "'zero_bubble'.*makes a stage one graph"),
     (Hybrid(zero_stage=3, offload=Offload("host", parameters="host")), "fetches parameters op by op"),
 ])
 def test_steps_that_graphs_cannot_run_are_refused(hybrid: Hybrid, message: str) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 from unittest import mock
 
@@ -14,14 +15,15 @@ from torch.fx.experimental.proxy_tensor import make_fx
 import autoparallel
 from autoparallel.backends import aot, two_parts
 from autoparallel.backends.traced import STARTS
-from autoparallel.runtime import pipeline
+from autoparallel.runtime import pipeline, stage_module
 from tests.support.compiled import DDP, FSDP, Way, check
 from tests.support.models import CASES
-from tests.support.ranks import mesh_of
+from tests.support.ranks import mesh_of, restores
 from tests.support.tiers import slow
 
 aten = torch.ops.aten
 BOTH = ("aot_eager", "inductor")
+FSDP_3 = {"baseline": "fsdp", "zero_stage": 3}
 
 
 @pytest.mark.slow
@@ -61,6 +63,9 @@ def test_two_axes_by_inductor(ranks: Any, way: Way) -> None:
                                      {"schedule": "zero_bubble"}, {"schedule": "zero_bubble", "zero_stage": 2},
                                      {"schedule": "zero_bubble", "recompute": "full"},
                                      {"schedule": "zero_bubble", "by_block": True},
+                                     {"schedule": "zero_bubble", **FSDP_3},
+                                     {"schedule": "zero_bubble", **FSDP_3, "by_block": True},
+                                     {"schedule": "zero_bubble", **FSDP_3, "recompute": "full"},
                                      {"schedule": "1f1b", "zero_stage": 3},
                                      {"schedule": "1f1b", "recompute": "full"},
                                      {"schedule": "1f1b", "recompute": "selective"}], ids=str)
@@ -175,12 +180,16 @@ def test_no_second_part_where_the_first_computes_everything() -> None:
     assert two_parts.halves(GraphModule({}, graph), ()) is None
 
 
-def put_off_on_a_stage() -> tuple[int, int]:
+@restores(stage_module, "WHOLE_UP_TO")
+def put_off_on_a_stage(shape: tuple[int, ...], options: dict[str, Any], whole: bool) -> tuple[int, int]:
     """Weights whose gradients a rank's second parts gave in a step of four micro-batches, and its trained weights."""
     case, found = CASES["gpt2"], list[int]()
+    if not whole:
+        stage_module.WHOLE_UP_TO = 0
     args, kwargs = case.inputs(8)
-    parallel = autoparallel.compile(case.build(), mesh_of(2), example_inputs=args, example_kwargs=kwargs,
-                                    backend="aot_eager", pipeline_stages=2, micro_batches=4, schedule="zero_bubble")
+    parallel = autoparallel.compile(case.build(), mesh_of(*shape), example_inputs=args, example_kwargs=kwargs,
+                                    backend="aot_eager", pipeline_stages=2, micro_batches=4, schedule="zero_bubble",
+                                    **options)
     second = pipeline.compiled_backward_of_weights
 
     def counted(module: Any, later: Any, reduces: bool) -> None:
@@ -192,8 +201,13 @@ def put_off_on_a_stage() -> tuple[int, int]:
     return sum(found), sum(p.requires_grad for p in parallel.parameters())
 
 
-def test_a_stage_puts_off_the_gradients_of_its_weights(ranks: Any) -> None:
-    """The first stage has no gradients of inputs to send, and runs backward whole."""
-    (first, _), (last, weights) = ranks(2).run(put_off_on_a_stage)
+@pytest.mark.parametrize(("shape", "options", "whole"), [((2,), {}, True), ((2, 2), FSDP_3, True),
+                                                         ((2, 2), FSDP_3, False)])
+def test_a_stage_puts_off_the_gradients_of_its_weights(ranks: Any, shape: tuple[int, ...], options: dict[str, Any],
+                                                       whole: bool) -> None:
+    """The first stage has no gradients of inputs to send, and runs backward whole. With ZeRO-3 a stage is one graph,
+    however many blocks it has: a weight that is gathered between two graphs would not be put off."""
+    found = ranks(math.prod(shape)).run(put_off_on_a_stage, shape, options, whole)
+    (first, _), (last, weights) = found[0], found[-1]
     assert first == 0
     assert last == 4 * weights

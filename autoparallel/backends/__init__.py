@@ -51,10 +51,16 @@ def check(backend: str, hybrid: Hybrid, sparse: Collection[str] = ()) -> None:
     if sparse:
         raise PlanError(f"{next(iter(sparse))} has sparse gradients (sparse=True), whose sizes depend on the ids, and "
                         f"graphs of backend={backend!r} have fixed ones: take backend='eager', or sparse=False")
-    if hybrid.puts_off_weights and hybrid.zero_stage == 3:
-        raise PlanError(f"schedule {hybrid.schedule!r} with ZeRO-3 gathers parameters in both parts of backward, and "
-                        f"graphs of backend={backend!r} gather once: take zero_stage=2, or another schedule: "
+    if hybrid.reads_alone and leaves_in_backward(hybrid):
+        raise PlanError(f"schedule {hybrid.schedule!r} with ZeRO-3 makes a stage one graph of backend={backend!r}, and "
+                        "gradients or saved tensors that leave the device during backward need a graph for each block: "
+                        "keep them on the device, take zero_stage=2, or another schedule: "
                         f"{names_of(lambda how: not how.splits_backward)}, or backend='eager'")
+
+
+def leaves_in_backward(hybrid: Hybrid) -> bool:
+    """Whether gradients or saved tensors leave the device, or parameters are stepped, block by block in backward."""
+    return hybrid.offload.moves_gradients or hybrid.offload.in_backward or hybrid.saved_on != "device"
 
 
 def check_replays(hybrid: Hybrid, position: MeshPosition, sparse: Collection[str] = ()) -> None:
@@ -81,4 +87,5 @@ def check_replays(hybrid: Hybrid, position: MeshPosition, sparse: Collection[str
         refuse(f"{how} sends by the host; NCCL can be recorded")
 
 
-__all__ = ["AUTO", "BACKENDS", "EAGER", "INDUCTOR", "TRACED", "check", "check_replays", "chosen"]
+__all__ = ["AUTO", "BACKENDS", "EAGER", "INDUCTOR", "TRACED", "check", "check_replays", "chosen",
+           "leaves_in_backward"]

@@ -13,7 +13,7 @@ from torch import nn
 from torch.fx import GraphModule
 from torch.fx import Node as FxNode
 
-from autoparallel.backends import EAGER, INDUCTOR
+from autoparallel.backends import EAGER, INDUCTOR, leaves_in_backward
 from autoparallel.backends.compiled import Lowering, compiled
 from autoparallel.backends.needed import note_reads, with_needed_gradients
 from autoparallel.backends.parts import parts_of
@@ -69,9 +69,12 @@ WHOLE_UP_TO = 8
 def in_blocks(program: GraphModule, hybrid: Hybrid) -> bool:
     """Whether a backend compiles a program block by block. Its parameters' communication then runs as under "eager",
     overlapped, between the compiled parts. (One graph would give all gradients at its end, and those that leave the
-    device, or are stepped, during backward are to come earlier; so are saved tensors that leave.)"""
-    leave = hybrid.offload.moves_gradients or hybrid.offload.in_backward or hybrid.saved_on != "device"
-    return len({node.meta.get("block") for node in program.graph.nodes} - {None}) > (0 if leave else WHOLE_UP_TO)
+    device, or are stepped, during backward are to come earlier; so are saved tensors that leave.) Not where each
+    parameter is gathered where it is read: that would cut blocks into many parts, and none would put off gradients of
+    weights."""
+    most = 0 if leaves_in_backward(hybrid) else WHOLE_UP_TO
+    blocks = {node.meta.get("block") for node in program.graph.nodes} - {None}
+    return len(blocks) > most and not hybrid.reads_alone
 
 
 def compiled_by(backend: str, program: GraphModule, hybrid: Hybrid, overlaps: bool, shared: int | None = None
