@@ -280,7 +280,7 @@ class Features(Dataset[Tensor]):
 def called_in_a_worker() -> None:
     parallel = autoparallel.compile(nn.Linear(4, 4), mesh_of(2), example_inputs=(torch.ones(1, 4),))
     with pytest.raises(InputError, match="called in another process than the one that compiled it"):
-        list(DataLoader(Features(parallel), num_workers=1))
+        list(DataLoader(Features(parallel), num_workers=1, multiprocessing_context="fork"))
     parallel(torch.ones(1, 4))
 
 
