@@ -149,7 +149,7 @@ class Baseline:
 
     @cached_property
     def _experts(self) -> frozenset[int]:
-        return _expert_parameters(self.space)
+        return expert_parameters(self.space)
 
     @cached_property
     def _matrices(self) -> frozenset[int]:
@@ -227,7 +227,7 @@ def _passes_on(space: StrategySpace, index: int) -> bool:
     return space.decisions[index].kind == "shared_read" or (rule is not None and (rule.alias or is_cast(space, index)))
 
 
-def _expert_parameters(space: StrategySpace) -> frozenset[int]:
+def expert_parameters(space: StrategySpace) -> frozenset[int]:
     """Decisions of parameters whose first dim numbers experts, also through views and casts."""
     found: set[int] = set()
     for use in reversed(space.uses):
@@ -252,7 +252,7 @@ def _matrix_parameters(space: StrategySpace) -> frozenset[int]:
 def by_roles(name: str, space: StrategySpace, roles: tuple[str, ...]) -> Baseline:
     """The restriction to given roles. Raises PlanError for expert parallelism of a model without experts."""
     made = Baseline(name, space, roles)
-    if set(_EXPERT) & set(roles) and not _expert_parameters(space):
+    if set(_EXPERT) & set(roles) and not expert_parameters(space):
         raise PlanError(f"{name}: no parameter of the model is known to have a dim of experts, so no axis can be "
                         "expert-parallel: leave out ep")
     return made

@@ -12,6 +12,7 @@ import numpy as np
 
 from autoparallel.capture.outputs import loss_output
 from autoparallel.partition import bytes_at_cuts
+from autoparallel.planning.baselines import expert_parameters
 from autoparallel.planning.candidates import Candidate, Combination
 from autoparallel.planning.reduced_model import ReducedModel
 from autoparallel.plans import Hybrid
@@ -278,6 +279,15 @@ def paces_by_device(bounds: CandidateBounds) -> list[float]:
     each = paces_of(bounds._whole_prices(1), [(number,) for number in one_of_each.values()]) if kinds else []
     known = dict(zip(one_of_each, each, strict=True))
     return [known[kind] for kind in kinds] if len({*each}) > 1 else []
+
+
+def dense_parameter_bytes(bounds: CandidateBounds) -> float:
+    """Bytes of the parameters of the whole model, without those of experts."""
+    space, counts = bounds._whole, bounds.reduced_model.counts(bounds._whole)
+    experts = expert_parameters(space)
+    each = [(counts[n], space.strategy_sets[n].output_metas[0].num_bytes) for n, decision in enumerate(space.decisions)
+            if decision.kind == "parameter" and n not in experts]
+    return float(sum(count * num_bytes for count, num_bytes in each))
 
 
 def _bytes_at_cuts(space: StrategySpace, inside: Sequence[bool]) -> tuple[list[float], float]:

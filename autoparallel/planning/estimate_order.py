@@ -26,11 +26,16 @@ UNFIT, HALF_FULL, STEEP = 4.0, 0.38, 6.0
 FAR = 3.0
 
 
+def inner_ranks(mesh_shape: Sequence[int], devices_of_host: int) -> int:
+    """The ranks of a mesh's inner axis; 1 of a mesh of one axis that is larger than a host."""
+    return mesh_shape[-1] if len(mesh_shape) > 1 or mesh_shape[0] <= devices_of_host else 1
+
+
 def oddity(candidate: Candidate, devices_of_host: int, batch: int) -> float:
     """How unusual a candidate is, in factors of two: an inner axis that is not a host, fewer samples per micro-batch
     than shards of them, parameters that are gathered for each of several micro-batches."""
     h, shape = candidate.hybrid, candidate.mesh_shape
-    inner = shape[-1] if len(shape) > 1 or shape[0] <= devices_of_host else 1
+    inner = inner_ranks(shape, devices_of_host)
     few = math.log2(max(1.0, math.prod(shape) / inner * h.micro_batches / max(1, batch)))
     again = math.log2(h.micro_batches // h.copies) if h.zero_stage == 3 else 0.0
     return abs(math.log2(inner / min(devices_of_host, math.prod(shape)))) + few + again
@@ -101,6 +106,7 @@ class EstimateOrder:
         self.coordinates = np.array([_coordinates(c) for c in self.candidates])
         self.ratios = Ratios(self.coordinates, np.array([self._prior(c) for c in self.candidates]))
         self.unfit = math.log(UNFIT) / (1 + (HALF_FULL / np.maximum(self.fullness, 1e-6)) ** STEEP)
+        self.fits = np.zeros(len(self.candidates))    # 1 where one fits that needs as much memory or more
         self.meshes = dict[Mesh, int]()
         self.on_mesh = np.array([self.meshes.setdefault(c.mesh, len(self.meshes)) for c in self.candidates])
         self.open = np.ones(len(self.candidates), bool)
@@ -113,7 +119,7 @@ class EstimateOrder:
     def excess(self) -> np.ndarray:
         """By candidate, the expected logarithm of the ratio of estimate to bound, with what memory may add."""
         if self._excess is None:
-            self._excess = self.ratios.expected() + self.unfit
+            self._excess = self.ratios.expected() + self.unfit * (1 - self.fits)
         return self._excess
 
     def next(self, best_s: float, patience: float, deadline: float = math.inf,
@@ -144,19 +150,22 @@ class EstimateOrder:
             if ranks == pipeline_ranks:
                 self.open[self.on_mesh == number] = False
 
-    def learn(self, candidate: Candidate, noise: float = NOISE) -> None:
-        """Update expected ratios by an estimate (``noise``: standard deviation of its logarithm). Where it does not
-        fit, `UNFIT` times as much is expected of candidates that need as much memory or more."""
+    def learn(self, candidate: Candidate, noise: float = NOISE, fits: bool = False) -> None:
+        """Update expected ratios by an estimate (``noise``: standard deviation of its logarithm; ``fits``: it has a
+        plan that fits). Where none fits, or only one that takes `UNFIT` times its bound, `UNFIT` times as much is
+        expected of candidates that need as much memory or more; where one fits, the less of candidates that need as
+        much or less."""
         if not len(self.candidates):
             return
         self._excess, point = None, np.array(_coordinates(candidate))
-        if candidate.estimate_s < math.inf:
-            ratio = candidate.estimate_s / self.floor(candidate)
-            self.ratios.learn(point, self._prior(candidate), math.log(ratio), noise)
+        fullness, ratio = self.fullness_of(candidate), candidate.estimate_s / self.floor(candidate)
+        near = np.exp(-(np.abs(self.coordinates - point).sum(axis=1) / REACH) ** 2)
+        if ratio >= UNFIT:
+            self.unfit = np.maximum(self.unfit, (self.fullness >= fullness) * math.log(UNFIT) * near)
             return
-        steps = np.abs(self.coordinates - point).sum(axis=1)
-        more = self.fullness >= self.fullness_of(candidate)
-        self.unfit = np.maximum(self.unfit, more * math.log(UNFIT) * np.exp(-steps / REACH))
+        self.ratios.learn(point, self._prior(candidate), math.log(ratio), noise)
+        if fits:
+            self.fits = np.maximum(self.fits, (self.fullness <= fullness) * near)
 
 
 def _coordinates(candidate: Candidate) -> tuple[float, ...]:

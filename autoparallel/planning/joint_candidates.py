@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
+from functools import cached_property, partial
 
 import numpy as np
 
@@ -14,9 +14,9 @@ from autoparallel.capture import OpGraph
 from autoparallel.errors import InfeasibleError
 from autoparallel.partition.microbatch import Splits, batch_size
 from autoparallel.planning.bounding import Bounding
-from autoparallel.planning.candidate_bounds import CandidateBounds, paces_by_device
+from autoparallel.planning.candidate_bounds import CandidateBounds, dense_parameter_bytes, paces_by_device
 from autoparallel.planning.candidates import Candidate, CandidateSpace, Combination, Fixed, Mesh
-from autoparallel.planning.estimate_order import BY_HAND, EstimateOrder, oddity
+from autoparallel.planning.estimate_order import BY_HAND, HALF_FULL, EstimateOrder, inner_ranks, oddity
 from autoparallel.planning.options import Options
 from autoparallel.planning.reduced_model import ReducedModel, reduced_model
 from autoparallel.planning.step_bounds import StepBounds
@@ -176,6 +176,8 @@ class JointSearch:
             found = plan_within(priced.full_like(problem), SOLVE_GAP, SOLVE_S, priced, WORTH * best_s / least)
             if found is not None and found.choice is not None:
                 made.append(self._judged(candidate, pricer, found))
+                if made[-1].estimate_s > WORTH * best_s:    # other prices of overlap hardly make it that much faster
+                    break
             elif not made:
                 return replace(candidate, estimate_s=least * found.lower_bound if found is not None else math.inf)
         return min(made, key=lambda c: c.estimate_s)
@@ -222,7 +224,7 @@ class JointSearch:
         for start in self.starts if not self.known else ():
             near = [c for c in first if c.mesh == start.mesh and c.hybrid.micro_batches == start.hybrid.micro_batches]
             self._estimate_all(near, deadline, 1.0, one_a_length=True)
-        seen = {c.hybrid.pipeline_ranks for c in self.known.values()}
+        seen = {c.hybrid.pipeline_ranks for c in (*self.known.values(), *self.by_hand)}
         self._estimate_all([c for c in first if c.hybrid.pipeline_ranks not in seen], deadline, math.inf,
                            one_a_length=True)
         for patience in (1.0, math.inf):  # first those expected to be better, then those that may be
@@ -307,6 +309,20 @@ class JointSearch:
         full = [c for c in sorted(piped, key=_without_bubble_s)[:1] if _without_bubble_s(c) < self.best_s]
         return next((c for c in (*fit[:3], *full) if c.key not in seen), None)
 
+    def _fullness(self, candidate: Candidate) -> float:
+        """The bound of a candidate's memory as a share of its limit, or, if that is more, `HALF_FULL` times the share
+        that parameters and gradients, without experts, take where only the inner axis and the pipeline divide them."""
+        h, shape = candidate.hybrid, candidate.mesh_shape
+        if h.zero_stage == 3 or h.offload.moves_parameters:
+            return self.bounds.fullness(candidate)
+        ranks = h.pipeline_ranks * inner_ranks(shape, self.cluster.devices_per_host)
+        usual = (2 - (h.zero_stage == 2)) * self._dense_bytes / ranks / self.bounds.limit_of(candidate)
+        return max(self.bounds.fullness(candidate), HALF_FULL * usual)
+
+    @cached_property
+    def _dense_bytes(self) -> float:
+        return dense_parameter_bytes(self.bounds)
+
     def _estimate_all(self, candidates: Sequence[Candidate], deadline: float, patience: float, bounded: bool = False,
                       one_a_length: bool = False) -> None:
         """Estimate those that may fit and whose bound is below the best estimate, the most promising first, while their
@@ -325,15 +341,16 @@ class JointSearch:
         def odd(candidate: Candidate) -> float:
             return oddity(candidate, self.bounds.cluster.devices_per_host, self.bounds.batch)
 
-        order = EstimateOrder(new, self.step_bounds.estimate_s, odd, self.bounds.fullness, tighten)
+        order = EstimateOrder(new, self.step_bounds.estimate_s, odd, self._fullness, tighten)
+        fitting = {start.key for start in self.starts}
         for by_hand in self.by_hand:
-            order.learn(by_hand, BY_HAND)
+            order.learn(by_hand, BY_HAND, by_hand.key in fitting)
         for estimated in self.known.values():
-            order.learn(estimated)
+            order.learn(estimated, fits=not estimated.is_bound)
         while (candidate := order.next(best, patience, deadline, self.hear)) is not None:
             self.know([made := self.estimate(candidate, best)])
             self.tell(sum(not one.is_bound for one in self.known.values()))
-            order.learn(made)
+            order.learn(made, fits=not made.is_bound)
             if one_a_length:
                 order.leave_length(candidate.hybrid.pipeline_ranks)
             best = min(best, made.estimate_s)
