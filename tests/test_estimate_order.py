@@ -7,7 +7,20 @@ import math
 import numpy as np
 import pytest
 
-from autoparallel.planning.estimate_order import BY_HAND, CURVE, HOPE, LEVEL, NOISE, REACH, SLOPE, Ratios
+from autoparallel.planning.candidates import Candidate
+from autoparallel.planning.estimate_order import (
+    BY_HAND,
+    CURVE,
+    HOPE,
+    LEVEL,
+    NOISE,
+    REACH,
+    SLOPE,
+    UNFIT,
+    EstimateOrder,
+    Ratios,
+)
+from autoparallel.plans import Hybrid
 
 
 @pytest.mark.parametrize("count", [1, 2, 40])
@@ -57,3 +70,33 @@ def test_a_plan_by_hand_says_less_than_an_estimate() -> None:
         ratios.learn(points[0], 0.0, 1.0, noise)
         expected.append(ratios.expected()[0])
     assert expected[1] < expected[0] < 1.0
+
+
+def _order() -> EstimateOrder:
+    """Of candidates with 1 to 64 micro-batches, which take 0.3 of the limit, and 0.01 more with each step."""
+    def fullness(candidate: Candidate) -> float:
+        return 0.3 + 0.01 * math.log2(candidate.hybrid.micro_batches)
+
+    return EstimateOrder([Candidate(Hybrid(2**n), (8,)) for n in range(7)], lambda c: 1.0, lambda c: 0.0, fullness)
+
+
+def test_what_fits_tells_of_candidates_that_need_as_much_memory_or_less() -> None:
+    order, alone = _order(), _order()
+    known = Candidate(Hybrid(4), (8,), 1.0)
+    alone.learn(known)
+    order.learn(known, fits=True)
+    gained = alone.excess - order.excess
+    assert gained[2] == pytest.approx(alone.unfit[2]) and gained[1] > 0.9 * alone.unfit[1]
+    assert (gained[3:] == 0).all()
+
+
+@pytest.mark.parametrize("seconds", [math.inf, UNFIT])
+def test_what_takes_several_times_its_bound_is_as_what_does_not_fit(seconds: float) -> None:
+    """It tells nothing of the ratios of others, and is expected of those that need as much memory or more; but not of
+    one that is known to fit."""
+    order = _order()
+    order.learn(Candidate(Hybrid(8), (8,), 1.0), fits=True)
+    before, ratios = order.excess, order.ratios.expected()
+    order.learn(Candidate(Hybrid(4), (8,), seconds))
+    assert (order.ratios.expected() == ratios).all() and (order.excess[:2] == before[:2]).all()
+    assert order.excess[3] == before[3] and (order.excess[4:6] > before[4:6]).all()

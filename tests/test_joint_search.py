@@ -8,6 +8,7 @@ import itertools
 import math
 import time
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -18,8 +19,9 @@ from autoparallel.capture import capture
 from autoparallel.errors import InfeasibleError, PlanError
 from autoparallel.partition import Splits, split_batch
 from autoparallel.partition.stages import stages_of
+from autoparallel.planning import joint_candidates
 from autoparallel.planning.candidates import Candidate, CandidateSpace, Fixed
-from autoparallel.planning.estimate_order import EstimateOrder
+from autoparallel.planning.estimate_order import HALF_FULL, EstimateOrder
 from autoparallel.planning.joint_candidates import WORTH, JointSearch
 from autoparallel.planning.joint_plan import plan_jointly
 from autoparallel.planning.options import Options
@@ -235,6 +237,35 @@ def test_hopeless_candidates_cost_a_bound_only() -> None:
     assert bound.is_bound and made.estimate_s / 2 <= bound.estimate_s <= made.estimate_s
     search.known[candidate.key] = bound
     assert bound not in search.run(deadline=0.0).candidates
+
+
+def test_parameters_are_expected_to_be_cut_along_the_inner_axis_only() -> None:
+    """Unless ZeRO-3 cuts them along all. Experts are, along both."""
+    cluster = Cluster.load("h100-sxm", num_devices=16)
+    dense = sum(p.numel() * p.element_size() for p in CASES["llama"].build().parameters())
+    search = JointSearch(graph_of("llama"), cluster, Fixed(), "adamw", 2 * dense)
+    of = {zero: Candidate(Hybrid(2, zero_stage=zero), (16,)) for zero in (1, 3)}
+    assert search._fullness(of[1]) == pytest.approx(HALF_FULL)
+    assert search._fullness(of[3]) == search.bounds.fullness(of[3])
+    experts = JointSearch(graph_of("mixtral"), cluster, Fixed(), "adamw", 1e9)
+    of_experts = {n for n, _ in CASES["mixtral"].build().named_parameters() if ".experts." in n}
+    whole = sum(p.numel() * p.element_size() for n, p in CASES["mixtral"].build().named_parameters()
+                if n not in of_experts)
+    assert of_experts and experts._dense_bytes == whole
+
+
+def test_what_takes_far_longer_than_the_best_is_searched_once() -> None:
+    """Not again with other parts of overlap."""
+    machine = Cluster.load("a100-sxm", num_devices=4)
+    with torch.device("meta"):
+        model, x = torch.nn.Sequential(torch.nn.Linear(4096, 4096), _Sum()), torch.zeros(16384, 4096)
+    search = JointSearch(capture(model, (x,)), machine, Fixed(), "adamw", float("inf"))
+    with mock.patch.object(joint_candidates, "plan_within", wraps=joint_candidates.plan_within) as searched:
+        made = search.estimate(Candidate(Hybrid(), (4,)))
+        several, best_s = searched.call_count, made.estimate_s / WORTH / 1.01
+        with mock.patch.object(search, "_judged", return_value=made):
+            assert search.estimate(Candidate(Hybrid(), (4,)), best_s) == made
+    assert searched.call_count - several == 1 < several
 
 
 def test_the_search_begins_near_the_plans_that_are_known(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -176,7 +176,7 @@ class JointSearch:
             found = plan_within(priced.full_like(problem), SOLVE_GAP, SOLVE_S, priced, WORTH * best_s / least)
             if found is not None and found.choice is not None:
                 made.append(self._judged(candidate, pricer, found))
-                if made[-1].estimate_s > WORTH * best_s:    # other prices of overlap hardly make it that much faster
+                if WORTH * best_s < made[-1].estimate_s < math.inf:    # other parts of overlap will not do
                     break
             elif not made:
                 return replace(candidate, estimate_s=least * found.lower_bound if found is not None else math.inf)
@@ -215,7 +215,8 @@ class JointSearch:
     def run(self, deadline: float = math.inf) -> Survey:
         """Estimate the promising candidates, but for known ones, and raise the bounds of the others, until ``deadline``
         (of `clock`). First comes one candidate with the mesh and micro-batches of each of the ``starts``, if it is
-        expected to be better, then one of each pipeline length, the most promising length first."""
+        expected to be better, then one of each pipeline length that no plan ``by_hand`` has, the most promising length
+        first."""
         bounds_end, now = deadline, clock.now()
         if deadline < math.inf and self.bounding is None:
             deadline -= SHARE_OF_BOUNDS * (deadline - now)
