@@ -24,6 +24,8 @@ from cost_models import Cluster
 MOST_PIPELINE, MOST_INNER, MOST_TURNS, MOST_ROUNDS, MOST_CHUNKS = 64, 64, 64, 8, 4
 #: Ranks of a stage of which every divisor is tried as the inner axis.
 MOST_OF_ANY = 16
+#: Rounds of micro-batches over a pipeline below which schedules that split backward are among the first candidates.
+FEW = 4
 
 
 @dataclass(frozen=True)
@@ -75,7 +77,8 @@ class Candidate:
     """One combination of step configuration and stage mesh.
 
     ``estimate_s``: estimated seconds of a step, or a lower bound (inf: no plan that fits). ``first``: the strategies of
-    the estimate's plan (None: there is none). ``room``: the share of the memory limit that the estimate was given.
+    the estimate's plan (None: there is none). ``room``: the share of the memory limit that the estimate was given,
+    ``filled``: that which its plan takes.
     """
 
     hybrid: Hybrid
@@ -83,6 +86,7 @@ class Candidate:
     estimate_s: float = math.inf
     first: First | None = field(default=None, compare=False, repr=False)
     room: float = 1.0
+    filled: float = field(default=1.0, compare=False)
 
     @property
     def key(self) -> Combination:
@@ -219,7 +223,7 @@ class CandidateSpace:
         with few micro-batches per rank); parameters gathered per step or per use."""
         fixed = self.fixed
         for (schedule, stages), recompute, zero in itertools.product(
-            self._schedules(ranks),
+            self._schedules(ranks, micro_batches),
             self.recompute,
             [fixed.zero_stage] if fixed.zero_stage is not None else [2 if micro_batches == 1 else 1, 3],
         ):
@@ -239,14 +243,17 @@ class CandidateSpace:
         except PlanError as error:
             self.refused = self.refused or str(error)
 
-    def _schedules(self, ranks: int) -> list[tuple[str, int]]:
+    def _schedules(self, ranks: int, micro_batches: int) -> list[tuple[str, int]]:
         """The first round's schedules and their numbers of stages."""
         fixed = self.fixed
         chunks = min(self._chunks(ranks), key=lambda c: (self.unevenness(c * ranks), -c))
         counts = [fixed.pipeline_stages] if fixed.pipeline_stages else sorted({ranks, chunks * ranks})
         if ranks == 1 or fixed.replicas:
             return [(fixed.schedule or usual(), fixed.pipeline_stages or 1)]
-        return [(fixed.schedule or usual(n // ranks), n) for n in counts]
+        found = [(fixed.schedule or usual(n // ranks), n) for n in counts]
+        few = micro_batches < FEW * ranks and fixed.schedule is None
+        return [*found, *((schedule.name, counts[-1]) for schedule in SCHEDULES.values()
+                          if few and schedule.searched and schedule.splits_backward)]
 
     def around(self, best: Candidate) -> Iterator[Candidate]:
         """Neighbours of a candidate that the first round leaves out: other schedules, ZeRO stages and recompute; and

@@ -106,7 +106,7 @@ class EstimateOrder:
         self.coordinates = np.array([_coordinates(c) for c in self.candidates])
         self.ratios = Ratios(self.coordinates, np.array([self._prior(c) for c in self.candidates]))
         self.unfit = math.log(UNFIT) / (1 + (HALF_FULL / np.maximum(self.fullness, 1e-6)) ** STEEP)
-        self.fits = np.zeros(len(self.candidates))    # 1 where one fits that needs as much memory or more
+        self.fits = np.zeros(len(self.candidates))    # 1 where by another that fits it does, too
         self.meshes = dict[Mesh, int]()
         self.on_mesh = np.array([self.meshes.setdefault(c.mesh, len(self.meshes)) for c in self.candidates])
         self.open = np.ones(len(self.candidates), bool)
@@ -153,8 +153,8 @@ class EstimateOrder:
     def learn(self, candidate: Candidate, noise: float = NOISE, fits: bool = False) -> None:
         """Update expected ratios by an estimate (``noise``: standard deviation of its logarithm; ``fits``: it has a
         plan that fits). Where none fits, or only one that takes `UNFIT` times its bound, `UNFIT` times as much is
-        expected of candidates that need as much memory or more; where one fits, the less of candidates that need as
-        much or less."""
+        expected of candidates that need as much memory or more; where one fits, the less of candidates that fit, too,
+        if they need as much more than their bounds as it takes."""
         if not len(self.candidates):
             return
         self._excess, point = None, np.array(_coordinates(candidate))
@@ -165,7 +165,7 @@ class EstimateOrder:
             return
         self.ratios.learn(point, self._prior(candidate), math.log(ratio), noise)
         if fits:
-            self.fits = np.maximum(self.fits, (self.fullness <= fullness) * near)
+            self.fits = np.maximum(self.fits, (self.fullness * candidate.filled <= fullness) * near)
 
 
 def _coordinates(candidate: Candidate) -> tuple[float, ...]:

@@ -28,7 +28,7 @@ from autoparallel.schedule.table_caches import TableCache
 from autoparallel.schedule.tiers import ON_DEVICE, Offload
 from autoparallel.search import plan_within
 from autoparallel.search.low_width.solve import Outcome
-from autoparallel.search.model.problem import Problem
+from autoparallel.search.model.problem import Problem, evaluate
 from autoparallel.strategies.space import StrategySpace
 from cost_models import Cluster
 
@@ -175,7 +175,8 @@ class JointSearch:
         for priced in pricers:
             found = plan_within(priced.full_like(problem), SOLVE_GAP, SOLVE_S, priced, WORTH * best_s / least)
             if found is not None and found.choice is not None:
-                made.append(self._judged(candidate, pricer, found))
+                filled = evaluate(problem, found.choice).peak_bytes / self.bounds.limit_of(candidate)
+                made.append(self._judged(replace(candidate, filled=min(1.0, filled)), pricer, found))
                 if WORTH * best_s < made[-1].estimate_s < math.inf:    # other parts of overlap will not do
                     break
             elif not made:

@@ -118,7 +118,7 @@ def plan_jointly(split: Splits, cluster: Cluster, mesh_shape: Sequence[int] | No
     whole = _Whole(split, cluster, options, stages)
     found = search_jointly(graph, cluster, fixed, options.optimizer, options.limit_bytes(cluster),
                            options.time_limit_s, whole.plan, whole.recompute_less if open_ else None,
-                           [_again(plan, fixed) for plan in starts], options.progress, options.wider_limits(cluster),
+                           [_again(plan, fixed, options.limit_bytes(cluster)) for plan in starts], options.progress, options.wider_limits(cluster),
                            [_with_pieces(one, fixed) for one in by_hand], kept_of(split, cluster, options), bounding)
     best = found.plan
     if open_ and best.hybrid.recompute != "none" and not found.tried_less and not found.interrupted:
@@ -179,9 +179,11 @@ def fixed_by(options: Options, mesh_shape: Sequence[int] | None, cluster: Cluste
                  **options.given)
 
 
-def _again(plan: Plan, fixed: Fixed) -> Candidate:
+def _again(plan: Plan, fixed: Fixed, limit_bytes: float) -> Candidate:
     """The combination of a plan, to begin with its strategies."""
-    return _with_pieces(Candidate(plan.hybrid, plan.mesh_shape, plan.prediction.step_s, plan.strategies_on), fixed)
+    p = plan.prediction
+    return _with_pieces(Candidate(plan.hybrid, plan.mesh_shape, p.step_s, plan.strategies_on, filled=min(
+        1.0, p.peak_bytes / limit_bytes)), fixed)
 
 
 def _with_pieces(candidate: Candidate, fixed: Fixed) -> Candidate:
