@@ -25,7 +25,7 @@ MOST_PIPELINE, MOST_INNER, MOST_TURNS, MOST_ROUNDS, MOST_CHUNKS = 64, 64, 64, 8,
 #: Ranks of a stage of which every divisor is tried as the inner axis.
 MOST_OF_ANY = 16
 #: Rounds of micro-batches over a pipeline below which schedules that split backward are among the first candidates.
-FEW = 4
+FEW = 2
 
 
 @dataclass(frozen=True)
@@ -220,14 +220,15 @@ class CandidateSpace:
 
     def hybrids(self, ranks: int, micro_batches: int) -> Iterator[Hybrid]:
         """The first round's step configurations: 1F1B, and interleaved with several stages per rank (for long pipelines
-        with few micro-batches per rank); parameters gathered per step or per use."""
-        fixed = self.fixed
-        for (schedule, stages), recompute, zero in itertools.product(
-            self._schedules(ranks, micro_batches),
-            self.recompute,
-            [fixed.zero_stage] if fixed.zero_stage is not None else [2 if micro_batches == 1 else 1, 3],
-        ):
+        with few micro-batches per rank), and if these are fewer than `FEW` times the ranks, zero bubble without
+        recompute, which holds too much for it; parameters gathered per step or per use."""
+        fixed, schedules = self.fixed, self._schedules(ranks)
+        zeros = [fixed.zero_stage] if fixed.zero_stage is not None else [2 if micro_batches == 1 else 1, 3]
+        for (schedule, stages), recompute, zero in itertools.product(schedules, self.recompute, zeros):
             yield from self._valid(micro_batches, stages, ranks, schedule, zero, recompute)
+        if fixed.schedule is None and 1 < ranks and micro_batches < FEW * ranks and "none" in self.recompute:
+            for schedule in (how.name for how in SCHEDULES.values() if how.searched and how.splits_backward):
+                yield from self._valid(micro_batches, schedules[-1][1], ranks, schedule, zeros[0], "none")
 
     def _valid(
         self, micro_batches: int, stages: int, ranks: int, schedule: str, zero: int, recompute: str, copies: int = 1,
@@ -243,17 +244,14 @@ class CandidateSpace:
         except PlanError as error:
             self.refused = self.refused or str(error)
 
-    def _schedules(self, ranks: int, micro_batches: int) -> list[tuple[str, int]]:
+    def _schedules(self, ranks: int) -> list[tuple[str, int]]:
         """The first round's schedules and their numbers of stages."""
         fixed = self.fixed
         chunks = min(self._chunks(ranks), key=lambda c: (self.unevenness(c * ranks), -c))
         counts = [fixed.pipeline_stages] if fixed.pipeline_stages else sorted({ranks, chunks * ranks})
         if ranks == 1 or fixed.replicas:
             return [(fixed.schedule or usual(), fixed.pipeline_stages or 1)]
-        found = [(fixed.schedule or usual(n // ranks), n) for n in counts]
-        few = micro_batches < FEW * ranks and fixed.schedule is None
-        return [*found, *((schedule.name, counts[-1]) for schedule in SCHEDULES.values()
-                          if few and schedule.searched and schedule.splits_backward)]
+        return [(fixed.schedule or usual(n // ranks), n) for n in counts]
 
     def around(self, best: Candidate) -> Iterator[Candidate]:
         """Neighbours of a candidate that the first round leaves out: other schedules, ZeRO stages and recompute; and

@@ -34,6 +34,9 @@ from cost_models import Cluster
 
 #: Time limit and gap of one estimate's search.
 SOLVE_S, SOLVE_GAP = 1.5, 0.02
+#: The least share of a plan's seconds that one with different blocks is estimated to take. (A bound that is further
+#: below is one that there was no time to raise.)
+MOST_MIXED = 0.9
 #: Share of the remaining time for the candidates of the first round.
 SHARE_OF_FIRST = 0.7
 #: Share of a round's time that is kept for bounds of the candidates that were not estimated.
@@ -194,7 +197,7 @@ class JointSearch:
             return replace(candidate, estimate_s=math.inf)
         first = partial(self.reduced_model.strategies, small=pricer.space, strategies=strategies)
         # Many blocks with different strategies can come near the bound; the few of the reduced-depth model cannot.
-        share = found.lower_bound / found.objective if self.reduced_model.twins else 1.0
+        share = max(MOST_MIXED, found.lower_bound / found.objective) if self.reduced_model.twins else 1.0
         uneven = self._uneven(candidate.hybrid)
         sends_s = equal_stages_s(candidate.hybrid, self.bounds.sends_s(candidate))
         return replace(candidate, estimate_s=uneven * share * estimate(pricer, strategies) + sends_s, first=first)
