@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 
 import numpy as np
@@ -88,6 +89,15 @@ def test_what_fits_tells_of_candidates_that_need_as_much_memory_or_less() -> Non
     gained = alone.excess - order.excess
     assert gained[2] == pytest.approx(alone.unfit[2]) and gained[1] > 0.9 * alone.unfit[1]
     assert (gained[3:] == 0).all()
+
+
+def test_others_are_expected_to_take_as_much_more_than_their_bounds() -> None:
+    """With a bound of 0.32 and a plan that takes all of the memory 0.32 fits and 0.33 is not known to; with one that
+    leaves 0.02 of it 0.34 fits."""
+    for filled, fits in ((1.0, 3), (0.98, 5)):
+        order = _order()
+        order.learn(dataclasses.replace(Candidate(Hybrid(4), (8,), 1.0), filled=filled), fits=True)
+        assert np.flatnonzero(order.fits).tolist() == list(range(fits))
 
 
 @pytest.mark.parametrize("seconds", [math.inf, UNFIT])

@@ -357,6 +357,15 @@ def test_stages_of_blocks_that_no_pipeline_divides() -> None:
     assert not list(fixed.in_other_stages(best))
 
 
+def test_zero_bubble_is_among_the_first_where_micro_batches_are_few() -> None:
+    """Without recompute, which it holds too much for, and with as many stages on a rank as the others have."""
+    space = CandidateSpace(Cluster.load("h100-sxm", num_devices=16), Fixed(), num_blocks=8, batch=64)
+    of = {m: {(h.stages, h.recompute, h.zero_stage) for h in space.hybrids(4, m) if h.schedule == "zero_bubble"}
+          for m in (4, 8)}
+    assert of == {4: {(8, "none", 1)}, 8: set()}
+    assert not any(h.puts_off_weights for h in space.hybrids(1, 1))
+
+
 def test_known_plans_are_tried_with_other_numbers_of_stages() -> None:
     """They are as long as the plan but for the bubble: 1 + 1/16 in place of 1 + 1/8 of the work."""
     cluster = Cluster.load("h100-sxm", num_devices=4)

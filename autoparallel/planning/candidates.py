@@ -226,7 +226,7 @@ class CandidateSpace:
         zeros = [fixed.zero_stage] if fixed.zero_stage is not None else [2 if micro_batches == 1 else 1, 3]
         for (schedule, stages), recompute, zero in itertools.product(schedules, self.recompute, zeros):
             yield from self._valid(micro_batches, stages, ranks, schedule, zero, recompute)
-        if fixed.schedule is None and 1 < ranks and micro_batches < FEW * ranks and "none" in self.recompute:
+        if fixed.schedule is None and ranks > 1 and micro_batches < FEW * ranks and "none" in self.recompute:
             for schedule in (how.name for how in SCHEDULES.values() if how.searched and how.splits_backward):
                 yield from self._valid(micro_batches, schedules[-1][1], ranks, schedule, zeros[0], "none")
 

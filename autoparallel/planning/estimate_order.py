@@ -15,6 +15,8 @@ from autoparallel.schedule.step_config import RECOMPUTE
 #: constant, of the slope along a coordinate, of the Laplacian kernel (its length scale is `REACH` steps), of the noise
 #: of an estimate and of a plan by hand.
 UNUSUAL, LEVEL, SLOPE, CURVE, REACH, NOISE, BY_HAND = 0.12, 1.0, 0.15, 0.4, 4.0, 0.05, 0.15
+#: How much longer a plan by hand takes than the estimate of its combination, on average.
+SLOWER = 1.07
 #: Standard deviations below the mean at which a candidate is expected (a lower confidence bound).
 HOPE = 0.5
 #: Factor on the expected seconds of a candidate like one that did not fit; its logarithm decays over `REACH` steps, and
@@ -154,7 +156,7 @@ class EstimateOrder:
         """Update expected ratios by an estimate (``noise``: standard deviation of its logarithm; ``fits``: it has a
         plan that fits). Where none fits, or only one that takes `UNFIT` times its bound, `UNFIT` times as much is
         expected of candidates that need as much memory or more; where one fits, the less of candidates that fit, too,
-        if they need as much more than their bounds as it takes."""
+        if they take as much more than their bounds as its plan does."""
         if not len(self.candidates):
             return
         self._excess, point = None, np.array(_coordinates(candidate))
@@ -165,7 +167,8 @@ class EstimateOrder:
             return
         self.ratios.learn(point, self._prior(candidate), math.log(ratio), noise)
         if fits:
-            self.fits = np.maximum(self.fits, (self.fullness * candidate.filled <= fullness) * near)
+            more = max(0.0, candidate.filled - fullness)    # than the bound, as of others
+            self.fits = np.maximum(self.fits, (self.fullness + more <= max(1.0, fullness + more)) * near)
 
 
 def _coordinates(candidate: Candidate) -> tuple[float, ...]:

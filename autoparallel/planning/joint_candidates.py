@@ -16,7 +16,7 @@ from autoparallel.partition.microbatch import Splits, batch_size
 from autoparallel.planning.bounding import Bounding
 from autoparallel.planning.candidate_bounds import CandidateBounds, dense_parameter_bytes, paces_by_device
 from autoparallel.planning.candidates import Candidate, CandidateSpace, Combination, Fixed, Mesh
-from autoparallel.planning.estimate_order import BY_HAND, HALF_FULL, EstimateOrder, inner_ranks, oddity
+from autoparallel.planning.estimate_order import BY_HAND, HALF_FULL, SLOWER, EstimateOrder, inner_ranks, oddity
 from autoparallel.planning.options import Options
 from autoparallel.planning.reduced_model import ReducedModel, reduced_model
 from autoparallel.planning.step_bounds import StepBounds
@@ -349,7 +349,8 @@ class JointSearch:
         order = EstimateOrder(new, self.step_bounds.estimate_s, odd, self._fullness, tighten)
         fitting = {start.key for start in self.starts}
         for by_hand in self.by_hand:
-            order.learn(by_hand, BY_HAND, by_hand.key in fitting)
+            faster = replace(by_hand, estimate_s=by_hand.estimate_s / SLOWER)
+            order.learn(faster, BY_HAND, by_hand.key in fitting)
         for estimated in self.known.values():
             order.learn(estimated, fits=not estimated.is_bound)
         while (candidate := order.next(best, patience, deadline, self.hear)) is not None:

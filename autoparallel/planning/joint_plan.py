@@ -116,10 +116,12 @@ def plan_jointly(split: Splits, cluster: Cluster, mesh_shape: Sequence[int] | No
     options, stages = replace(options, recompute=fixed.recompute), fixed.pipeline_stages
 
     whole = _Whole(split, cluster, options, stages)
-    found = search_jointly(graph, cluster, fixed, options.optimizer, options.limit_bytes(cluster),
-                           options.time_limit_s, whole.plan, whole.recompute_less if open_ else None,
-                           [_again(plan, fixed, options.limit_bytes(cluster)) for plan in starts], options.progress, options.wider_limits(cluster),
-                           [_with_pieces(one, fixed) for one in by_hand], kept_of(split, cluster, options), bounding)
+    limit_bytes = options.limit_bytes(cluster)
+    found = search_jointly(graph, cluster, fixed, options.optimizer, limit_bytes, options.time_limit_s, whole.plan,
+                           whole.recompute_less if open_ else None,
+                           [_again(plan, fixed, limit_bytes) for plan in starts], options.progress,
+                           options.wider_limits(cluster), [_with_pieces(one, fixed) for one in by_hand],
+                           kept_of(split, cluster, options), bounding)
     best = found.plan
     if open_ and best.hybrid.recompute != "none" and not found.tried_less and not found.interrupted:
         ends = min(deadline, clock.now() + FEWER_S)
@@ -181,9 +183,8 @@ def fixed_by(options: Options, mesh_shape: Sequence[int] | None, cluster: Cluste
 
 def _again(plan: Plan, fixed: Fixed, limit_bytes: float) -> Candidate:
     """The combination of a plan, to begin with its strategies."""
-    p = plan.prediction
-    return _with_pieces(Candidate(plan.hybrid, plan.mesh_shape, p.step_s, plan.strategies_on, filled=min(
-        1.0, p.peak_bytes / limit_bytes)), fixed)
+    step_s, filled = plan.prediction.step_s, min(1.0, plan.prediction.peak_bytes / limit_bytes)
+    return _with_pieces(Candidate(plan.hybrid, plan.mesh_shape, step_s, plan.strategies_on, filled=filled), fixed)
 
 
 def _with_pieces(candidate: Candidate, fixed: Fixed) -> Candidate:
