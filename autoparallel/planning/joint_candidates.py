@@ -219,7 +219,7 @@ class JointSearch:
     def run(self, deadline: float = math.inf) -> Survey:
         """Estimate the promising candidates, but for known ones, and raise the bounds of the others, until ``deadline``
         (of `clock`). First comes one candidate with the mesh and micro-batches of each of the ``starts``, if it is
-        expected to be better, then one of each pipeline length that no plan ``by_hand`` has, the most promising length
+        expected to be better, then, without plans ``by_hand``, one of each pipeline length, the most promising length
         first."""
         bounds_end, now = deadline, clock.now()
         if deadline < math.inf and self.bounding is None:
@@ -229,9 +229,10 @@ class JointSearch:
         for start in self.starts if not self.known else ():
             near = [c for c in first if c.mesh == start.mesh and c.hybrid.micro_batches == start.hybrid.micro_batches]
             self._estimate_all(near, deadline, 1.0, one_a_length=True)
-        seen = {c.hybrid.pipeline_ranks for c in (*self.known.values(), *self.by_hand)}
-        self._estimate_all([c for c in first if c.hybrid.pipeline_ranks not in seen], deadline, math.inf,
-                           one_a_length=True)
+        if not self.by_hand:
+            seen = {c.hybrid.pipeline_ranks for c in self.known.values()}
+            self._estimate_all([c for c in first if c.hybrid.pipeline_ranks not in seen], deadline, math.inf,
+                               one_a_length=True)
         for patience in (1.0, math.inf):  # first those expected to be better, then those that may be
             now = clock.now()
             bounded = patience > 1.0    # their bounds may take as long as estimates
