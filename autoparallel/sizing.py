@@ -1,7 +1,8 @@
 """`autoparallel.size`: the smallest, or the cheapest, number of devices that trains a model as fast as is asked.
 
 Each number of devices is planned by the joint search. The numbers double from one device; between the last that is too
-slow and the first that is fast enough, three quarters of the latter are tried too.
+slow and the first that is fast enough, three quarters of the latter are tried too. Nothing is searched where all
+devices at their peak FLOP/s would take longer than the days that are given.
 """
 
 from __future__ import annotations
@@ -154,24 +155,27 @@ def size(
                         'source = "our contract" }; or leave the budget out')
     found = list[Size]()
 
-    def planned(name: str | Path, devices: int) -> Size:
-        cluster = Cluster.load(name, num_devices=devices, software=software)
-        made_for = model(devices)
-        if not isinstance(made_for, tuple) or len(made_for) != 3:
-            raise PlanError(f"the model for {devices} devices is {shown(made_for)}: return {MODEL_AND_CALL}")
-        network, args, kwargs = made_for
-        try:
-            made = plan(network, cluster, example_inputs=args, example_kwargs=kwargs, joint=True,
-                        time_limit_s=time_limit_s, **options)
-            answer = Size(cluster, made)
-        except (InfeasibleError, SearchError) as error:
-            answer = Size(cluster, None, _why(error))
+    def add(answer: Size) -> Size:
         found.append(answer)
         told(answer)
         return answer
 
+    def planned(name: str | Path, devices: int) -> Size:
+        cluster = Cluster.load(name, num_devices=devices, software=software)
+        network, args, kwargs = _made(model, devices)
+        try:
+            return add(Size(cluster, plan(network, cluster, example_inputs=args, example_kwargs=kwargs, joint=True,
+                                          time_limit_s=time_limit_s, **options)))
+        except (InfeasibleError, SearchError) as error:
+            return add(Size(cluster, None, _why(error)))
+
     for name in clusters:
         before: Size | None = None
+        largest = [*_doubling(most)][-1]
+        if days < math.inf and (least := _least_days(model, name, software, count) / largest) > days:
+            add(Size(Cluster.load(name, num_devices=largest, software=software), None,
+                     f"takes {least:.3g} days at peak FLOP/s"))
+            continue
         for devices in _doubling(most):
             now = planned(name, devices)
             if not now.lacks(target):
@@ -193,6 +197,25 @@ def _check(model: Any, clusters: Any, told: Any) -> None:
         raise PlanError(f"clusters is {shown(clusters)}: give names or files, for example ('h100-sxm',)")
     if not callable(told):
         raise PlanError(f"told is {shown(told)}: give a function")
+
+
+def _made(model: Any, devices: int) -> tuple[nn.Module, Sequence[Any], Mapping[str, Any]]:
+    made_for = model(devices)
+    if not isinstance(made_for, tuple) or len(made_for) != 3:
+        raise PlanError(f"the model for {devices} devices is {shown(made_for)}: return {MODEL_AND_CALL}")
+    return made_for
+
+
+def _least_days(model: Any, name: str | Path, software: str | None, count: float) -> float:
+    """Days that one device would compute on so many tokens at its peak FLOP/s; 0 where its FLOPs are not known."""
+    network, args, kwargs = _made(model, 1)
+    cluster = Cluster.load(name, num_devices=1, software=software)
+    try:    # by hand: priced whether it fits or not
+        record = plan(network, cluster, example_inputs=args, example_kwargs=kwargs, by_hand="dp=1").known
+    except (InfeasibleError, SearchError):
+        return 0.0
+    work = None if record is None else record.workload
+    return count / work.count * work.model_flops / work.peak_flops_per_s / DAY_S if work and work.count else 0.0
 
 
 def _why(error: AutoparallelError) -> str:

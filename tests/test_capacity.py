@@ -71,6 +71,21 @@ def test_days_are_of_the_whole_run() -> None:
     assert "days" in found.report()
 
 
+def test_too_few_days_for_the_peak_of_all_devices_are_not_searched() -> None:
+    """A search for each number of devices took minutes."""
+    asked = list[int]()
+
+    def model(devices: int) -> Any:
+        asked.append(devices)
+        return wide(devices)
+
+    found = autoparallel.size(model, count=1e15, days=1e-9, most=100)
+    least = 1e15 * 5 * 8 * WIDTH**2 / 989e12 / 64 / 86_400    # no gradient of the input
+    assert found.best is None and [one.devices for one in found.sizes] == [64] and set(asked) == {1}
+    assert found.sizes[0].refused == f"takes {least:.3g} days at peak FLOP/s"
+    assert found.sizes[0].refused in " ".join(found.report(200).split())
+
+
 def test_the_cheapest_is_chosen_where_there_are_prices() -> None:
     """More devices are faster, and cost more for the same work: the fewest are the cheapest."""
     machine, sizes = autoparallel.Cluster.load("h100-sxm"), sized(step_s=1e-9, most=2).sizes
