@@ -11,7 +11,7 @@
   and backward asks the DTensor whether it was so.
 - Convolutions are of each shard alone, also of shards of pixels, and add the bias to each summand; gradients of their
   weights count the whole batch once for each rank that has it.
-- ``renorm`` and ``renorm_`` have no rule for DTensors.
+- ``renorm``, ``renorm_`` and ``torch.cdist`` have no rule for DTensors.
 - The gradient of ``select`` along a dim counted from the end takes the next dim for the sharded one.
 - The gradient of ``adaptive_avg_pool2d`` of an image without a batch takes its rows for channels.
 - Weight norm along sharded rows is that of a shard.
@@ -43,6 +43,7 @@ _DETERMINANTS = (aten._linalg_det.default, aten._linalg_slogdet.default)
 _CONVOLUTION, _CONVOLUTION_BACKWARD = aten.convolution.default, aten.convolution_backward.default
 _WEIGHT_NORM, _WEIGHT_NORM_BACKWARD = (aten._weight_norm_interface.default,
                                        aten._weight_norm_interface_backward.default)
+_DISTANCES = (aten._cdist_forward.default, aten._euclidean_dist.default)
 _ANSWERS = {aten._is_any_true.default: torch.any, aten._is_all_true.default: torch.all}
 _Placements = Sequence[Placement]
 
@@ -56,6 +57,7 @@ def correct_ops() -> None:
                     _CONVOLUTION: _convolution, _CONVOLUTION_BACKWARD: _convolution_backward,
                     aten.select_backward.default: _select_backward,
                     _WEIGHT_NORM: _weight_norm, _WEIGHT_NORM_BACKWARD: _weight_norm,
+                    **dict.fromkeys(_DISTANCES, _distances), aten._cdist_backward.default: _distances_backward,
                     aten._adaptive_avg_pool2d_backward.default: _pooling_backward,
                     aten.renorm.default: _renorm, aten.renorm_.default: _renorm_in_place}.items():
         before: list[Handler | None] = []
@@ -139,6 +141,31 @@ def _weight_norm(_: Any, op: Any, *args: Any) -> Any:
     rows = _kept(likes[0], dim % likes[0].dim())
     made = op(*(_local(value, rows) for value in tensors), dim)
     return tuple(_dtensor(value, like, rows, like.shape) for value, like in zip(made, likes, strict=True))
+
+
+def _distances(_: Any, op: Any, rows: DTensor, others: DTensor, *options: Any) -> Any:
+    """Of this rank's rows to all others of their sample."""
+    ours, theirs = _by_rows(rows, others)
+    made = op(_local(rows, ours), _local(others, theirs), *options)
+    return _dtensor(made, rows, ours, (*_samples(rows, others), rows.shape[-2], others.shape[-2]))
+
+
+def _distances_backward(_: Any, op: Any, gradient: DTensor, rows: DTensor, others: DTensor, order: float,
+                        distances: DTensor) -> Any:
+    ours, theirs = _by_rows(rows, others)
+    made = op(_local(gradient, ours), _local(rows, ours), _local(others, theirs), order, _local(distances, ours))
+    return _dtensor(made, rows, ours, (*_samples(rows, others), *rows.shape[-2:]))
+
+
+def _samples(rows: DTensor, others: DTensor) -> Sequence[int]:
+    return torch.broadcast_shapes(rows.shape[:-2], others.shape[:-2])
+
+
+def _by_rows(rows: DTensor, others: DTensor) -> tuple[_Placements, _Placements]:
+    """Rows sharded as they are, others along the same samples; both whole where samples are not the same."""
+    alike, last = rows.shape[:-2] == others.shape[:-2], rows.dim() - 2
+    ours = [p if alike and any(p == Shard(dim) for dim in range(last + 1)) else Replicate() for p in rows.placements]
+    return ours, [Replicate() if p == Shard(last) else p for p in ours]
 
 
 def _renorm(_: Any, __: Any, value: DTensor, order: float, dim: int, largest: float) -> Any:
