@@ -285,3 +285,17 @@ def test_generate_may_come_first(mesh_of_one: Any, name: str) -> None:
     parallel: Any = autoparallel.compile(model, mesh_of_one, cluster="h200")
     found = parallel.generate(**{name: ids}, **how) if name else parallel.generate(ids, **how)
     assert torch.equal(found, model.generate(ids, **how))
+
+
+def test_a_first_generate_takes_embeddings_and_a_parallel_assistant(mesh_of_one: Any) -> None:
+    """Both ended in an InputError: transformers asks for the parameters' device before the first call."""
+    model: Any = CASES["llama"].build().eval()
+    ids = torch.arange(5)[None]
+    how = {"attention_mask": torch.ones_like(ids), "max_new_tokens": 3, "do_sample": False, "pad_token_id": 0,
+           "use_cache": True}
+    embedded = model.get_input_embeddings()(ids).detach()
+    parallel: Any = autoparallel.compile(model, mesh_of_one)
+    assert torch.equal(parallel.generate(inputs_embeds=embedded, **how), model.generate(inputs_embeds=embedded, **how))
+    assistant: Any = autoparallel.compile(CASES["llama"].build().eval(), mesh_of_one)
+    found = parallel.generate(ids, assistant_model=assistant, **how)
+    assert torch.equal(found, model.generate(ids, **how))

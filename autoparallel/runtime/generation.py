@@ -96,6 +96,7 @@ def generating(module: Any, original: Any) -> Any:
         members.update({name: decoding(getattr(original, name)) for name in ("_sample", "_beam_search")})
         members.update(forward=forward, generate=generate, _prepare_cache_for_generation=prepare_cache,
                        get_encoder=get_encoder, resize_token_embeddings=resize, _valid_auto_compile_criteria=compiles,
+                       device=property(lambda self: self._state.device),    # before the first call, too
                        __doc__=module.__doc__, **methods_of_media(original))
 
     return types.new_class(f"Parallel{original.__name__}", (module, original), {}, namespace)
@@ -141,11 +142,11 @@ def _which_generates(model: Any) -> Any:
 
 
 def _trace_prompt(parallel: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-    """Trace a call of the prompt, if ``generate`` was given one: it asks for the parameters' device before it calls."""
+    """Trace a call of the prompt, tokens or embeddings, if ``generate`` was given one."""
     ids = next((ids for ids in (kwargs.get("inputs"), kwargs.get("input_ids"), *args[:1]) if ids is not None), None)
-    if isinstance(ids, torch.Tensor):
-        parallel.trace(*parallel.taken((), {"input_ids": ids, "use_cache": False}), step=False,
-                       called="generate")
+    given = {"inputs_embeds": kwargs.get("inputs_embeds")} if ids is None else {"input_ids": ids}
+    if all(isinstance(prompt, torch.Tensor) for prompt in given.values()):
+        parallel.trace(*parallel.taken((), {**given, "use_cache": False}), step=False, called="generate")
 
 
 class Encoder:
