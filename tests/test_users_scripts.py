@@ -197,3 +197,16 @@ def batched(baseline: str) -> None:
 def test_gradients_of_several_vectors_at_once_are_refused(ranks: Any, baseline: str) -> None:
     """What is sent of them was read before it was there."""
     ranks(2).run(batched, baseline)
+
+
+def test_gradients_are_set_to_none_before_the_first_call(mesh_of_one: Any) -> None:
+    """Loops that begin with `zero_grad` ended in an InputError."""
+    model = Net()
+    model(X, Y).backward()
+    parallel = autoparallel.compile(model, mesh_of_one)
+    parallel.zero_grad()
+    assert all(p.grad is None for p in model.parameters())
+    parallel(X, Y).backward()
+    assert all(p.grad is not None for p in parallel.parameters())
+    parallel.zero_grad()
+    assert all(p.grad is None for p in parallel.parameters())

@@ -493,6 +493,10 @@ class ParallelModule(nn.Module):
         found = list(nn.Module.parameters(self, recurse))
         yield from found or (self._state.stand_in() if recurse else [])
 
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """As the original's, whose gradients these are before the first call."""
+        nn.Module.zero_grad(self if self._state.forms else self._state.model, set_to_none)
+
     def get_parameter(self, target: str) -> nn.Parameter:
         """The parameter of a name. Raises AttributeError for none; StageError for another pipeline stage's."""
         with suppress(KeyError):
