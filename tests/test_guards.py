@@ -207,6 +207,10 @@ def replaced(what: str) -> str:
         parallel.act.negative_slope, model.act.negative_slope = 0.3, 0.4
     elif what == "part":
         return str(_error_of(lambda: parallel.first(x)))
+    elif what == "compiled":
+        with pytest.raises(CaptureError) as caught:
+            autoparallel.compile(parallel.first, parallel.mesh, example_inputs=(x,))
+        return str(caught.value)
     return str(_error_of(lambda: parallel(x)))
 
 
@@ -223,7 +227,8 @@ def _error_of(call: Callable[[], Any]) -> InputError | None:
     ("module", "act was replaced (LeakyReLU, then GELU)"),
     ("buffer", "weights was replaced (Tensor float32[6], then Tensor float64[6])"),
     ("both", "act.negative_slope is 0.3 in the parallel module and 0.4 in the model that it was made of"),
-    ("part", "first is a part of a parallel module, and cannot be called by itself"),
+    ("part", "and call parallel(x, part=\"first\"): each is a program of the same parameters"),
+    ("compiled", "a part of a parallel module runs by an argument of the whole model's forward"),
 ])
 def test_item_2_replaced_parts_and_calls_of_parts_are_refused(ranks: Any, what: str, said: str) -> None:
     for found in ranks(2).run(replaced, what, timeout_s=60):

@@ -52,7 +52,8 @@ def check_call(model: Any, inputs: Any, keywords: Any) -> None:
                            "  Call the model once with real inputs, model(x), before it is planned or compiled.")
     if cut := [name for name, p in model.named_parameters() if isinstance(p, DTensor)]:
         raise CaptureError(f"parameters of the model are DTensors already ({', '.join(cut[:3])}): give the model "
-                           "before fully_shard or parallelize_module, with whole parameters")
+                           "before fully_shard or parallelize_module, with whole parameters; a part of a parallel "
+                           "module runs by an argument of the whole model's forward")
     if isinstance(inputs, Mapping):
         raise InputError("example_inputs is a mapping: give keyword arguments as example_kwargs")
     if inputs is not None and (isinstance(inputs, (Tensor, str)) or not isinstance(inputs, Sequence)):

@@ -44,9 +44,10 @@ class NotAlone:
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         raise InputError(f"{self.name} is a part of a parallel module, and cannot be called by itself: its parameters "
-                         "are shards, and the program is of the whole model\n"
-                         "  Call the parallel module; to run a part alone, compile it: "
-                         f"autoparallel.compile(model.{self.name}, mesh).")
+                         "are shards, and programs are of calls of the whole model\n"
+                         "  For a method or a part alone give forward an argument that says so, def forward(self, x, "
+                         f"part=None), and call parallel(x, part=\"{self.name}\"): each is a program of the same "
+                         "parameters. A part compiled by itself has its own, which start from the original's.")
 
 
 class SharedAttributes:
