@@ -1,4 +1,5 @@
-"""Lightning sets modes and freezes parameters of submodules that are traced in between: on a mesh of one as without."""
+"""Lightning sets modes and freezes parameters of submodules that are traced in between, and metrics count: as without
+autoparallel."""
 
 from __future__ import annotations
 
@@ -8,12 +9,14 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from tests.support.tiers import slow
 
 lightning = pytest.importorskip("lightning")
+torchmetrics = pytest.importorskip("torchmetrics")
 
 VARIABLES = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "LOCAL_WORLD_SIZE": "1", "GROUP_RANK": "0",
              "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29513", "TORCHELASTIC_RUN_ID": "x"}
@@ -108,3 +111,46 @@ def test_the_gan_example(as_torchrun: None, validates: bool, summarised: bool) -
     found, our_modes = fitted(AutoparallelStrategy(), validates, summarised)
     assert found == pytest.approx(expected, rel=1e-5)
     assert our_modes == modes
+
+
+class Counting(lightning.LightningModule):
+    """Metrics that count, in a list and by themselves, and a sum over ranks."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(16, 4)
+        self.confusion = torchmetrics.ConfusionMatrix("multiclass", num_classes=4)
+        self.others = nn.ModuleList([torchmetrics.SumMetric()])
+
+    def validation_step(self, batch: Any) -> None:
+        targets = torch.arange(len(batch[0])) % 4
+        self.confusion.update(self.layer(batch[0].flatten(1)).argmax(-1), targets)
+        self.others[0].update(targets)
+        self.log("rows", float(len(targets)), reduce_fx="sum", sync_dist=True)
+        self.log("total", self.others[0])
+
+    def on_validation_epoch_end(self) -> None:
+        self.log("counted", self.confusion.compute().sum().float(), sync_dist=True)
+
+
+def counted() -> dict[str, float]:
+    """What is logged of 16 rows."""
+    from autoparallel.integrations import AutoparallelStrategy
+
+    rank, size = str(dist.get_rank()), str(dist.get_world_size())
+    os.environ.update(VARIABLES, RANK=rank, LOCAL_RANK=rank, WORLD_SIZE=size, LOCAL_WORLD_SIZE=size)
+    images = TensorDataset(torch.sin(torch.arange(16.0 * 16)).view(16, 1, 4, 4))
+    try:
+        trainer = lightning.Trainer(accelerator="cpu", devices=int(size), strategy=AutoparallelStrategy(), logger=False,
+                                    enable_progress_bar=False, enable_model_summary=False)
+        trainer.validate(Counting(), DataLoader(images, batch_size=4), verbose=False)
+        return {name: float(value) for name, value in trainer.callback_metrics.items()}
+    finally:
+        for name in VARIABLES:
+            os.environ.pop(name, None)
+
+
+def test_metrics_count_rows_once(ranks: Any) -> None:
+    """Each rank has the batches of all, and metrics that add up ranks counted them once for each."""
+    for found in ranks(2).run(counted, timeout_s=200):
+        assert found == {"rows": 16.0, "total": 24.0, "counted": 16.0}

@@ -21,6 +21,7 @@ from lightning.pytorch.trainer.states import TrainerFn
 from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.utils.data import RandomSampler
+from torchmetrics import Metric
 
 from autoparallel.errors import InputError
 from autoparallel.integrations.batches import joined_loader
@@ -135,6 +136,9 @@ class AutoparallelStrategy(DDPStrategy):
                                  "self.model) averages a submodule: make it after the first step (in "
                                  "on_train_batch_end), and call its update_parameters(self.model).")
         trainer._accelerator_connector.use_distributed_sampler = False  # every rank takes the batches of all
+        for part in self.model.modules():
+            if isinstance(part, Metric):
+                part.distributed_available_fn = _of_all_ranks
         self.accelerator.setup(trainer)
         self.model = self.precision_plugin.convert_module(self.model)
         if trainer.state.fn == TrainerFn.FITTING:
@@ -148,6 +152,11 @@ class AutoparallelStrategy(DDPStrategy):
             for optimizer in self.optimizers:
                 self._preparation.when_traced(made, partial(move_optimizer, optimizer, child, made))
             self._preparation.when_traced(made, partial(_move_toggled, self.model, child, made))
+
+    def reduce(self, tensor: Any, group: Any = None, reduce_op: Any = "mean") -> Any:
+        """As DDP's, but for a sum, as of ``log(..., reduce_fx="sum", sync_dist=True)``: every rank has that of the
+        batch of all ranks."""
+        return super().reduce(tensor, group, "mean" if reduce_op == "sum" else reduce_op)
 
     def lightning_module_state_dict(self) -> dict[str, Any]:
         assert self.model is not None
@@ -186,6 +195,11 @@ class AutoparallelStrategy(DDPStrategy):
         self.precision_plugin.teardown()
         self.accelerator.teardown()
         self.checkpoint_io.teardown()
+
+
+def _of_all_ranks() -> bool:
+    """Whether a metric adds up what ranks have: each has seen the batches of all."""
+    return False
 
 
 def _in_one_order(loader: Any) -> Any:
