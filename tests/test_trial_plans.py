@@ -79,20 +79,20 @@ def test_all_that_may_be_the_best_are_searched_in_full() -> None:
 def test_plans_that_are_known_are_expected_to_take_their_seconds() -> None:
     """The estimates of others are multiplied by what trial plans of their kind took beyond them, these not."""
     some = plan_of("mlp", Cluster.load("h100-sxm", num_devices=2), mesh_shape=(2,))
-    took = {4: 1.6, 8: 1.2, 16: 1.1}
+    took = {0: 1.6, 1: 1.2, 2: 1.1}    # by ZeRO stage
 
     def in_full(candidate: Candidate, seconds: float, search: str = "auto") -> autoparallel.Plan:
-        more = took[candidate.hybrid.micro_batches] - some.prediction.step_s
+        more = took[candidate.hybrid.zero_stage] - some.prediction.step_s
         return dataclasses.replace(some, prediction=dataclasses.replace(some.prediction, waiting_s=more))
 
-    known, first, last = (Candidate(Hybrid(count, 2, 2), (2,), estimate_s, lambda space: [])
-                          for count, estimate_s in ((8, 1.3), (4, 1.0), (16, 1.29)))
+    known, first, last = (Candidate(Hybrid(8, 2, 2, zero_stage=zero), (2,), estimate_s, lambda space: [])
+                          for zero, estimate_s in ((1, 1.3), (0, 1.0), (2, 1.29)))
     trial_plans = _TrialPlans(in_full, lambda candidate, best_s: candidate)
     trial_plans.left, trial_plans.sure = [known], {known}
     trial_plans.add([first, last])
     assert trial_plans.expected_s(known) == 1.3 and trial_plans.expected_s(first) == 1.0 * PIPELINE_EXCESS
-    trial_plans.run(math.inf)    # 4 (1.6 for 1.07), then 8 before 16, of which 1.6 times 1.29 s are expected
-    assert [candidate.hybrid.micro_batches for candidate in trial_plans.trial_s] == [4, 8]
+    trial_plans.run(math.inf)    # 0 (1.6 for 1.07), then 1 before 2, of which 1.6 times 1.29 s are expected
+    assert [candidate.hybrid.zero_stage for candidate in trial_plans.trial_s] == [0, 1]
     assert trial_plans.expected_s(last) == pytest.approx(1.6 * 1.29)
     longer = Candidate(Hybrid(16, 4, 4), (2,), 1.0, lambda space: [])
     assert trial_plans.expected_s(longer) == PIPELINE_EXCESS    # of another kind, of which nothing is known
@@ -156,7 +156,7 @@ def test_candidates_above_their_estimated_memory_are_estimated_with_less() -> No
 def test_a_plan_that_was_repaired_holds_back_only_what_keeps_as_much() -> None:
     """Of a pipeline of GPT-3 530B a trial plan with ZeRO-3 and no recompute took 1.73 times its estimate, for it was
     repaired until it fitted: selective recompute on the same pipeline, which took 1.1 times, is tried after it, and so
-    is another mesh; not the same with other micro-batches."""
+    are another mesh and other micro-batches, which keep another number of bytes; not the same in pieces."""
     some = plan_of("mlp", Cluster.load("h100-sxm", num_devices=2), mesh_shape=(2,))
     order: list[Candidate] = []
 
@@ -166,13 +166,15 @@ def test_a_plan_that_was_repaired_holds_back_only_what_keeps_as_much() -> None:
         more = dataclasses.replace(some.prediction, waiting_s=ratio * candidate.estimate_s - some.prediction.step_s)
         return dataclasses.replace(some, prediction=more)
 
-    def candidate(micro_batches: int, mesh: tuple[int, ...], recompute: str, estimate_s: float) -> Candidate:
-        hybrid = Hybrid(micro_batches, 6, 2, "interleaved", zero_stage=3, recompute=recompute)
+    def candidate(mesh: tuple[int, ...], recompute: str, estimate_s: float, count: int = 8, pieces: int = 1
+                  ) -> Candidate:
+        hybrid = Hybrid(count, 6, 2, "interleaved", zero_stage=3, recompute=recompute, pieces=pieces)
         return Candidate(hybrid, mesh, estimate_s, lambda space: [])
 
-    first, same = candidate(8, (4, 2), "none", 1.0), candidate(16, (4, 2), "none", 1.01)
-    mesh, selective = candidate(8, (8,), "none", 1.02), candidate(8, (4, 2), "selective", 1.03)
+    first, same = candidate((4, 2), "none", 1.0), candidate((4, 2), "none", 1.01, pieces=2)
+    mesh, selective = candidate((8,), "none", 1.02), candidate((4, 2), "selective", 1.03)
+    others = candidate((4, 2), "none", 1.015, count=16)
     trial_plans = _TrialPlans(in_full, lambda candidate, best_s: candidate)
-    trial_plans.add([selective, mesh, same, first])
+    trial_plans.add([selective, mesh, same, others, first])
     trial_plans.run(math.inf)
-    assert order == [first, mesh, selective] and trial_plans.best_s == pytest.approx(1.1 * 1.03)
+    assert order == [first, others, mesh, selective] and trial_plans.best_s == pytest.approx(1.1 * 1.03)

@@ -178,8 +178,8 @@ class _TrialPlans:
     where nothing fits.
 
     Expected seconds are the estimate times the ratio of trial plan to estimate seen with the same kind of pipeline:
-    its stages (never quite equal, the less so the more there are), and what decides how much memory they take, since a
-    plan that is repaired to fit may take far longer. For a kind not tried yet it is the smallest ratio seen with other
+    its stages (never quite equal, the less so the more there are), and what decides how much memory they take, also
+    micro-batches, since a plan that is repaired to fit may take far longer. For a kind not tried yet it is the smallest ratio seen with other
     pipelines, at most `PIPELINE_EXCESS`; for candidates estimated with less memory it is 1. A candidate that fits as a
     reduced-depth model but not in full (a stage has more than its share) is estimated again with less memory.
     """
@@ -258,7 +258,8 @@ class _TrialPlans:
         h = candidate.hybrid
         if h.stages == 1:
             return h.stages, h.schedule
-        return h.stages, h.pipeline_ranks, h.schedule, h.zero_stage == 3, h.recompute, candidate.mesh_shape
+        return (h.stages, h.pipeline_ranks, h.schedule, h.zero_stage == 3, h.recompute, candidate.mesh_shape,
+                h.micro_batches)
 
     def expected_s(self, candidate: Candidate, excess: float = PIPELINE_EXCESS) -> float:
         """The expected seconds of a candidate's plan: those of its trial plan, if one fits. ``excess``: the assumed
