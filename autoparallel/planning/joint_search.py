@@ -177,11 +177,12 @@ class _TrialPlans:
     ``floor``: seconds that no plan of a candidate is below. ``least_s``: seconds of a full search, at least,
     where nothing fits.
 
-    Expected seconds are the estimate times the ratio of trial plan to estimate seen with the same kind of pipeline:
-    its stages (never quite equal, the less so the more there are), and what decides how much memory they take, also
-    micro-batches, since a plan that is repaired to fit may take far longer. For a kind not tried yet it is the smallest ratio seen with other
-    pipelines, at most `PIPELINE_EXCESS`; for candidates estimated with less memory it is 1. A candidate that fits as a
-    reduced-depth model but not in full (a stage has more than its share) is estimated again with less memory.
+    Expected seconds are the estimate times the ratio of trial plan to estimate seen with the same kind of pipeline: its
+    stages (never quite equal, the less so the more there are), and what decides how much memory they take, also
+    micro-batches, since a plan that is repaired to fit may take far longer. For a kind not tried yet it is the smallest
+    ratio seen with other pipelines, at most `PIPELINE_EXCESS`; for candidates estimated with less memory it is 1. A
+    candidate that fits as a reduced-depth model but not in full (a stage has more than its share) is estimated again
+    with less memory.
     """
 
     def __init__(self, in_full: InFull, estimate: Callable[[Candidate, float], Candidate],
