@@ -102,11 +102,19 @@ def test_others_are_expected_to_take_as_much_more_than_their_bounds() -> None:
 
 @pytest.mark.parametrize("seconds", [math.inf, UNFIT])
 def test_what_takes_several_times_its_bound_is_as_what_does_not_fit(seconds: float) -> None:
-    """It tells nothing of the ratios of others, and is expected of those that need as much memory or more; but not of
-    one that is known to fit."""
+    """The ratios of others stay. More is expected of those that need as much memory or more, unless one is known to
+    fit."""
     order = _order()
     order.learn(Candidate(Hybrid(8), (8,), 1.0), fits=True)
     before, ratios = order.excess, order.ratios.expected()
     order.learn(Candidate(Hybrid(4), (8,), seconds))
     assert (order.ratios.expected() == ratios).all() and (order.excess[:2] == before[:2]).all()
     assert order.excess[3] == before[3] and (order.excess[4:6] > before[4:6]).all()
+
+
+def test_a_candidate_without_a_finite_bound_leaves_the_ratios_finite() -> None:
+    """Its estimate is infinite, too: of a model that computes across samples, with several micro-batches."""
+    order = EstimateOrder([Candidate(Hybrid(2**n), (8,)) for n in range(3)], lambda c: math.inf, lambda c: 0.0,
+                          lambda c: 0.5)
+    order.learn(Candidate(Hybrid(4), (8,)))
+    assert np.isfinite(order.excess).all()

@@ -22,7 +22,7 @@ from autoparallel.partition.stages import stages_of
 from autoparallel.planning import joint_candidates
 from autoparallel.planning.candidates import Candidate, CandidateSpace, Fixed
 from autoparallel.planning.estimate_order import HALF_FULL, EstimateOrder
-from autoparallel.planning.joint_candidates import WORTH, JointSearch
+from autoparallel.planning.joint_candidates import MOST_MIXED, WORTH, JointSearch
 from autoparallel.planning.joint_plan import plan_jointly
 from autoparallel.planning.options import Options
 from autoparallel.planning.plan_graph import as_found
@@ -252,6 +252,22 @@ def test_parameters_are_expected_to_be_cut_along_the_inner_axis_only() -> None:
     whole = sum(p.numel() * p.element_size() for n, p in CASES["mixtral"].build().named_parameters()
                 if n not in of_experts)
     assert of_experts and experts._dense_bytes == whole
+
+
+def test_a_low_bound_lowers_an_estimate_little() -> None:
+    """Not to the bound of a search that ended early."""
+    blocks = [torch.nn.Sequential(torch.nn.Linear(64, 64), torch.nn.ReLU()) for _ in range(6)]
+    graph, cluster = capture(torch.nn.Sequential(*blocks, _Sum()), (torch.ones(8, 64),)), "h100-sxm"
+    search = JointSearch(graph, Cluster.load(cluster, num_devices=4), Fixed(), "adamw", float("inf"))
+    plan_within, made = joint_candidates.plan_within, list[float]()
+    for part in (1.0, MOST_MIXED, 0.1):
+        def found(*given: Any, part: float = part) -> Any:
+            one = plan_within(*given)
+            return dataclasses.replace(one, lower_bound=part * one.objective)
+
+        with mock.patch.object(joint_candidates, "plan_within", found):
+            made.append(search.estimate(Candidate(Hybrid(), (4,))).estimate_s)
+    assert made[0] > made[1] == made[2] == pytest.approx(MOST_MIXED * made[0])
 
 
 def test_what_takes_far_longer_than_the_best_is_searched_once() -> None:

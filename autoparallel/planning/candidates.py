@@ -77,8 +77,8 @@ class Candidate:
     """One combination of step configuration and stage mesh.
 
     ``estimate_s``: estimated seconds of a step, or a lower bound (inf: no plan that fits). ``first``: the strategies of
-    the estimate's plan (None: there is none). ``room``: the share of the memory limit that the estimate was given,
-    ``filled``: that which its plan takes.
+    the estimate's plan (None: there is none). ``room``: the share of the memory limit that the estimate was given;
+    ``filled``: the share that the plan takes (1: not known).
     """
 
     hybrid: Hybrid
@@ -220,8 +220,9 @@ class CandidateSpace:
 
     def hybrids(self, ranks: int, micro_batches: int) -> Iterator[Hybrid]:
         """The first round's step configurations: 1F1B, and interleaved with several stages per rank (for long pipelines
-        with few micro-batches per rank), and if these are fewer than `FEW` times the ranks, zero bubble without
-        recompute, which holds too much for it; parameters gathered per step or per use."""
+        with few micro-batches per rank). With fewer micro-batches than `FEW` times the ranks also zero bubble, without
+        recompute: it holds saved tensors for so long that recompute gains little. Parameters are gathered per step or
+        per use."""
         fixed, schedules = self.fixed, self._schedules(ranks)
         zeros = [fixed.zero_stage] if fixed.zero_stage is not None else [2 if micro_batches == 1 else 1, 3]
         for (schedule, stages), recompute, zero in itertools.product(schedules, self.recompute, zeros):
