@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -153,40 +153,73 @@ def size(
         raise PlanError(f"the budget is {budget:g}, and {', '.join(free)} has no price: give a TOML file with "
                         'based_on = "h100-sxm", name = "ours" and, in [device], price_per_hour = { value = 2.0, '
                         'source = "our contract" }; or leave the budget out')
-    found = list[Size]()
+    sizes = _Sizes(model, software, dict(joint=True, time_limit_s=time_limit_s, **options), told)
+    for name in clusters:
+        largest = [*_doubling(most)][-1]
+        least = sizes.least_days(name, count) / largest if days < math.inf else 0.0
+        if least > days:
+            sizes.add(Size(sizes.cluster(name, largest), None, f"takes {least:.3g} days at peak FLOP/s"))
+        else:
+            sizes.until_enough(name, target, most)
+    return Sizing(target, tuple(sorted(sizes.found, key=lambda one: (one.cluster.name, one.devices))))
 
-    def add(answer: Size) -> Size:
-        found.append(answer)
-        told(answer)
+
+@dataclass
+class _Sizes:
+    """Sizes that are planned with ``options`` of `plan`, and those that were ``found``; ``model``, ``software`` and
+    ``told`` as of `size`."""
+
+    model: Callable[[int], Any]
+    software: str | None
+    options: Mapping[str, Any]
+    told: Callable[[Size], None]
+    found: list[Size] = field(default_factory=list)
+
+    def add(self, answer: Size) -> Size:
+        self.found.append(answer)
+        self.told(answer)
         return answer
 
-    def planned(name: str | Path, devices: int) -> Size:
-        cluster = Cluster.load(name, num_devices=devices, software=software)
-        network, args, kwargs = _made(model, devices)
-        try:
-            return add(Size(cluster, plan(network, cluster, example_inputs=args, example_kwargs=kwargs, joint=True,
-                                          time_limit_s=time_limit_s, **options)))
-        except (InfeasibleError, SearchError) as error:
-            return add(Size(cluster, None, _why(error)))
+    def cluster(self, name: str | Path, devices: int) -> Cluster:
+        return Cluster.load(name, num_devices=devices, software=self.software)
 
-    for name in clusters:
+    def until_enough(self, name: str | Path, target: Target, most: int) -> None:
+        """Plan the numbers of devices up to the first that is fast enough, or from which on more gain little."""
         before: Size | None = None
-        largest = [*_doubling(most)][-1]
-        if days < math.inf and (least := _least_days(model, name, software, count) / largest) > days:
-            add(Size(Cluster.load(name, num_devices=largest, software=software), None,
-                     f"takes {least:.3g} days at peak FLOP/s"))
-            continue
         for devices in _doubling(most):
-            now = planned(name, devices)
+            now = self._planned(name, devices)
             if not now.lacks(target):
                 if before is not None and devices >= 4 and devices * 3 // 4 > before.devices:
-                    planned(name, devices * 3 // 4)
+                    self._planned(name, devices * 3 // 4)
                 break
             if before is not None and before.plan is not None and before.step_s < LEAST_GAIN * now.step_s \
                     and before.per_s > now.per_s / LEAST_GAIN:
                 break
             before = now
-    return Sizing(target, tuple(sorted(found, key=lambda one: (one.cluster.name, one.devices))))
+
+    def least_days(self, name: str | Path, count: float) -> float:
+        """Days that one device would compute on so many tokens at its peak FLOP/s; 0 where its FLOPs are not known."""
+        try:    # by hand: priced whether it fits or not
+            record = self._plan(self.cluster(name, 1), by_hand="dp=1").known
+        except (InfeasibleError, SearchError):
+            return 0.0
+        work = None if record is None else record.workload
+        return count / work.count * work.model_flops / work.peak_flops_per_s / DAY_S if work and work.count else 0.0
+
+    def _planned(self, name: str | Path, devices: int) -> Size:
+        cluster = self.cluster(name, devices)
+        try:
+            return self.add(Size(cluster, self._plan(cluster, **self.options)))
+        except (InfeasibleError, SearchError) as error:
+            return self.add(Size(cluster, None, _why(error)))
+
+    def _plan(self, cluster: Cluster, **options: Any) -> Plan:
+        made_for = self.model(cluster.num_devices)
+        if not isinstance(made_for, tuple) or len(made_for) != 3:
+            raise PlanError(f"the model for {cluster.num_devices} devices is {shown(made_for)}: return "
+                            f"{MODEL_AND_CALL}")
+        network, args, kwargs = made_for
+        return plan(network, cluster, example_inputs=args, example_kwargs=kwargs, **options)
 
 
 def _check(model: Any, clusters: Any, told: Any) -> None:
@@ -197,25 +230,6 @@ def _check(model: Any, clusters: Any, told: Any) -> None:
         raise PlanError(f"clusters is {shown(clusters)}: give names or files, for example ('h100-sxm',)")
     if not callable(told):
         raise PlanError(f"told is {shown(told)}: give a function")
-
-
-def _made(model: Any, devices: int) -> tuple[nn.Module, Sequence[Any], Mapping[str, Any]]:
-    made_for = model(devices)
-    if not isinstance(made_for, tuple) or len(made_for) != 3:
-        raise PlanError(f"the model for {devices} devices is {shown(made_for)}: return {MODEL_AND_CALL}")
-    return made_for
-
-
-def _least_days(model: Any, name: str | Path, software: str | None, count: float) -> float:
-    """Days that one device would compute on so many tokens at its peak FLOP/s; 0 where its FLOPs are not known."""
-    network, args, kwargs = _made(model, 1)
-    cluster = Cluster.load(name, num_devices=1, software=software)
-    try:    # by hand: priced whether it fits or not
-        record = plan(network, cluster, example_inputs=args, example_kwargs=kwargs, by_hand="dp=1").known
-    except (InfeasibleError, SearchError):
-        return 0.0
-    work = None if record is None else record.workload
-    return count / work.count * work.model_flops / work.peak_flops_per_s / DAY_S if work and work.count else 0.0
 
 
 def _why(error: AutoparallelError) -> str:
