@@ -138,7 +138,7 @@ class AutoparallelStrategy(DDPStrategy):
         trainer._accelerator_connector.use_distributed_sampler = False  # every rank takes the batches of all
         for part in self.model.modules():
             if isinstance(part, Metric):
-                part.distributed_available_fn = _of_all_ranks
+                part.distributed_available_fn = _adds_up_ranks
         self.accelerator.setup(trainer)
         self.model = self.precision_plugin.convert_module(self.model)
         if trainer.state.fn == TrainerFn.FITTING:
@@ -154,8 +154,8 @@ class AutoparallelStrategy(DDPStrategy):
             self._preparation.when_traced(made, partial(_move_toggled, self.model, child, made))
 
     def reduce(self, tensor: Any, group: Any = None, reduce_op: Any = "mean") -> Any:
-        """As DDP's, but for a sum, as of ``log(..., reduce_fx="sum", sync_dist=True)``: every rank has that of the
-        batch of all ranks."""
+        """As DDP's, but for a sum, as of ``log(..., reduce_fx="sum", sync_dist=True)``: the value of each rank is that
+        of all ranks' batches already, and is not added up again."""
         return super().reduce(tensor, group, "mean" if reduce_op == "sum" else reduce_op)
 
     def lightning_module_state_dict(self) -> dict[str, Any]:
@@ -197,8 +197,8 @@ class AutoparallelStrategy(DDPStrategy):
         self.checkpoint_io.teardown()
 
 
-def _of_all_ranks() -> bool:
-    """Whether a metric adds up what ranks have: each has seen the batches of all."""
+def _adds_up_ranks() -> bool:
+    """Whether a metric adds up the counts of all ranks: no, for each rank has counted the batches of all."""
     return False
 
 

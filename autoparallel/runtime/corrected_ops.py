@@ -163,8 +163,9 @@ def _samples(rows: DTensor, others: DTensor) -> Sequence[int]:
 
 def _by_rows(rows: DTensor, others: DTensor) -> tuple[_Placements, _Placements]:
     """Rows sharded as they are, others along the same samples; both whole where samples are not the same."""
-    alike, last = rows.shape[:-2] == others.shape[:-2], rows.dim() - 2
-    ours = [p if alike and any(p == Shard(dim) for dim in range(last + 1)) else Replicate() for p in rows.placements]
+    same_samples, last = rows.shape[:-2] == others.shape[:-2], rows.dim() - 2
+    ours = [p if same_samples and any(p == Shard(dim) for dim in range(last + 1)) else Replicate()
+            for p in rows.placements]
     return ours, [Replicate() if p == Shard(last) else p for p in ours]
 
 
