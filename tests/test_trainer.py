@@ -59,6 +59,17 @@ class Classified(nn.Module):
         return {"loss": nn.functional.cross_entropy(logits, labels[:, 0] % 4), "logits": logits}
 
 
+class Unlabelled(Classified):
+    """A classifier without a loss, whose forward takes the inputs only."""
+
+    def forward(self, input_ids: Tensor, attention_mask: Tensor) -> dict[str, Tensor]:  # type: ignore[override]
+        return {"logits": self.out((self.embedding(input_ids) * attention_mask[..., None]).mean(1))}
+
+
+def per_item(outputs: Any, labels: Tensor, num_items_in_batch: Any = None) -> Tensor:
+    return nn.functional.cross_entropy(outputs["logits"], labels[:, 0] % 4, reduction="sum") / num_items_in_batch
+
+
 class Routed(Classified):
     """With a loss of means over all samples, as routers of experts have, which is not the sum of the batches'."""
 
@@ -160,6 +171,8 @@ FSDP, TENSOR = {"baseline": "fsdp"}, {"baseline": "tensor_parallel"}
     ((2, 2), {"pipeline_stages": 2}, {"gradient_accumulation_steps": 2, "max_grad_norm": 0.1, "max_steps": 4}, 2),
     slow((2, 2), TENSOR, {"label_smoothing_factor": 0.1, "gradient_accumulation_steps": 2}, None),
     slow((4,), FSDP, {"compute_loss_func": squared}, 1),
+    ((4,), {"baseline": "ddp"}, {"build": Unlabelled, "compute_loss_func": per_item,
+                                 "gradient_accumulation_steps": 2, "max_steps": 4}, None),
     ((4,), FSDP, {"streamed": True, "gradient_accumulation_steps": 2, "max_steps": 5}, None),
     slow((4,), FSDP, {"masking": True, "max_steps": 4}, 1),
     slow((4,), FSDP,

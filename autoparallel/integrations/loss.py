@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import inspect
 from collections.abc import Callable
 from typing import Any
 
@@ -32,8 +33,18 @@ def with_loss(model: nn.Module, loss: Loss, passes_items: bool) -> None:
         outputs["loss"] = value
         return outputs
 
+    vars(forward)["__signature__"] = _with_names(inspect.signature(kind.forward), ("labels", "num_items_in_batch"))
     model.__class__ = type(kind.__name__, (kind,), {"forward": forward, "__module__": kind.__module__,
                                                     "__doc__": kind.__doc__})
+
+
+def _with_names(signature: inspect.Signature, names: tuple[str, ...]) -> inspect.Signature:
+    """The signature, with keyword arguments of these names where it has none of that name."""
+    given = list(signature.parameters.values())
+    rest = given[-1:] if given[-1].kind == inspect.Parameter.VAR_KEYWORD else []
+    added = [inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=None)
+             for name in names if name not in signature.parameters]
+    return signature.replace(parameters=[*given[: len(given) - len(rest)], *added, *rest])
 
 
 __all__ = ["Loss", "with_loss"]
