@@ -150,6 +150,27 @@ def test_losses_are_gathered_as_often_as_there_are_samples(ranks: Any, split: bo
     assert ranks(4).run(metrics, split, whole_size, timeout_s=100) == 4 * [expected]
 
 
+def gathered() -> list[Any]:
+    """What scripts before gather_for_metrics gather in a loop and after it, and what differs over ranks."""
+    accelerator = accelerator_of({}, (2,))
+    ranks = dist.get_world_size() if dist.is_initialized() else 1
+    loader = accelerator.prepare(DataLoader(TensorDataset(torch.arange(22)), batch_size=8 // ranks))
+    found: list[Any] = []
+    for (rows,) in loader:
+        found.append([one.tolist() for one in accelerator.gather((rows, rows % 3 == 0))])
+        found.append(accelerator.gather(rows.float().mean().repeat(8 // ranks)).tolist()[:len(rows)])
+    found.append(accelerator.gather(torch.cat([rows for (rows,) in loader])).tolist())
+    found.append(accelerator.gather(torch.tensor([accelerator.process_index])).tolist() == [*range(ranks)])
+    found.append(accelerator.gather(torch.tensor(2)).sum().item() // accelerator.num_processes)
+    reset_accelerate()
+    return found
+
+
+def test_rows_of_a_batch_are_gathered_once(ranks: Any) -> None:
+    expected = gathered()
+    assert ranks(2).run(gathered, timeout_s=100) == 2 * [expected]
+
+
 def shuffled() -> Any:
     """A loader of 12 samples in batches of 4, in an order drawn for each epoch."""
     from accelerate.data_loader import prepare_data_loader

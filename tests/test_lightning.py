@@ -11,6 +11,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 from torch.utils.data import DataLoader, TensorDataset
 
 from autoparallel.errors import InputError
@@ -94,6 +95,67 @@ def test_a_loop_of_fabric(ranks: Any, tmp_path: Path, precision: str, tolerance:
         for actual in ranks(2).run(loop, tmp_path / "four", parallel, (2,), precision, True, timeout_s=100):
             assert actual == pytest.approx(expected[12:], rel=tolerance)
     assert loop(tmp_path / "four", {}, (1,), precision, True) == pytest.approx(expected[12:], rel=tolerance)
+
+
+def whole(value: Any) -> Any:
+    return value.full_tensor() if isinstance(value, DTensor) else value
+
+
+class Stepped(lightning.LightningModule):
+    """A LightningModule in Fabric's loop, which calls its training_step."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.model = network()
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        return self.model(inputs)
+
+    def training_step(self, batch: Any) -> Tensor:
+        return nn.functional.cross_entropy(self(batch[0]), batch[1])
+
+
+def held(shape: tuple[int, ...] = ()) -> dict[str, Any]:
+    """What the module that ``fabric.setup`` returns has and does, before the first call, after steps, and after other
+    weights are loaded."""
+    strategy: Any = "auto"
+    ranks = 1
+    if shape:
+        from autoparallel.integrations import AutoparallelFabricStrategy
+
+        ranks = as_torchrun()
+        strategy = AutoparallelFabricStrategy(parallel={"mesh": mesh_of(*shape), "baseline": "tensor_parallel"})
+    try:
+        fabric = lightning.Fabric(accelerator="cpu", devices=ranks, strategy=strategy)
+        fabric.launch()
+        model = fabric.setup_module(Stepped())
+        optimizer = fabric.setup_optimizers(torch.optim.SGD(model.parameters(), lr=0.1))
+        first = {name: whole(value).clone() for name, value in model.state_dict().items()}
+        found: dict[str, Any] = {}
+        for step, batch in enumerate(fabric.setup_dataloaders(DataLoader(data(), batch_size=8 // ranks))):
+            loss = model.training_step(batch) + 1e-3 * sum(whole(p.square().sum()) for p in model.parameters())
+            optimizer.zero_grad()
+            fabric.backward(loss)
+            optimizer.step()
+            found[f"loss {step}"] = loss.detach()
+        found.update({f"gradient {name}": whole(p.grad) for name, p in model.model.named_parameters()},
+                     count=torch.tensor(sum(p.numel() for p in model.parameters())))
+        found.update({name: whole(value).clone() for name, value in model.state_dict().items()})
+        model.load_state_dict(first)
+        return {**found, "output": model(data()[:8][0]).detach()}
+    finally:
+        for name in VARIABLES:
+            os.environ.pop(name, None)
+
+
+def test_what_fabric_returns_is_the_parallel_module(ranks: Any) -> None:
+    """Its state dict, parameters and methods were those of the original, which nothing trains."""
+    expected = held()
+    assert len(expected) == 16
+    for actual in ranks(2).run(held, (2,), timeout_s=100):
+        assert actual.keys() == expected.keys()
+        for name, value in actual.items():
+            assert torch.allclose(value, expected[name], rtol=1e-4, atol=1e-6), name
 
 
 class Adversaries(lightning.LightningModule):

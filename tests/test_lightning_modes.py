@@ -133,6 +133,62 @@ class Counting(lightning.LightningModule):
         self.log("counted", self.confusion.compute().sum().float(), sync_dist=True)
 
 
+class Contrasting(lightning.LightningModule):
+    """A contrastive loss of the views that DDP's ranks have together, as SimCLR's scripts gather them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.layer, self.losses = nn.Linear(16, 4), list[float]()
+
+    def training_step(self, batch: Any) -> Tensor:
+        views = self.layer(batch[0].flatten(1)), self.layer(batch[0].flatten(1) + 0.1)
+        one, two = (self.all_gather(view, sync_grads=True).reshape(-1, 4) for view in views)
+        loss = nn.functional.cross_entropy(one @ two.T, torch.arange(len(one)))
+        self.losses.append(float(loss.detach()))
+        return loss
+
+    def on_train_epoch_end(self) -> None:
+        ranks = self.all_gather(torch.tensor([float(self.global_rank)])).reshape(-1)
+        assert ranks.tolist() == [*range(self.trainer.world_size)]
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+
+
+def contrasted(strategy: Any = "auto", devices: int = 1) -> list[float]:
+    """The losses of 16 rows in batches of 4."""
+    images = TensorDataset(torch.sin(torch.arange(16.0 * 16)).view(16, 1, 4, 4))
+    trainer = lightning.Trainer(accelerator="cpu", devices=devices, strategy=strategy, max_epochs=2, logger=False,
+                                enable_progress_bar=False, enable_model_summary=False, enable_checkpointing=False)
+    trainer.fit(module := Contrasting(), DataLoader(images, batch_size=4 // devices))
+    return module.losses
+
+
+def contrasted_on_ranks() -> tuple[list[float], list[float]]:
+    """Also what Fabric gathers: a batch's rows, and the ranks."""
+    from autoparallel.integrations import AutoparallelFabricStrategy, AutoparallelStrategy
+
+    rank, size = str(dist.get_rank()), str(dist.get_world_size())
+    os.environ.update(VARIABLES, RANK=rank, LOCAL_RANK=rank, WORLD_SIZE=size, LOCAL_WORLD_SIZE=size)
+    try:
+        fabric = lightning.Fabric(accelerator="cpu", devices=int(size), strategy=AutoparallelFabricStrategy())
+        fabric.launch()
+        gathered = fabric.all_gather(torch.arange(3.0)), fabric.all_gather(torch.full((1,), float(rank)))
+        return contrasted(AutoparallelStrategy(), int(size)), torch.cat([one.flatten() for one in gathered]).tolist()
+    finally:
+        for name in VARIABLES:
+            os.environ.pop(name, None)
+
+
+def test_rows_are_gathered_once(ranks: Any) -> None:
+    """Each rank has the rows of all, and the loss had each of them once for each rank."""
+    expected = contrasted()
+    for losses, gathered in ranks(2).run(contrasted_on_ranks, timeout_s=200):
+        assert losses == pytest.approx(expected, rel=1e-5)
+        assert gathered == [0.0, 1.0, 2.0, 0.0, 1.0]
+
+
 def counted() -> dict[str, float]:
     """What is logged of 16 rows."""
     from autoparallel.integrations import AutoparallelStrategy

@@ -23,7 +23,7 @@ from torch.distributed.tensor import DTensor
 from torch.utils.data import DataLoader
 
 from autoparallel.errors import InputError
-from autoparallel.integrations.batches import first_batches, joined_loader
+from autoparallel.integrations.batches import equal_on_ranks, first_batches, joined_loader
 from autoparallel.integrations.epochs import EPOCHS, load_epochs, rest_of_epoch, save_epochs
 from autoparallel.integrations.prepared import Call, Preparation, move_optimizer
 from autoparallel.integrations.schedules import Begun, moved, ranks_of_state
@@ -138,11 +138,10 @@ class AutoparallelAccelerator(Accelerator):
         return made
 
     def gather(self, tensor: Any) -> Any:
-        """Sharded values whole; others as accelerate's, one after another."""
-        values, spec = pytree.tree_flatten(tensor)
-        if any(isinstance(value, DTensor) for value in values):
-            return pytree.tree_unflatten([_whole(value) for value in values], spec)
-        return super().gather(tensor)
+        """Sharded values whole; rows that are equal on all ranks, as those of a batch, once; others as accelerate's,
+        one after another: numbers, and as many rows as a rank's batch (``loss.repeat(batch_size)``)."""
+        return pytree.tree_map(lambda value: _whole(value) if isinstance(value, DTensor) or _rows_once(self, value)
+                               else super(AutoparallelAccelerator, self).gather(value), tensor)
 
     def gather_for_metrics(self, input_data: Any, use_gather_object: bool = False) -> Any:
         """Sharded values whole; values of the global batch as they are; others with as many rows as a rank's batch
@@ -273,6 +272,20 @@ class AutoparallelAccelerator(Accelerator):
 
 def _whole(value: Any) -> Any:
     return value.full_tensor() if isinstance(value, DTensor) else value
+
+
+def _rows_once(accelerator: Accelerator, value: Any) -> bool:
+    """Whether a value has rows that are equal on all ranks, and not as many as a rank's batch. (An incomplete batch of
+    all ranks may have as many.)"""
+    if not isinstance(value, torch.Tensor) or not value.dim() or accelerator.num_processes == 1:
+        return False
+    state = accelerator.gradient_state
+    if (loader := state.active_dataloader) is not None:
+        most = loader.total_batch_size
+        samples = state.remainder if state.end_of_dataloader and state.remainder > 0 else most
+        if len(value) == most // accelerator.num_processes != samples:
+            return False
+    return equal_on_ranks(value)
 
 
 def _decided(decide: Callable[[], T]) -> T:

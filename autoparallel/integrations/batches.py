@@ -11,6 +11,7 @@ from itertools import islice
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch.utils.data import BatchSampler, DataLoader, IterableDataset
 
 from autoparallel.errors import InputError
@@ -91,6 +92,14 @@ def _stream(dataset: IterableDataset[Any]) -> Iterator[Any]:
     return samples
 
 
+def equal_on_ranks(value: torch.Tensor, group: Any = None) -> bool:
+    """Whether all ranks of the group have the same value; they call this together, with tensors of one shape."""
+    mine = value.detach().contiguous().reshape(-1).view(torch.uint8)
+    found = [torch.empty_like(mine) for _ in range(dist.get_world_size(group))]
+    dist.all_gather(found, mine, group=group)
+    return all(torch.equal(one, found[0]) for one in found)
+
+
 def rows_of(batch: Any) -> int | None:
     """The number of samples: the first dim of the first tensor with dims."""
     values = batch.values() if isinstance(batch, Mapping) else batch if isinstance(batch, Sequence) else [batch]
@@ -109,4 +118,4 @@ def one_of(batches: Sequence[Mapping[str, Any]]) -> dict[str, Any] | None:
     return {name: torch.cat([batch[name] for batch in batches]) for name in first}
 
 
-__all__ = ["JoinedBatches", "first_batches", "joined_loader", "one_of", "rows_of"]
+__all__ = ["JoinedBatches", "equal_on_ranks", "first_batches", "joined_loader", "one_of", "rows_of"]

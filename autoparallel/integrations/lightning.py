@@ -11,9 +11,12 @@ from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from typing import Any
 
+import lightning.fabric.fabric
 import torch
+import torch.distributed as dist
 from lightning.fabric.strategies import DDPStrategy as FabricDDP
 from lightning.fabric.strategies.strategy import _BackwardSyncControl
+from lightning.fabric.wrappers import _FabricModule
 from lightning.pytorch.callbacks import StochasticWeightAveraging, WeightAveraging
 from lightning.pytorch.overrides.distributed import _IndexBatchSamplerWrapper
 from lightning.pytorch.strategies import DDPStrategy
@@ -24,7 +27,7 @@ from torch.utils.data import RandomSampler
 from torchmetrics import Metric
 
 from autoparallel.errors import InputError
-from autoparallel.integrations.batches import joined_loader
+from autoparallel.integrations.batches import equal_on_ranks, joined_loader
 from autoparallel.integrations.prepared import Preparation, load_whole_state, move_optimizer, whole_state
 from autoparallel.runtime.agree import decide_once
 from autoparallel.runtime.module import ParallelModule
@@ -35,6 +38,18 @@ class _NoControl(_BackwardSyncControl):
 
     def no_backward_sync(self, module: nn.Module, enabled: bool) -> AbstractContextManager[None]:
         return nullcontext()
+
+
+class _SetUp(_FabricModule):
+    """The module that ``fabric.setup`` returns: one of a parallel module has the parameters, state and methods of that,
+    where Fabric gives those of the original."""
+
+    def __init__(self, forward_module: nn.Module, strategy: Any, original_module: nn.Module | None = None) -> None:
+        parallel = isinstance(forward_module, ParallelModule)
+        super().__init__(forward_module, strategy, None if parallel else original_module)
+
+
+lightning.fabric.fabric._FabricModule = _SetUp  # type: ignore[misc]
 
 
 class AutoparallelFabricStrategy(FabricDDP):
@@ -59,6 +74,11 @@ class AutoparallelFabricStrategy(FabricDDP):
     def module_to_device(self, module: nn.Module) -> None:
         """The module stays where it is: only its shards are moved, when it is compiled."""
 
+    def all_gather(self, tensor: torch.Tensor, group: Any = None, sync_grads: bool = False) -> torch.Tensor:
+        """As DDP's, but rows that are equal on all ranks, as those of a batch, once: with a first dim of 1."""
+        once = _rows_once(tensor, group)
+        return super().all_gather(tensor, group, sync_grads) if once is None else once
+
     def setup_module(self, module: nn.Module) -> Any:
         return self._preparation.parallelise(module)
 
@@ -68,6 +88,11 @@ class AutoparallelFabricStrategy(FabricDDP):
         for optimizer in optimizers:
             self._preparation.when_traced(made, partial(move_optimizer, optimizer, module, made))
         return made, optimizers, scheduler
+
+    def setup_optimizer(self, optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
+        """As Fabric's; one made before the first call steps the parallel module's parameters from then on."""
+        self._preparation.moves(optimizer)
+        return super().setup_optimizer(optimizer)
 
     def get_module_state_dict(self, module: nn.Module) -> dict[str, Any]:
         return whole_state_dict(module)
@@ -158,6 +183,11 @@ class AutoparallelStrategy(DDPStrategy):
         of all ranks' batches already, and is not added up again."""
         return super().reduce(tensor, group, "mean" if reduce_op == "sum" else reduce_op)
 
+    def all_gather(self, tensor: torch.Tensor, group: Any = None, sync_grads: bool = False) -> torch.Tensor:
+        """As DDP's, but rows that are equal on all ranks, as those of a batch, once: with a first dim of 1."""
+        once = _rows_once(tensor, group)
+        return super().all_gather(tensor, group, sync_grads) if once is None else once
+
     def lightning_module_state_dict(self) -> dict[str, Any]:
         assert self.model is not None
         return whole_state_dict(self.model)
@@ -200,6 +230,14 @@ class AutoparallelStrategy(DDPStrategy):
 def _adds_up_ranks() -> bool:
     """Whether a metric adds up the counts of all ranks: no, for each rank has counted the batches of all."""
     return False
+
+
+def _rows_once(value: torch.Tensor, group: Any) -> torch.Tensor | None:
+    """What gathers rows that all ranks have: one copy, with gradient. None for a number, and where ranks differ."""
+    value = value.full_tensor() if isinstance(value, DTensor) else value
+    if not value.dim() or not dist.is_initialized() or not equal_on_ranks(value, group):
+        return None
+    return value.unsqueeze(0)
 
 
 def _in_one_order(loader: Any) -> Any:

@@ -48,7 +48,8 @@ class Preparation:
         for name in ("forward", "step"):
             made.__dict__[name] = _Prepared(self, made, name)
         if call is None:  # summaries read parameters before the first call; modes are noted, and put back after it
-            told = {"named_parameters": model.named_parameters, "named_modules": partial(_modules_to_be, made, model)}
+            told = {"named_parameters": model.named_parameters, "named_modules": partial(_modules_to_be, made, model),
+                    "state_dict": model.state_dict}
             made.__dict__.update(told)
             for name in told:
                 self.when_traced(made, partial(made.__dict__.pop, name))
