@@ -133,6 +133,49 @@ class Counting(lightning.LightningModule):
         self.log("counted", self.confusion.compute().sum().float(), sync_dist=True)
 
 
+class Tuned(lightning.LightningModule):
+    """A backbone that is frozen at first, and a head that is one layer: a submodule with parameters of its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.backbone, self.head = nn.Sequential(nn.Linear(16, 8), nn.BatchNorm1d(8)), nn.Linear(8, 4)
+
+    def on_train_start(self) -> None:
+        self.seen = sorted(self.state_dict()), sum(p.numel() for p in self.parameters()), len([*self.buffers()])
+
+    def training_step(self, batch: Any) -> Tensor:
+        return self.head(self.backbone(batch[0].flatten(1))).square().mean()
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.SGD([p for p in self.parameters() if p.requires_grad], lr=0.1)
+
+
+def tuned(strategy: Any) -> tuple[Any, list[float], dict[str, Tensor]]:
+    """What the module has before its submodules are traced, the learning rates, the weights."""
+    images = TensorDataset(torch.sin(torch.arange(8.0 * 16)).view(8, 1, 4, 4))
+    callback = lightning.pytorch.callbacks.BackboneFinetuning(1, lambda epoch: 1.0, backbone_initial_lr=0.01)
+    trainer = lightning.Trainer(accelerator="cpu", devices=1, strategy=strategy, max_epochs=3, logger=False,
+                                callbacks=[callback], enable_progress_bar=False, enable_model_summary=False,
+                                enable_checkpointing=False)
+    trainer.fit(module := Tuned(), DataLoader(images, batch_size=4))
+    weights = {name: getattr(value, "full_tensor", lambda value=value: value)().detach()
+               for name, value in module.state_dict().items()}
+    return module.seen, [group["lr"] for group in trainer.optimizers[0].param_groups], weights
+
+
+def test_a_head_of_one_layer(as_torchrun: None) -> None:
+    """Before its first call the module lacked the head's parameters, which callbacks for finetuning look up."""
+    from autoparallel.integrations import AutoparallelStrategy
+
+    seen, rates, weights = tuned("auto")
+    found = tuned(AutoparallelStrategy())
+    assert found[:2] == (seen, rates)
+    assert found[2].keys() == weights.keys()
+    for name, value in weights.items():
+        assert torch.allclose(found[2][name], value, rtol=1e-4, atol=1e-6), name
+
+
 class Contrasting(lightning.LightningModule):
     """A contrastive loss of the views that DDP's ranks have together, as SimCLR's scripts gather them."""
 

@@ -50,9 +50,11 @@ class Preparation:
         if call is None:  # summaries read parameters before the first call; modes are noted, and put back after it
             told = {"named_parameters": model.named_parameters, "named_modules": partial(_modules_to_be, made, model),
                     "state_dict": model.state_dict}
-            made.__dict__.update(told)
             for name in told:
                 self.when_traced(made, partial(made.__dict__.pop, name))
+            empty = {name: vars(made)[name] for name in ("_parameters", "_buffers")}
+            made.__dict__.update(told, _parameters=model._parameters, _buffers=model._buffers,
+                                 trace=partial(_trace_first, made, empty))
             self._untraced[id(made)] = model, made
             self.when_traced(made, partial(self._untraced.pop, id(made)))
         return made
@@ -95,6 +97,13 @@ class _Prepared:
     def __deepcopy__(self, memo: dict[int, Any]) -> _Prepared:
         preparation, model, name = self._of
         return _Prepared(preparation, deepcopy(model, memo), name)
+
+
+def _trace_first(made: ParallelModule, empty: Mapping[str, Any], *args: Any, **kwargs: Any) -> Any:
+    """The first trace, before which the root has its original's parameters and buffers; then it has none."""
+    made.__dict__.pop("trace")
+    made.__dict__.update(empty)
+    return made.trace(*args, **kwargs)
 
 
 def _modules_to_be(made: ParallelModule, model: nn.Module, memo: set[nn.Module] | None = None, prefix: str = "",
