@@ -131,6 +131,7 @@ def test_a_convolution_of_summands_adds_its_bias_once(ranks: Any) -> None:
     (RuntimeError("aten.nonzero.default\n\nSharding propagation failed for aten.index.Tensor("), "value.full_tensor()"),
     (RuntimeError("in-place operations that require placement changes are not supported."), "value.copy_("),
     (RuntimeError("Attempted to access the data pointer on an invalid python storage."), "parallel.save_pretrained("),
+    (RuntimeError("The tensor has a non-zero number, but its data is not allocated yet."), "torch.stack("),
     (RuntimeError("trying to differentiate twice a function that was marked with @once_differentiable"), "baseline="),
 ])
 def test_a_script_that_torch_ends_is_told_what_to_write(monkeypatch: pytest.MonkeyPatch, capsys: Any, error: Exception,
@@ -205,6 +206,8 @@ def leave() -> None:
     for method in ("numpy", "tolist"):
         with pytest.raises(InputError, match=rf"{method}\(\) is asked of .*Shard.*\n  Write value.full_tensor"):
             getattr(shards(X, mesh, 0), method)()
+    with pytest.raises(RuntimeError, match="its data is not allocated yet"):  # (what to write is told: see above)
+        torch.tensor([shards(X, mesh, 0).norm()])
 
 
 def test_arrays_and_lists_of_shards_are_refused(ranks: Any) -> None:

@@ -33,6 +33,11 @@ _HINTS = (
      "  Write parallel.save_pretrained(folder), of the whole module, on all ranks; of other tensors "
      "value.full_tensor(), on all ranks. Adapters are merged in one process: PeftModel.from_pretrained(model, "
      "folder).merge_and_unload()."),
+    ("its data is not allocated yet",
+     "torch.tensor reads a list of tensors from memory, which DTensors, as parameters of a parallel module, their "
+     "gradients and norms are, do not have.\n  Write torch.stack([value.full_tensor() for value in values]), or "
+     "torch.tensor([float(value) for value in values]), on all ranks. The norm of all gradients, as Lightning's "
+     "grad_norm makes it, is parallel.clip_grad_norm_(float(\"inf\"))."),
     ("needed for gradient computation has been modified by an inplace operation",
      "If the plan steps parameters during backward (step_in_backward=True), a parameter may be read twice: with "
      "gradient, and, in an earlier layer, without (detach(), torch.no_grad()), where backward comes after its step.\n  "
