@@ -13,6 +13,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
+from autoparallel.errors import InputError
 from tests.support.tiers import slow
 
 lightning = pytest.importorskip("lightning")
@@ -174,6 +175,62 @@ def test_a_head_of_one_layer(as_torchrun: None) -> None:
     assert found[2].keys() == weights.keys()
     for name, value in weights.items():
         assert torch.allclose(found[2][name], value, rtol=1e-4, atol=1e-6), name
+
+
+class Listed(lightning.LightningModule):
+    """Submodules in a list and a dict, and parameters in a list."""
+
+    def __init__(self, shared: bool = False) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.layers, self.heads = nn.ModuleList([nn.Linear(16, 8), nn.Tanh()]), nn.ModuleDict({"one": nn.Linear(8, 4)})
+        self.scales = nn.ParameterList([torch.ones(4)])
+        if shared:
+            self.whole = nn.Sequential(*self.layers)
+
+    def training_step(self, batch: Any) -> Tensor:
+        value = batch[0].flatten(1)
+        for layer in self.layers:
+            value = layer(value)
+        return (self.heads["one"](value) * self.scales[0] - 1).square().mean()
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+
+
+def listed(strategy: Any, epochs: int, saved: str | None = None) -> tuple[dict[str, Tensor], lightning.Trainer]:
+    """The weights, and those of a checkpoint, which one run writes and another goes on with."""
+    images = DataLoader(TensorDataset(torch.sin(torch.arange(8.0 * 16)).view(8, 1, 4, 4)), batch_size=4)
+    trainer = lightning.Trainer(accelerator="cpu", devices=1, strategy=strategy, max_epochs=epochs, logger=False,
+                                enable_progress_bar=False, enable_model_summary=False, enable_checkpointing=False)
+    trainer.fit(module := Listed(), images, ckpt_path=saved)
+    weights = {name: getattr(value, "full_tensor", lambda value=value: value)().detach()
+               for name, value in module.state_dict().items()}
+    return weights, trainer
+
+
+def test_submodules_in_lists_and_dicts(as_torchrun: None, tmp_path: Any) -> None:
+    """Their items are called, and compiled; the list and the dict were, which nobody calls."""
+    from autoparallel.integrations import AutoparallelStrategy
+
+    expected, _ = listed("auto", 2)
+    _, trainer = listed(AutoparallelStrategy(), 1)
+    trainer.save_checkpoint(tmp_path / "one.ckpt")
+    assert type(trainer.lightning_module.layers[0]).__name__ == "ParallelModule"
+    found, _ = listed(AutoparallelStrategy(), 2, str(tmp_path / "one.ckpt"))
+    assert found.keys() == expected.keys()
+    for name, value in expected.items():
+        assert torch.allclose(found[name], value, rtol=1e-4, atol=1e-6), name
+
+
+def test_submodules_that_share_parameters_are_refused(as_torchrun: None) -> None:
+    """Each would train a copy."""
+    from autoparallel.integrations import AutoparallelStrategy
+
+    trainer = lightning.Trainer(accelerator="cpu", devices=1, strategy=AutoparallelStrategy(), max_epochs=1,
+                                logger=False, enable_checkpointing=False)
+    with pytest.raises(InputError, match=r"0.weight in Sequential and weight in Linear: .*copy(.|\n)*one nn.Module"):
+        trainer.fit(Listed(shared=True), DataLoader(TensorDataset(torch.ones(4, 1, 4, 4)), batch_size=4))
 
 
 class Contrasting(lightning.LightningModule):

@@ -6,7 +6,7 @@ first call, and loaders yield the batches of all ranks. Checkpoint files are tho
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from typing import Any
@@ -132,9 +132,9 @@ class AutoparallelFabricStrategy(FabricDDP):
 class AutoparallelStrategy(DDPStrategy):
     """``Trainer(strategy=AutoparallelStrategy())``; ``parallel``: options of `autoparallel.compile`.
 
-    Each submodule that the LightningModule holds itself and that has parameters (``self.model``, or ``self.generator``
-    and ``self.discriminator``) becomes a parallel module, with whole outputs; what ``training_step`` computes of them
-    it computes on every rank, of the batch of all ranks.
+    Each submodule that the LightningModule holds itself, or in a ModuleList or ModuleDict, and that has parameters
+    (``self.model``, or ``self.generator`` and ``self.discriminator``) becomes a parallel module, with whole outputs;
+    what ``training_step`` computes of them it computes on every rank, of the batch of all ranks.
     """
 
     model: Any
@@ -169,11 +169,9 @@ class AutoparallelStrategy(DDPStrategy):
         if trainer.state.fn == TrainerFn.FITTING:
             self.setup_optimizers(trainer)
         self.setup_precision_plugin()
-        for name, child in list(self.model.named_children()):
-            if isinstance(child, ParallelModule) or not any(True for _ in child.parameters()):
-                continue
+        for holder, name, child in list(_called_by_itself(self.model)):
             made = self._preparation.parallelise(child)
-            setattr(self.model, name, made)
+            setattr(holder, name, made)
             for optimizer in self.optimizers:
                 self._preparation.when_traced(made, partial(move_optimizer, optimizer, child, made))
             self._preparation.when_traced(made, partial(_move_toggled, self.model, child, made))
@@ -194,20 +192,21 @@ class AutoparallelStrategy(DDPStrategy):
 
     def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
         assert self.model is not None
-        if not any(isinstance(child, ParallelModule) for child in self.model.children()):
+        parts = {f"{name}.": part for name, part in self.model.named_modules() if isinstance(part, ParallelModule)}
+        if not parts:
             super().load_model_state_dict(checkpoint, strict)
             return
         state = dict(checkpoint["state_dict"])
-        for name, child in self.model.named_children():
-            if isinstance(child, ParallelModule):
-                mine = {key: state.pop(key) for key in list(state) if key.startswith(f"{name}.")}
-                child.load_state_dict({key.removeprefix(f"{name}."): value for key, value in mine.items()}, strict)
-        own = {name for name, _ in self.model.named_parameters(recurse=False)}
-        if strict and set(state) - own - {name for name, _ in self.model.named_buffers(recurse=False)}:
-            raise InputError(f"the checkpoint has {sorted(state)[:5]}, which the module has not")
+        for prefix, part in parts.items():
+            mine = {key: state.pop(key) for key in list(state) if key.startswith(prefix)}
+            part.load_state_dict({key.removeprefix(prefix): value for key, value in mine.items()}, strict)
+        own = {name: value for name, value in (*self.model.named_parameters(), *self.model.named_buffers())
+               if not name.startswith(tuple(parts))}
+        if strict and set(state) - set(own):
+            raise InputError(f"the checkpoint has {sorted(set(state) - set(own))[:5]}, which the module has not")
         with torch.no_grad():
-            for name, value in state.items():
-                getattr(self.model, name).copy_(value)
+            for name in set(state) & set(own):
+                own[name].copy_(state[name])
 
     def optimizer_state(self, optimizer: Any) -> dict[str, Any]:
         return whole_state(getattr(optimizer, "_optimizer", optimizer))
@@ -225,6 +224,17 @@ class AutoparallelStrategy(DDPStrategy):
         self.precision_plugin.teardown()
         self.accelerator.teardown()
         self.checkpoint_io.teardown()
+
+
+def _called_by_itself(holder: nn.Module) -> Iterator[tuple[nn.Module, str, nn.Module]]:
+    """The submodules with parameters that a LightningModule calls, each with its holder and name there: its own, and
+    those in its lists and dicts of modules, which are not called themselves. Not its parallel modules."""
+    for name, child in holder.named_children():
+        if isinstance(child, (nn.ModuleList, nn.ModuleDict)):
+            yield from _called_by_itself(child)
+        elif not isinstance(child, (ParallelModule, nn.ParameterList, nn.ParameterDict)) and any(
+                True for _ in child.parameters()):
+            yield holder, name, child
 
 
 def _adds_up_ranks() -> bool:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, MutableMapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from copy import deepcopy
 from functools import partial, update_wrapper
@@ -12,8 +12,10 @@ import torch
 import torch.utils._pytree as pytree
 from torch import nn
 from torch.distributed.tensor import DTensor
+from torch.utils.weak import WeakTensorKeyDictionary
 
 import autoparallel
+from autoparallel.errors import InputError
 from autoparallel.layout import from_torch
 from autoparallel.runtime.initialise import as_dtensor, local_shard
 from autoparallel.runtime.module import ParallelModule
@@ -30,10 +32,13 @@ class Preparation:
         self.options, self._context = dict(options or {}), context
         self._pending: dict[int, list[Callable[[], Any]]] = {}
         self._untraced: dict[int, tuple[nn.Module, ParallelModule]] = {}
+        self._trained: MutableMapping[nn.Parameter, str] = WeakTensorKeyDictionary()  # by whom, and under which name
 
     def parallelise(self, model: nn.Module, call: Call | None = None) -> ParallelModule:
         """The parallel module of a model, traced if there is an example call (of global tensors). Its calls run within
-        the context, after what waits for its trace; outputs are whole, as `AutoparallelAccelerator` says."""
+        the context, after what waits for its trace; outputs are whole, as `AutoparallelAccelerator` says. Raises
+        InputError for a trained parameter of another model that was prepared."""
+        self._check_shared(model)
         options = dict(self.options)
         world = autoparallel.init(plan=options.pop("plan", None))
         if world.plan is not None:
@@ -58,6 +63,17 @@ class Preparation:
             self._untraced[id(made)] = model, made
             self.when_traced(made, partial(self._untraced.pop, id(made)))
         return made
+
+    def _check_shared(self, model: nn.Module) -> None:
+        kind = type(model).__name__
+        for name, parameter in model.named_parameters():
+            if parameter.requires_grad and parameter in self._trained:
+                raise InputError(f"{kind} and another module have a parameter together, {name} in {kind} and "
+                                 f"{self._trained[parameter]}: each is compiled by itself, and would train a copy of it"
+                                 "\n  Make one nn.Module of both, whose forward calls them, and have that alone "
+                                 "compiled.")
+        self._trained.update({parameter: f"{name} in {kind}" for name, parameter in model.named_parameters()
+                              if parameter.requires_grad})
 
     def when_traced(self, model: ParallelModule, action: Callable[[], Any]) -> None:
         """Do it now, or when the model is traced, before its first call runs."""
