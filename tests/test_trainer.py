@@ -60,9 +60,10 @@ class Classified(nn.Module):
 
 
 class Unlabelled(Classified):
-    """A classifier without a loss, whose forward takes the inputs only."""
+    """A classifier without a loss, whose forward takes no number of items."""
 
-    def forward(self, input_ids: Tensor, attention_mask: Tensor) -> dict[str, Tensor]:  # type: ignore[override]
+    def forward(self, input_ids: Tensor, attention_mask: Tensor, labels: Any = None  # type: ignore[override]
+                ) -> dict[str, Tensor]:
         return {"logits": self.out((self.embedding(input_ids) * attention_mask[..., None]).mean(1))}
 
 
