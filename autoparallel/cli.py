@@ -73,8 +73,8 @@ def plan(
     schedule: Annotated[str | None, typer.Option(help=f"{' or '.join(SCHEDULES)}; by default {usual()}, or {usual(2)} "
                                                  "with several stages a rank")] = None,
     zero_stage: Annotated[int | None, typer.Option(help="0, 1, 2 or 3; by default the search decides")] = None,
-    recompute: Annotated[str | None, typer.Option(help="none, selective, full, offload or auto; none by default where "
-                                                  "the step fits, unless --joint searches")] = None,
+    recompute: Annotated[str | None, typer.Option(help="none, selective, all_but_attention, full, offload or auto; "
+                                                  "none by default where it fits, unless --joint searches")] = None,
     saved_on: Annotated[str | None, typer.Option(help="where what --recompute selective or offload saves of blocks "
                                                  "waits: device, host or disk; of offload host by default")] = None,
     reduce_dtype: Annotated[str | None, typer.Option(help="sum gradients in float32, bfloat16 or float16; by default "

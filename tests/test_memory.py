@@ -33,10 +33,14 @@ ADAMW_TENSORS = 4
 
 def measure(case_name: str, mesh_shape: tuple[int, ...], options: Options) -> tuple[float, float, float, float]:
     """Run on each rank: (state, activations) predicted for the fullest rank, and as they are on this one."""
-    case = CASES[case_name]
+    case, given = CASES[case_name], dict(options)
     args, kwargs = case.inputs(8)
-    parallel = autoparallel.compile(case.build(), mesh_of(*mesh_shape), example_inputs=args, example_kwargs=kwargs,
-                                    **options)
+    mesh: Any = mesh_of(*mesh_shape)
+    if hand := given.pop("by_hand", None):
+        mesh = mesh.size()
+        given["plan"] = autoparallel.plan(case.build(), Cluster.load("local-cpu", num_devices=mesh), by_hand=hand,
+                                          example_inputs=args, example_kwargs=kwargs)
+    parallel = autoparallel.compile(case.build(), mesh, example_inputs=args, example_kwargs=kwargs, **given)
     states = [local(p) for p in parallel.parameters()]
     stored = {storage(x) for x in states}
     live, most, on_host = LiveBytes(), 0, list[torch.Tensor]()
@@ -93,6 +97,14 @@ PLANS: list[Any] = [
     slow("llama", (4,), {"baseline": "fsdp", "recompute": "full", "zero_stage": 1}, 0.05),
     slow("llama", (4,), {"baseline": "fsdp", "recompute": "full", "zero_stage": 3}, 0.05),
     slow("llama", (4,), {"baseline": "fsdp", "recompute": "selective", "zero_stage": 2}, 0.05),
+    slow("llama", (4,), {"baseline": "fsdp", "recompute": "all_but_attention", "zero_stage": 2}, 0.05),
+    slow("gpt2", (2, 2), {"recompute": "all_but_attention", "micro_batches": 2}, 0.05),
+    slow("llama", (2, 2), {"pipeline_stages": 2, "micro_batches": 4, "recompute": "all_but_attention"}, 0.05),
+    # Of ring attention one result is kept, not one for each round, with the keys and values of each.
+    ("llama", (4,), {"by_hand": "cp=4,recompute=selective"}, 0.05),
+    slow("llama", (4,), {"by_hand": "cp=4,recompute=selective,saved_on=host"}, 0.05),
+    ("llama", (4,), {"by_hand": "cp=4,recompute=all_but_attention"}, 0.05),
+    slow("llama", (4,), {"by_hand": "cp=4,recompute=all_but_attention,zero=3"}, 0.05),
     slow("llama", (4,), {"baseline": "fsdp", "recompute": "offload", "zero_stage": 1}, 0.05),
     slow("llama", (2, 2), {"recompute": "offload"}, 0.05),
     ("llama", (2, 2), {"recompute": "selective", "saved_on": "host"}, 0.05),

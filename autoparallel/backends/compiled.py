@@ -59,7 +59,7 @@ class Lowering:
 
     @property
     def recomputes(self) -> bool:
-        return self.recompute in ("selective", "full")
+        return self.recompute not in ("none", "offload")
 
 
 def compiled(program: GraphModule, how: Lowering, part_of: Callable[[FxNode], object] = lambda node: "") -> GraphModule:

@@ -10,6 +10,7 @@ from torch.utils.checkpoint import CheckpointPolicy
 
 from autoparallel.backends.traced import STARTS, WAIT, gathers_of, is_move, read_by_moves
 from autoparallel.kernels.recomputed import KEPT
+from autoparallel.kernels.ring import RING
 
 #: A larger number than any block's: the partitioner saves what a region of a larger number reads from a smaller one.
 _GATHERS = 2**20
@@ -32,13 +33,14 @@ def tag_gathers(joint: GraphModule) -> None:
 
 
 def tag_blocks(joint: GraphModule, mode: str) -> None:
-    """Backward recomputes blocks (``mode`` "full"), or all of them but products, attention and collectives
-    ("selective"). A block's results, which other ops read, are saved where backward needs them."""
+    """Backward recomputes blocks (``mode`` "full"), all of them but attention ("all_but_attention"), or all but
+    products, attention and collectives ("selective"). A block's results, which other ops read, are saved where backward
+    needs them."""
     for node in joint.graph.nodes:
         run = _run(node)
         if run is None:
             continue
-        kept = mode == "selective" and _is_kept(node)
+        kept = mode in KEPT and _is_kept(node, mode)
         leaves = any(_run(user) != run for user in node.users if not _is_backward(user))
         policy = CheckpointPolicy.MUST_SAVE if kept or leaves else CheckpointPolicy.MUST_RECOMPUTE
         _tag(node, policy, run + 1)
@@ -58,9 +60,16 @@ def _is_backward(node: FxNode) -> bool:
     return node.op == "output" or node.meta.get("partitioner_tag") in ("is_backward", "must_be_in_backward")
 
 
-def _is_kept(node: FxNode) -> bool:
-    """Whether "selective" saves an op's result, or each of its several."""
+def _is_kept(node: FxNode, mode: str) -> bool:
+    """Whether a mode saves an op's result, or each of its several. Of ring attention it is the result of all rounds."""
+    if _in_ring(node):
+        return not all(map(_in_ring, node.users))
     if node.target is operator.getitem:
-        return _is_kept(node.args[0])  # type: ignore[arg-type]
+        return _is_kept(node.args[0], mode)  # type: ignore[arg-type]
     name = node.target._schema.name if hasattr(node.target, "_schema") else ""
-    return name.startswith(KEPT) or node.target in STARTS or node.target is WAIT
+    return name.startswith(KEPT[mode]) or (mode == "selective" and (node.target in STARTS or node.target is WAIT))
+
+
+def _in_ring(node: FxNode) -> bool:
+    """Whether a node is of the forward of ring attention."""
+    return not _is_backward(node) and bool((node.meta.get("custom") or {}).get(RING))

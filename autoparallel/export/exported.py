@@ -63,6 +63,8 @@ def export_plan(plan: Plan, to: str) -> Exported:
         degrees = degrees.losing([Lost(plan.hybrid.offload.told(), "after backward, with all gradients in memory")])
     if to != "fsdp2":    # where the model trains in the dtypes that it has
         degrees = degrees.losing(masters_added(plan))
+    if to != "fsdp2" and degrees.hand.recompute == "all_but_attention":
+        degrees = degrees.losing([Lost("recompute of all but attention", "of whole blocks")], recompute="full")
     if plan.hybrid.on_host:
         degrees = degrees.losing([tables_lost(plan)])
     files, said = FORMATS[to](plan, degrees)

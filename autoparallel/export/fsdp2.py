@@ -18,6 +18,8 @@ from autoparallel.plans.roles import AxisRole
 from autoparallel.schedule.schedules import SCHEDULES, usual
 
 FILE = "parallel_fsdp2.py"
+#: Recompute that keeps results of ops, as the file says it.
+_KEPT = {"selective": "Products and attention are", "all_but_attention": "Attention is"}
 _CLASSES = ("ColwiseParallel", "ParallelStyle", "RowwiseParallel", "SequenceParallel", "loss_parallel",
             "parallelize_module")
 
@@ -161,7 +163,7 @@ def _values(plan: Plan, d: Degrees, styles: Styles | None) -> dict[str, Any]:
         "classes": sorted(name for name in _CLASSES if f"{name}(" in written),
         "tensor": next((axis.name for axis in axes if axis.role == "tensor"), None),
         "sequence": d.hand.sequence_parallel, "loss_parallel": bool(styles and styles.head),
-        "recompute": d.hand.recompute, "micro_batches": d.roles.micro_batches,
+        "recompute": d.hand.recompute, "kept": _KEPT.get(d.hand.recompute), "micro_batches": d.roles.micro_batches,
         "pipeline": _pipeline(plan, d) if d.hand.pp > 1 else None}
 
 

@@ -58,7 +58,7 @@ from torch.distributed.tensor.parallel import (
 {% if ddp %}
 from torch.nn.parallel import DistributedDataParallel
 {% endif %}
-{% if recompute == "selective" %}
+{% if kept %}
 from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts
 {% endif %}
 
@@ -109,11 +109,15 @@ def tensor_parallel_plan() -> dict[str, ParallelStyle]:
     }
 
 {% endif %}
-{% if recompute == "selective" %}
+{% if kept %}
 
 def saved(context: Any, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
-    """Products and attention are kept, everything else is computed again."""
+    """{{ kept }} kept, everything else is computed again."""
+{% if recompute == "selective" %}
     kept = ("aten.mm.", "aten.addmm.", "aten.bmm.", "aten._scaled_dot_product", "aten._grouped_mm.")
+{% else %}
+    kept = ("aten._scaled_dot_product",)
+{% endif %}
     return CheckpointPolicy.MUST_SAVE if str(op).startswith(kept) else CheckpointPolicy.PREFER_RECOMPUTE
 
 {% endif %}
@@ -180,7 +184,7 @@ def {{ "parallelize_part" if pipeline else "parallelize" }}(model: nn.Module, me
 {% else %}
         layers.register_module(name, offload_wrapper(layer))
 {% endif %}
-{% elif recompute == "selective" and layers %}
+{% elif kept and layers %}
     for name, layer in layers.named_children():
         wrapped = checkpoint_wrapper(layer, context_fn=lambda: create_selective_checkpoint_contexts(saved))
         layers.register_module(name, {{ "layer if isinstance(layer, Skipped) else " if pipeline }}wrapped)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -17,17 +18,21 @@ from torch.utils.checkpoint import (
 )
 
 from autoparallel.kernels import groups, numbers, rng
+from autoparallel.kernels.kept_results import KeptResults
 from autoparallel.kernels.regather import gathers_parameter
 
-#: Ops whose results "selective" recompute keeps (`KEPT_CLASSES` in pricing is the same list for prices).
-KEPT = ("aten::mm", "aten::addmm", "aten::bmm", "aten::baddbmm", "aten::_scaled_dot_product", "aten::convolution",
-         "aten::_flash_attention", "aten::_efficient_attention", "_c10d_functional::",
-         "aten::_grouped_mm", "transformers::grouped_mm_fallback")
+_ATTENTION = ("aten::_scaled_dot_product", "aten::_flash_attention", "aten::_efficient_attention")
+#: By mode of recompute, the ops whose results are kept (`KEPT_CLASSES` in pricing is the same list for prices).
+KEPT = {
+    "all_but_attention": _ATTENTION,
+    "selective": ("aten::mm", "aten::addmm", "aten::bmm", "aten::baddbmm", *_ATTENTION, "aten::convolution",
+                  "_c10d_functional::", "aten::_grouped_mm", "transformers::grouped_mm_fallback"),
+}
 
 
 class Recomputed(nn.Module):
-    """A block recomputed in backward, with the same random numbers, number arguments and axes. ``mode``: "full" or
-    "selective".
+    """A block recomputed in backward, with the same random numbers, number arguments and axes. ``mode``: "full",
+    "all_but_attention" or "selective".
 
     ``in_parts``: backward runs in several parts (zero bubble); the recomputed tensors are kept until the last part."""
 
@@ -40,18 +45,32 @@ class Recomputed(nn.Module):
             return _Again(self._run(), values).first()
         if self.mode == "full":
             return checkpoint(self._run(), *values, use_reentrant=False, preserve_rng_state=False)
-        return _selective(self._run(), values, create_selective_checkpoint_contexts(_policy))
+        return self._selective(values, self._contexts(), KeptResults())
 
     def saving(self, values: Sequence[torch.Tensor], pack: Callable[[torch.Tensor], Any],
                unpack: Callable[[Any], torch.Tensor]) -> Any:
         """Run the block, "selective", and hold what ``pack`` makes of each kept result, which ``unpack`` gives back for
         backward, once."""
-        contexts = create_selective_checkpoint_contexts(_policy)
-        made = _selective(self._run(), values, contexts)
+        contexts, whole = self._contexts(), KeptResults()
+        made = self._selective(values, contexts, whole)
         for results in contexts[0].storage.values():    # by op, those of each of its calls
             for number, kept in results.items():
                 results[number] = pytree.tree_map_only(_VersionWrapper, lambda one: _Packed(one, pack, unpack), kept)
+        whole.hold(pack, unpack)
         return made
+
+    def _contexts(self) -> tuple[Any, Any]:
+        contexts: tuple[Any, Any] = create_selective_checkpoint_contexts(partial(_policy, KEPT[self.mode]))
+        return contexts
+
+    def _selective(self, values: Sequence[torch.Tensor], contexts: tuple[Any, Any], whole: KeptResults) -> Any:
+        run_block = self._run()
+
+        def run(*again: torch.Tensor) -> Any:
+            with whole.keeping():
+                return run_block(*again)
+
+        return checkpoint(run, *values, use_reentrant=False, preserve_rng_state=False, context_fn=lambda: contexts)
 
     def _run(self) -> Callable[..., Any]:
         axes, seeds, given = groups.bound(), rng.call_seeds(), numbers.call_numbers()
@@ -75,10 +94,6 @@ class _Packed:
     def get_val(self, allow_cache_entry_mutation: bool) -> Any:
         """What torch's holder gives."""
         return self._unpack(self._packed) if self._is_tensor else self._packed
-
-
-def _selective(run: Callable[..., Any], values: Sequence[torch.Tensor], contexts: tuple[Any, Any]) -> Any:
-    return checkpoint(run, *values, use_reentrant=False, preserve_rng_state=False, context_fn=lambda: contexts)
 
 
 class _Again:
@@ -114,6 +129,6 @@ def _unused(_: None) -> torch.Tensor:
     raise AssertionError("backward goes through the first run only")
 
 
-def _policy(context: Any, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
-    kept = isinstance(op, torch._ops.OpOverload) and op._schema.name.startswith(KEPT) and not gathers_parameter()
+def _policy(names: tuple[str, ...], context: Any, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
+    kept = isinstance(op, torch._ops.OpOverload) and op._schema.name.startswith(names) and not gathers_parameter()
     return CheckpointPolicy.MUST_SAVE if kept else CheckpointPolicy.PREFER_RECOMPUTE

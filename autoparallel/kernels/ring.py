@@ -13,11 +13,14 @@ from typing import Any
 import torch
 from torch.autograd.function import once_differentiable
 
-from autoparallel.kernels import flash, groups
+from autoparallel.kernels import flash, groups, kept_results
 from autoparallel.kernels.collectives import shifted
 from autoparallel.kernels.groups import Axis
+from autoparallel.kernels.tracing import after, marked
 
 Tensor = torch.Tensor
+#: What marks the ops of a forward in a traced graph.
+RING = "ring"
 
 
 def _around(axis: Axis, causal: bool) -> Iterator[tuple[int, bool, bool]]:
@@ -27,23 +30,30 @@ def _around(axis: Axis, causal: bool) -> Iterator[tuple[int, bool, bool]]:
         yield step, not causal or source <= axis.rank, source == axis.rank
 
 
+def _attend(q: Tensor, k: Tensor, v: Tensor, axis: Axis, causal: bool, scale: float) -> tuple[Tensor, Tensor, Any]:
+    """As `flash.attend`, over all shards of the keys; the state is that of the last."""
+    out = q.new_zeros((*q.shape[:-1], v.shape[-1]), dtype=torch.promote_types(q.dtype, torch.float32))
+    logs = out.new_full(out.shape[:-1], -torch.inf)
+    key, value, state = k, v, ()
+    for step, seen, own in _around(axis, causal):
+        if step:
+            key, value = shifted((key, value), axis)
+        if seen:
+            part, part_logs, state = flash.attend(q, key, value, causal and own, scale)
+            joined = torch.logaddexp(logs, part_logs)
+            out = out * (logs - joined).exp().unsqueeze(-1) + part * (part_logs - joined).exp().unsqueeze(-1)
+            logs = joined
+        else:
+            out = after(out, key, value)
+    return out.to(q.dtype), logs, state
+
+
 class _Ring(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, axis: Axis, causal: bool, scale: float) -> Tensor:
         ctx.call = axis, causal, scale
-        out = q.new_zeros((*q.shape[:-1], v.shape[-1]), dtype=torch.promote_types(q.dtype, torch.float32))
-        logs = out.new_full(out.shape[:-1], -torch.inf)
-        key, value, state = k, v, ()
-        for step, seen, own in _around(axis, causal):
-            if step:
-                key, value = shifted((key, value), axis)
-            if seen:
-                part, part_logs, state = flash.attend(q, key, value, causal and own, scale)
-                joined = torch.logaddexp(logs, part_logs)
-                out = out * (logs - joined).exp().unsqueeze(-1) + part * (part_logs - joined).exp().unsqueeze(-1)
-                logs = joined
-        out = out.to(q.dtype)
-        ctx.state = state
+        with marked(RING):
+            out, logs, ctx.state = kept_results.once(lambda: _attend(q, k, v, axis, causal, scale))
         ctx.save_for_backward(q, k, v, out, logs)
         return out
 
@@ -67,6 +77,8 @@ class _Ring(torch.autograd.Function):
                 else:
                     dq, own_dk, own_dv = (part.to(logs.dtype) for part in parts)
                     dk, dv = torch.zeros_like(own_dk), torch.zeros_like(own_dv)
+            else:
+                dq, dk, dv = (after(one, gradient, q, key, value, out, logs) for one in (dq, dk, dv))
         if axis.size > 1:
             dk, dv = shifted((dk, dv), axis)
         dk, dv = own_dk + dk, own_dv + dv

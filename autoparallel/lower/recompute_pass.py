@@ -1,8 +1,9 @@
 """Activation recompute (checkpointing): blocks keep their inputs only and run again in backward.
 
 A block is a contiguous run of nodes under one index of a module list (`capture.blocks`). "full" recomputes all of it,
-collectives included; "selective" keeps results of matrix products, attention and collectives; "offload" recomputes
-nothing. What "selective" and "offload" save may wait on the host or disk (`kernels.saved_on_host`).
+collectives included; "all_but_attention" keeps results of attention; "selective" those of matrix products, attention
+and collectives; "offload" recomputes nothing. What "selective" and "offload" save may wait on the host or disk
+(`kernels.saved_on_host`).
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ def with_recompute(program: GraphModule, mode: str, block_of: Callable[[FxNode],
                    in_parts_of_backward: bool = False, saved_on: str = "device") -> GraphModule:
     """The same program with each contiguous run of a block's nodes as a `Recomputed` module, or an `OffloadedBlock`.
 
-    ``mode``: "full", "selective" or "offload"; ``block_of``: the block of a node, None for nodes that are not
+    ``mode``: as `Hybrid.recompute`; ``block_of``: the block of a node, None for nodes that are not
     recomputed; ``in_parts_of_backward``: backward runs in several parts (zero bubble); ``saved_on``: as in `Hybrid`.
     """
     order = SavedInOrder(not in_parts_of_backward, saved_on == "disk")

@@ -25,8 +25,8 @@
     | copies            | micro-batches that run at a time (multi-copy)                 | 1                          |
     | pieces            | of layers whose operand or result is sent; one travels while  | 1                          |
     |                   | the next is computed                                          |                            |
-    | recompute         | none, selective, full, offload; auto: of whole blocks, as few | none                       |
-    |                   | as memory requires                                            |                            |
+    | recompute         | none, selective, all_but_attention, full, offload; auto: of   | none                       |
+    |                   | whole blocks, as few as memory requires                       |                            |
     | saved_on          | where what recompute=selective or offload saves of blocks     | device; of offload host    |
     |                   | waits for backward: host or disk                              |                            |
     | offload           | host (states and gradients), parameters (these too), disk,    | none                       |

@@ -14,6 +14,7 @@ from autoparallel.capture.outputs import loss_output
 from autoparallel.partition import bytes_at_cuts
 from autoparallel.planning.baselines import expert_parameters
 from autoparallel.planning.candidates import Candidate, Combination
+from autoparallel.planning.recompute import kinds_of
 from autoparallel.planning.reduced_model import ReducedModel
 from autoparallel.plans import Hybrid
 from autoparallel.pricing import ExecutionCounts, Prices, SpacePricer
@@ -141,15 +142,16 @@ class CandidateBounds:
             self._sends[key] = 2 * h.micro_batches * float(sent_s.sum())
         return self._sends[key]
 
-    def again_s(self, candidate: Candidate) -> float:
-        """As `work_s`, of the recompute of all blocks: the ops that run again, each divided evenly."""
-        h = candidate.hybrid
-        if h.recompute in ("none", "offload"):
+    def again_s(self, candidate: Candidate, recompute: str | None = None) -> float:
+        """As `work_s`, of the recompute of all blocks: the ops that run again, each divided evenly. ``recompute``: its
+        kind (default: the candidate's)."""
+        h, recompute = candidate.hybrid, recompute or candidate.hybrid.recompute
+        if recompute in ("none", "offload"):
             return 0.0
-        key = h.recompute, h.micro_batches * math.prod(candidate.mesh_shape)
+        key = recompute, h.micro_batches * math.prod(candidate.mesh_shape)
         if key not in self._again:
             prices = self._least_prices(key[1])
-            counts = ExecutionCounts(self._whole, Hybrid(recompute=h.recompute),
+            counts = ExecutionCounts(self._whole, Hybrid(recompute=recompute),
                                      recomputing=self._whole_prices(1).recomputing)
             again = [prices[index] for index in counts.blocks.runs_again if index in prices]
             self._again[key] = sum(count * float(price.forward_s.min()) for count, price in again)
@@ -162,7 +164,8 @@ class CandidateBounds:
         Of n shares of the model a rank holds state, and tensors saved by the shares k <= n that it does not recompute.
         The ranks are given as many shares as they can do in equal time, the least in which all are done.
         """
-        h, again_s = candidate.hybrid, self.again_s(candidate)
+        h = candidate.hybrid
+        again_s = self.again_s(candidate, kinds_of(h)[0])    # which takes the fewest seconds; its own, the fewest bytes
         if not again_s or h.replicas:
             return 0.0
         devices, limit = math.prod(candidate.mesh_shape), self.limit_of(candidate)

@@ -360,6 +360,7 @@ class _TrialPlans:
             share = (deadline - clock.now()) / (MOST_FEWER - tried)
             least_s = WITH_A_PLAN * self.least_s
             made = of_plan(self.plans[candidate], clock.now() + max(share, least_s), TRIAL_S, "local")
+            self.tried_less.add(_combination(made))
             if made.prediction.step_s < self.plans[candidate].prediction.step_s:
                 self._keep(candidate, made)
                 self.trial_s[candidate] = made.prediction.step_s

@@ -73,8 +73,9 @@ OPTIONS = f"""
     stage_replicas: for each stage the number of ranks of that axis that share its micro-batches, (1, 3) for two stages;
         None: equally many.
     schedule: {names_of()}; None: {usual()!r}, or {usual(2)!r} with several stages a rank.
-    recompute: activations that backward computes again: "none", "selective", "full" (whole blocks), "offload" (kept in
-        host memory instead) or "auto" (whole blocks, as few as memory requires); None: "none" where the step fits.
+    recompute: activations that backward computes again: "none", "selective" (all but products, attention and
+        collectives), "all_but_attention", "full" (whole blocks), "offload" (kept in host memory instead) or "auto" (of
+        as few blocks as memory requires); None: "none" where the step fits.
     saved_on: where what recompute="selective" or "offload" saves of blocks waits for backward: "device", "host" or
         "disk"; None: "device", of "offload" "host".
     zero_stage: 0 stores parameters as ops read them, 1 to 3 in as many shards as possible; None: the search decides.

@@ -1,4 +1,5 @@
-"""recompute="auto": the fewest recomputed blocks that memory allows, or blocks whose saved tensors leave the device."""
+"""recompute="auto": the fewest recomputed blocks that memory allows, whole or all but attention, or blocks whose saved
+tensors leave the device."""
 
 from __future__ import annotations
 
@@ -16,6 +17,9 @@ from autoparallel.schedule.step_config import KEEPS
 
 #: The least share of recompute in a step for which plans that offload are searched.
 WORTH_MOVING = 0.01
+#: The share of recompute that ends at least where attention's results are kept. (They take memory, for which more
+#: blocks may have to be recomputed: about 3 % of those of a Llama.)
+WORTH_KEEPING = 0.05
 #: Chooses so many of a stage's blocks, given their paths in order.
 Pick = Callable[[Sequence[str], int], Sequence[str]]
 
@@ -23,15 +27,17 @@ Pick = Callable[[Sequence[str], int], Sequence[str]]
 def less_recomputed(whole: Plan, blocks: Sequence[Sequence[str]], make: Callable[[Hybrid], Plan],
                     deadline: float = math.inf, saved_tiers: Sequence[str] = ()) -> Plan:
     """The fastest plan found that recomputes, or offloads, fewer of the ``blocks`` (paths by stage) than ``whole``,
-    which does all. One that recomputes is compared with plans in which what is saved of blocks, all of it or what
-    "selective" keeps, is in the first of ``saved_tiers`` with room for it, of as few blocks as memory requires.
-    Searches until ``deadline`` of `clock`."""
+    which does all. If it recomputes them whole, attention's results are kept where that fits and is faster. One that
+    recomputes is compared with plans in which what is saved of blocks, all of it or what "selective" keeps, is in the
+    first of ``saved_tiers`` with room for it, of as few blocks as memory requires. Searches until ``deadline`` of
+    `clock`."""
     def fewer(how: Plan, pick: Pick, until: float) -> Plan:
         return fewest_recomputed(how, blocks, lambda some: make(replace(how.hybrid, recompute_blocks=some)), until,
                                  pick=pick)
 
     if whole.hybrid.saved_on != "device":
         return fewer(whole, spread, deadline)
+    whole = keeping_attention(whole, make)
     best = fewer(whole, first, (clock.now() + deadline) / 2 if saved_tiers else deadline)
     p = best.prediction
     if best.hybrid.puts_off_weights or p.recompute_s < WORTH_MOVING * p.step_s:
@@ -45,6 +51,24 @@ def less_recomputed(whole: Plan, blocks: Sequence[Sequence[str]], make: Callable
         if found:
             return min(best, *found, key=lambda plan: plan.prediction.step_s)
     return best
+
+
+def kinds_of(hybrid: Hybrid) -> tuple[str, ...]:
+    """The kinds of recompute of the plans that may be found in place of one that recomputes whole blocks: also of all
+    but attention. Of others their own."""
+    whole = hybrid.recompute == "full" and not hybrid.puts_off_weights
+    return ("all_but_attention", "full") if whole else (hybrid.recompute,)
+
+
+def keeping_attention(whole: Plan, make: Callable[[Hybrid], Plan]) -> Plan:
+    """The plan, or if it recomputes whole blocks, all but attention, if that fits, is faster, and saves the share
+    `WORTH_KEEPING` of recompute."""
+    for kind in kinds_of(whole.hybrid)[:-1]:
+        with suppress(InfeasibleError, SearchError):
+            kept, p = make(replace(whole.hybrid, recompute=kind, recompute_blocks=None)), whole.prediction
+            if kept.prediction.recompute_s <= (1 - WORTH_KEEPING) * p.recompute_s:
+                return min(whole, kept, key=lambda plan: plan.prediction.step_s)
+    return whole
 
 
 def first(paths: Sequence[str], number: int) -> Sequence[str]:

@@ -21,6 +21,7 @@ from autoparallel.planning.candidates import Candidate, Combination
 from autoparallel.planning.found_bounds import Found, FoundBounds, Work
 from autoparallel.planning.least_in_flight import least_in_flight
 from autoparallel.planning.memory_bounds import least_fitting_s
+from autoparallel.planning.recompute import kinds_of
 from autoparallel.planning.reduced_model import ReducedModel
 from autoparallel.plans import Hybrid
 from autoparallel.pricing import ExecutionCounts, Prices, SpacePricer, equal_stages_s
@@ -217,12 +218,12 @@ class StepBounds:
         most_s = best_s - self._other_than_ops_s(candidate)
         prices = self.prices_of(h.micro_batches, h.pipeline_ranks, candidate.mesh_shape, 1.0)
         space, longer = prices.space, h.pipeline_ranks * equal_stages_s(h, 1.0)
-        several = [count > 1 for count in self.reduced_model.counts(space)]
+        several, some = [count > 1 for count in self.reduced_model.counts(space)], {"none", *kinds_of(h)}
         if (held := self._least_held(candidate, prices, most_s)) is None:
             return most_s * h.pipeline_ranks
         ways = [self._way(prices, replace(kind.hybrid, recompute=one), held,
                           kind.least_exposed(prices, recomputed=one != "none"), longer - 1)
-                for one in RECOMPUTE[:-1] if one in ("none", recompute) or recompute == "any"]
+                for one in RECOMPUTE[:-1] if one in some or recompute == "any"]
         several += [True] * (len(ways[0].nodes) - len(several))    # copies, which are read by one block
         found = least_fitting_s(ways, several, len(space), h.pipeline_ranks * self.even.limit_of(candidate))
         return min(found, most_s * h.pipeline_ranks)

@@ -154,7 +154,7 @@ class ExecutionCounts:
 
     def reads_again(self, use: TensorUse) -> bool:
         """Whether the redistribution runs again for backward: in a recomputed block, or as a ZeRO-3 gather."""
-        block = self.blocks.of[use.target] if self.hybrid.recompute == "full" else None
+        block = self.blocks.of[use.target] if self.blocks.sends_again else None
         before_block = self.of_parameter[use.source] and (self.hybrid.zero_stage < 3 or self.hybrid.prefetches)
         if before_block or block is None:
             return self.gathers_again(use)

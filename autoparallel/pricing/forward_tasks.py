@@ -50,7 +50,7 @@ class RecomputeTasks:
         """Run the block again that the backward of a decision starts (if any), in one of ``count`` rounds."""
         if not (members := self.members_by_start.get(index)):
             return
-        share, full = count * self.counts.hybrid.copies, self.counts.hybrid.recompute == "full"
+        share, full = count * self.counts.hybrid.copies, self.counts.blocks.sends_again
         sent = self.activations
         run = Running(step, lambda timed: timed.again.per(share), "activations again", "recompute", share)
         ahead = sorted(place for place in sent.ahead if members[0] <= place <= members[-1])
@@ -88,7 +88,7 @@ class RecomputeTasks:
     @cached_property
     def _ends(self) -> Collection[int]:
         """The ops with which recompute of their blocks ends (in pieces they run again to save what they read)."""
-        return self.counts.blocks.ends.values() if self.counts.hybrid.recompute == "full" else ()
+        return self.counts.blocks.ends.values() if self.counts.blocks.sends_again else ()
 
 
 def _of_mixtures(actions: Iterable[Action | MixtureAction], runs_again: bool) -> list[MixtureAction]:

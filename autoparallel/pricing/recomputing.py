@@ -9,8 +9,8 @@ from typing import NamedTuple
 from autoparallel.plans import Hybrid
 from autoparallel.strategies.space import StrategySpace
 
-#: Op classes (`Rule.op_class`) whose results recompute="selective" keeps, as in `lower.recompute_pass`.
-KEPT_CLASSES = frozenset({"matmul", "attention", "conv"})
+#: By mode of recompute, the op classes (`Rule.op_class`) whose results are kept, as in `kernels.recomputed`.
+KEPT_CLASSES = {"selective": frozenset({"matmul", "attention", "conv"}), "all_but_attention": frozenset({"attention"})}
 #: A block of a stage: its number, and the module path.
 Block = tuple[int, str]
 
@@ -64,7 +64,12 @@ class RecomputedBlocks:
         rule = self.space.strategy_sets[index].rule
         if self.hybrid.recompute == "selective" and self.how.core_only:
             return rule is not None and rule.op_class == "attention"
-        return self.hybrid.recompute == "full" or rule is None or rule.op_class not in KEPT_CLASSES
+        return rule is None or rule.op_class not in KEPT_CLASSES.get(self.hybrid.recompute, ())
+
+    @property
+    def sends_again(self) -> bool:
+        """Whether recompute runs the communication of blocks again, whose results "selective" keeps."""
+        return self.hybrid.recompute in ("all_but_attention", "full")
 
     def moves(self, index: int) -> bool:
         """Whether what is saved of a decision's results waits for backward outside of the device."""

@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from autoparallel.pricing.recomputing import RecomputedBlocks
+from autoparallel.pricing.recomputing import KEPT_CLASSES, RecomputedBlocks
 from autoparallel.rules.rule import Rule
 from autoparallel.strategies.space import StrategySet, StrategySpace, TensorUse
 
@@ -70,7 +70,7 @@ class SavedValues:
     def copy_is_away(self, use: TensorUse) -> bool:
         """Whether a saved redistributed copy is recomputed, or fetched from the host."""
         kept = self.copy_is_kept(use) and self.blocks.evicted[use.target] is not None
-        return kept and (self.blocks.hybrid.recompute == "full" or self.blocks.away(use.target))
+        return kept and (self.blocks.sends_again or self.blocks.away(use.target))
 
     def _kept_values(self) -> frozenset[Value]:
         """Values and copies that backward needs; also fills `first_saver`.
@@ -113,9 +113,8 @@ class SavedValues:
         return frozenset(found)
 
     def _results_kept(self) -> frozenset[Value]:
-        """Results that recompute="selective" keeps, whether backward needs them or not, to avoid running their ops
-        again."""
-        if self.blocks.hybrid.recompute != "selective":
+        """Results that recompute keeps, whether backward needs them or not, to avoid running their ops again."""
+        if self.blocks.hybrid.recompute not in KEPT_CLASSES:
             return frozenset()
         inside = (i for i, block in enumerate(self.blocks.of) if block is not None and not self.blocks.again(i))
         return frozenset((i, 0) for i in inside if self.space.strategy_sets[i].output_metas[0].requires_grad

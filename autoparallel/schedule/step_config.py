@@ -19,7 +19,7 @@ from autoparallel.schedule.tiers import ON_DEVICE, TIERS, Offload
 if TYPE_CHECKING:
     import torch
 
-RECOMPUTE = ("none", "selective", "full", "offload")
+RECOMPUTE = ("none", "selective", "all_but_attention", "full", "offload")
 #: Of these, the kinds whose saved tensors can wait for backward outside of the device.
 KEEPS = ("selective", "offload")
 #: Micro-batches, stages and ranks of a pipeline, each.
@@ -48,21 +48,22 @@ class Hybrid:
         3      gathered for each use in each micro-batch, and again in backward, where gradients are reduced
 
     (Whether a parameter is sharded at all is decided by its layout.) ``recompute``: "none"; "selective", all ops of a
-    block but products, attention and collectives; "full", whole blocks; "offload", no recompute, but a block's saved
-    tensors wait for backward outside of the device. ``recompute_blocks``: the paths of the blocks that this applies to
-    (None: all). ``saved_on``: where what "selective" and "offload" save of blocks waits for backward: "device", "host"
-    or "disk"; of "offload" not the first. ``reduce_dtype``: the dtype in which gradients are summed over ranks, and
-    over micro-batches if it is more precise than the parameter's (None: the parameter's). ``bucket_bytes``: the largest
-    bucket of parameter gathers and gradient reductions (a single larger parameter is allowed); ``fusion``: its size on
-    single mesh axes, buckets by number and by name, and whether a block's gathers are one of any size. ``copies``:
-    micro-batches that run at a time (multi-copy): one's activations are sent while another computes, and blocks'
-    parameters are gathered once for all of them (ZeRO-3), for the activations of so many. ``offload``: where the
-    optimizer's states live, and gradients and parameters. ``on_host``: tables whose lookups run on the host,
-    with their gradients and optimizer states in its memory (states on disk, where ``offload`` puts states there).
-    ``cached``: those of them whose hot rows the devices hold, with their states, and look up and step there.
-    ``pieces``: linear layers whose operand or result is redistributed run in so many pieces, of which one travels while
-    another is computed (`schedule.pieces`). ``experts_overlap``: rows of tokens travel to their experts and back while
-    other products of the block run (`schedule.expert_windows`).
+    block but products, attention and collectives; "all_but_attention", all but attention; "full", whole blocks;
+    "offload", no recompute, but a block's saved tensors wait for backward outside of the device. ``recompute_blocks``:
+    the paths of the blocks that this applies to (None: all). ``saved_on``: where what "selective" and "offload" save of
+    blocks waits for backward: "device", "host" or "disk"; of "offload" not the first.
+    ``reduce_dtype``: the dtype in which gradients are summed over ranks, and over micro-batches if it is more precise
+    than the parameter's (None: the parameter's). ``bucket_bytes``: the largest bucket of parameter gathers and gradient
+    reductions (a single larger parameter is allowed); ``fusion``: its size on single mesh axes, buckets by number and
+    by name, and whether a block's gathers are one of any size. ``copies``: micro-batches that run at a time
+    (multi-copy): one's activations are sent while another computes, and blocks' parameters are gathered once for all of
+    them (ZeRO-3), for the activations of so many. ``offload``: where the optimizer's states live, and gradients and
+    parameters. ``on_host``: tables whose lookups run on the host, with their gradients and optimizer states in its
+    memory (states on disk, where ``offload`` puts states there). ``cached``: those of them whose hot rows the devices
+    hold, with their states, and look up and step there. ``pieces``: linear layers whose operand or result is
+    redistributed run in so many pieces, of which one travels while another is computed (`schedule.pieces`).
+    ``experts_overlap``: rows of tokens travel to their experts and back while other products of the block run
+    (`schedule.expert_windows`).
     """
 
     micro_batches: int = 1
@@ -273,9 +274,9 @@ def _check_schedule(hybrid: Hybrid) -> None:
         raise PlanError(f"schedule {hybrid.schedule!r} needs at least as many micro-batches as its {hybrid.stages} "
                         f"stages, not {hybrid.micro_batches}: take more, or "
                         f"{names_of(lambda other: other.all_forwards)}")
-    if hybrid.puts_off_weights and hybrid.recompute == "selective":
-        raise PlanError(f"schedule {hybrid.schedule!r} runs backward in two parts, and recompute='selective' can run "
-                        "once only: take recompute='full' or another schedule")
+    if hybrid.puts_off_weights and hybrid.recompute in ("selective", "all_but_attention"):
+        raise PlanError(f"schedule {hybrid.schedule!r} runs backward in two parts, and recompute="
+                        f"{hybrid.recompute!r} can run once only: take recompute='full' or another schedule")
     rounds = max(1, hybrid.micro_batches // hybrid.pipeline_ranks)
     if how.in_rounds and hybrid.micro_batches % rounds:
         raise PlanError(f"schedule {hybrid.schedule!r} needs micro-batches in rounds of {hybrid.pipeline_ranks}, and "

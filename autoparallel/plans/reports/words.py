@@ -20,6 +20,8 @@ PARALLEL = {"data": "data parallel", "tensor": "tensor parallel", "context": "co
             "expert": "data and expert parallel", "replicated": "computed by every rank"}
 #: The training state that no rank has whole, by ZeRO stage.
 _SHARDED = {1: "optimizer states", 2: "gradients and optimizer states", 3: "parameters"}
+_RECOMPUTES = {"selective": "selective recompute", "all_but_attention": "recompute of all but attention",
+               "full": "full recompute"}
 #: Attention on a context-parallel axis, each rank with some of its heads; products around it on a tensor-parallel axis.
 HEADS = "cut by heads (as DeepSpeed-Ulysses)"
 AROUND_HEADS = "context parallel, around attention by heads (as DeepSpeed-Ulysses)"
@@ -231,7 +233,7 @@ def _settings(plan: Plan) -> Iterator[str]:
         yield "experts' rows sent and awaited without other work between, which would not pay"
     if h.recompute != "none":
         where = {"device": [], "host": ["saved tensors in the host's memory"], "disk": ["saved tensors on disk"]}
-        how = " and ".join([*[f"{h.recompute} recompute"] * (h.recompute != "offload"), *where[h.saved_on]])
+        how = " and ".join([*[_RECOMPUTES[h.recompute]] * (h.recompute != "offload"), *where[h.saved_on]])
         every = {path for block in plan.blocks for path in block.paths if path != "outside blocks"}
         some = f"{len(h.recompute_blocks)} of " if h.recompute_blocks is not None else "all "
         yield f"{how} on {some}{len(every)} blocks"
