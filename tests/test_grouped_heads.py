@@ -408,7 +408,8 @@ def test_rings_are_priced_by_the_heads_that_go_around() -> None:
         s = next(s for s in space.strategy_sets if any(one.variant == "ring" for one in s.axis_strategies))
         inside = Prices(space, Cluster.load("h100-sxm", num_devices=2 * ranks, software="none")).op(s).inside
         row = s.position[(s.axis_strategy_named("ring"), s.axis_strategy_named("heads"))]
-        found.append(sum(float(one.num_bytes[row]) for one in inside if one.axis == 0 and one.exchange.input == 1))
+        found.append(sum(float(one.num_bytes[row]) for one in inside
+                         if (one.variant, one.axis, one.exchange.input) == ("ring", 0, 1)))
     assert found == [size * 2048 * 128 * 2 for size in (4, 2, 1, 1)]
 
 

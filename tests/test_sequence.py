@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
+import math
 from typing import Any
 
 import pytest
@@ -55,7 +56,7 @@ def attend_on_ranks(mesh_shape: tuple[int, ...], causal: bool, strategy: tuple[s
     expected = model(*given)
     wanted = torch.autograd.grad(expected, given)
     mesh = mesh_of(*mesh_shape)
-    plan = autoparallel.plan(model, Cluster.load("local-cpu", num_devices=4), example_inputs=tuple(given),
+    plan = autoparallel.plan(model, Cluster.load("local-cpu", num_devices=mesh.size()), example_inputs=tuple(given),
                              mesh_shape=mesh_shape, axis_names=mesh.mesh_dim_names)
     name = next(n for n in plan.strategies if n.startswith("scaled_dot_product_attention") and ":" not in n)
     plan = dataclasses.replace(plan, strategies={**plan.strategies, name: strategy})
@@ -71,14 +72,16 @@ def attend_on_ranks(mesh_shape: tuple[int, ...], causal: bool, strategy: tuple[s
 
 
 @pytest.mark.parametrize(("mesh_shape", "causal", "strategy"), [
-    ((4,), True, ("queries",)), ((4,), True, ("ring",)), slow((4,), False, ("ring",)),
+    ((4,), True, ("queries",)), ((4,), True, ("ring",)), slow((4,), False, ("ring",)), ((4,), True, ("zigzag",)),
+    slow((2,), True, ("zigzag",)), ((2, 2), True, ("zigzag", "h")),
+    slow((2, 2), True, ("b", "zigzag")), slow((2, 2), True, ("part", "zigzag")),
     ((2, 2), True, ("queries", "queries")),
     ((2, 2), True, ("ring", "h")), slow((2, 2), True, ("b", "ring")), ((2, 2), False, ("s", "ring")),
     slow((2, 2), False, ("ring", "s")), ((2, 2), True, ("queries", "linear(2)")), slow((2, 2), True, ("part", "ring")),
 ])
 def test_attention_cut_along_the_sequence(ranks: Any, mesh_shape: tuple[int, ...], causal: bool,
                                           strategy: tuple[str, ...]) -> None:
-    for found in ranks(4).run(attend_on_ranks, mesh_shape, causal, strategy, timeout_s=100):
+    for found in ranks(math.prod(mesh_shape)).run(attend_on_ranks, mesh_shape, causal, strategy, timeout_s=100):
         assert max(found.values()) < 1e-5, found
 
 

@@ -10,7 +10,7 @@ from torch.utils.checkpoint import CheckpointPolicy
 
 from autoparallel.backends.traced import STARTS, WAIT, gathers_of, is_move, read_by_moves
 from autoparallel.kernels.recomputed import KEPT
-from autoparallel.kernels.ring import RING
+from autoparallel.kernels.ring import MOVING, RING
 
 #: A larger number than any block's: the partitioner saves what a region of a larger number reads from a smaller one.
 _GATHERS = 2**20
@@ -62,14 +62,16 @@ def _is_backward(node: FxNode) -> bool:
 
 def _is_kept(node: FxNode, mode: str) -> bool:
     """Whether a mode saves an op's result, or each of its several. Of ring attention it is the result of all rounds."""
-    if _in_ring(node):
-        return not all(map(_in_ring, node.users))
+    if _is_marked(node, RING):
+        return not all(_is_marked(user, RING) for user in node.users)
+    if _is_marked(node, MOVING):
+        return False
     if node.target is operator.getitem:
         return _is_kept(node.args[0], mode)  # type: ignore[arg-type]
     name = node.target._schema.name if hasattr(node.target, "_schema") else ""
     return name.startswith(KEPT[mode]) or (mode == "selective" and (node.target in STARTS or node.target is WAIT))
 
 
-def _in_ring(node: FxNode) -> bool:
-    """Whether a node is of the forward of ring attention."""
-    return not _is_backward(node) and bool((node.meta.get("custom") or {}).get(RING))
+def _is_marked(node: FxNode, name: str) -> bool:
+    """Whether a node is of the forward of what has this mark (`kernels.tracing.marked`)."""
+    return not _is_backward(node) and bool((node.meta.get("custom") or {}).get(name))

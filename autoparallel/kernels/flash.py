@@ -46,7 +46,7 @@ def attend(q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float) -> tuple
 def attend_backward(gradient: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, logs: Tensor, causal: bool,
                     scale: float, state: Any) -> tuple[Tensor, Tensor, Tensor]:
     """Gradients of q, k, v. ``out`` and ``logs`` may cover more keys than ``k`` has: those of the whole sequence give
-    the shard's part of the gradient."""
+    the shard's part of the gradient. ``state``: of any call of `attend`, also of other lengths."""
     kernel, heads = _kernel(q, v), k.shape[1]
     k, v = (_for_kernel(kernel, x, q) for x in (k, v))
     match kernel:
@@ -55,7 +55,7 @@ def attend_backward(gradient: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tens
                 gradient.contiguous(), q, k, v, out, logs, 0.0, causal, scale=scale)
         case "cuda":
             dq, dk, dv = aten._scaled_dot_product_flash_attention_backward(
-                gradient, q, k, v, out, logs, *state[:4], 0.0, causal, *state[4:], scale=scale)
+                gradient, q, k, v, out, logs, *state[:2], q.shape[2], k.shape[2], 0.0, causal, *state[4:], scale=scale)
         case _:
             weights = (_scores(q, k, causal, scale) - logs.unsqueeze(-1)).exp()
             dv = weights.to(v.dtype).mT @ gradient

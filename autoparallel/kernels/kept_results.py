@@ -65,11 +65,11 @@ def once(make: Callable[[], T]) -> T:
     of what it does (as in the forward of a `torch.autograd.Function`)."""
     if (kept := _current.get()) is None:
         return make()
-    with _unseen():
+    with unseen():
         return kept.once(make)
 
 
-def _unseen() -> AbstractContextManager[object]:
+def unseen() -> AbstractContextManager[object]:
     """A context in which torch's selective checkpoint, which numbers the calls of each op, sees none."""
     selective = isinstance(_get_current_dispatch_mode(), (_CachingTorchDispatchMode, _CachedTorchDispatchMode))
     return _pop_mode_temporarily() if selective else nullcontext()
@@ -79,4 +79,4 @@ def _detached(made: Any) -> Any:
     return pytree.tree_map_only(torch.Tensor, torch.Tensor.detach, made)
 
 
-__all__ = ["KeptResults", "once"]
+__all__ = ["KeptResults", "once", "unseen"]

@@ -3,86 +3,183 @@
 Keys and values pass once around the ring. Each rank attends to one shard of keys per round and combines the results by
 their log-sum-exp. Backward passes them around again; the gradients of keys and values follow one rank behind and
 come home with the last message.
+
+With a causal mask the last of n contiguous shards is 2n - 1 times the work of the first. In the zigzag form the
+sequence has 2n chunks, of which rank r takes chunks r and 2n - 1 - r (as Megatron's context parallelism does): its
+queries see half of the scores in every round, on each rank.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch.autograd.function import once_differentiable
 
 from autoparallel.kernels import flash, groups, kept_results
-from autoparallel.kernels.collectives import shifted
+from autoparallel.kernels.collectives import begin_rows_exchanged, shifted
 from autoparallel.kernels.groups import Axis
 from autoparallel.kernels.tracing import after, marked
 
 Tensor = torch.Tensor
-#: What marks the ops of a forward in a traced graph.
-RING = "ring"
+#: Marks of a traced graph's nodes: of the rounds of a forward, and of chunks that move to the zigzag form and back.
+RING, MOVING = "ring", "chunks moving"
 
 
-def _around(axis: Axis, causal: bool) -> Iterator[tuple[int, bool, bool]]:
-    """For each round: (round, whether the mask lets this rank see the shard it holds, whether that is its own)."""
-    for step in range(axis.size):
-        source = (axis.rank - step) % axis.size
-        yield step, not causal or source <= axis.rank, source == axis.rank
+@dataclass(frozen=True)
+class _Round:
+    """The part of a round's scores that is computed: of the queries' chunks from ``first``, and of ``keys`` chunks of
+    the shard that the rank holds; none if no query sees these. ``causal``: within them, of the rank's own shard."""
+
+    first: int = 0
+    keys: int = 0
+    causal: bool = False
 
 
-def _attend(q: Tensor, k: Tensor, v: Tensor, axis: Axis, causal: bool, scale: float) -> tuple[Tensor, Tensor, Any]:
-    """As `flash.attend`, over all shards of the keys; the state is that of the last."""
-    out = q.new_zeros((*q.shape[:-1], v.shape[-1]), dtype=torch.promote_types(q.dtype, torch.float32))
-    logs = out.new_full(out.shape[:-1], -torch.inf)
-    key, value, state = k, v, ()
-    for step, seen, own in _around(axis, causal):
-        if step:
-            key, value = shifted((key, value), axis)
-        if seen:
-            part, part_logs, state = flash.attend(q, key, value, causal and own, scale)
-            joined = torch.logaddexp(logs, part_logs)
-            out = out * (logs - joined).exp().unsqueeze(-1) + part * (part_logs - joined).exp().unsqueeze(-1)
-            logs = joined
-        else:
-            out = after(out, key, value)
-    return out.to(q.dtype), logs, state
+@dataclass(frozen=True)
+class _Ring:
+    """One call: ``chunks`` of a shard, 1 or, zigzag, 2."""
+
+    axis: Axis
+    causal: bool
+    scale: float
+    chunks: int
+
+    def rounds(self) -> Iterator[tuple[int, _Round]]:
+        for step in range(self.axis.size):
+            source = (self.axis.rank - step) % self.axis.size
+            if source == self.axis.rank or not self.causal:
+                yield step, _Round(0, self.chunks, self.causal)
+            elif source < self.axis.rank:
+                yield step, _Round(0, 1)    # of two chunks the second comes after all queries
+            else:
+                yield step, _Round(1, self.chunks) if self.chunks == 2 else _Round()
+
+    def rows(self, x: Tensor, first: int, last: int, dim: int = 2) -> Tensor:
+        """The chunks of a tensor from ``first`` to before ``last``."""
+        size = x.shape[dim] // self.chunks
+        return x if last - first == self.chunks else x.narrow(dim, first * size, (last - first) * size)
+
+    def attend(self, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Any]:
+        """As `flash.attend`, over all shards of the keys; the state is that of the last."""
+        whole = q.new_zeros((*q.shape[:-1], v.shape[-1]), dtype=torch.promote_types(q.dtype, torch.float32))
+        none = whole.new_full(whole.shape[:-1], -torch.inf)
+        outs, logs, state = list(whole.chunk(self.chunks, 2)), list(none.chunk(self.chunks, 2)), ()
+        key, value = k, v
+        for step, part in self.rounds():
+            if step:
+                key, value = shifted((key, value), self.axis)
+            if not part.keys:
+                outs = [after(out, key, value) for out in outs]
+                continue
+            made, scores, state = flash.attend(self.rows(q, part.first, self.chunks), self.rows(key, 0, part.keys),
+                                               self.rows(value, 0, part.keys), part.causal, self.scale)
+            number = self.chunks - part.first
+            for at, out, log in zip(range(part.first, self.chunks), made.chunk(number, 2), scores.chunk(number, 2),
+                                    strict=True):
+                joined = torch.logaddexp(logs[at], log)
+                outs[at] = outs[at] * (logs[at] - joined).exp().unsqueeze(-1) + out * (log - joined).exp().unsqueeze(-1)
+                logs[at] = joined
+        return _joined(outs).to(q.dtype), _joined(logs), state
+
+    def gradients(self, gradient: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, logs: Tensor, state: Any
+                  ) -> tuple[Tensor, Tensor, Tensor]:
+        """Those of `attend`, which gave ``out``, ``logs`` and the state."""
+        key, value = k, v
+        dq, own, moving = list[Tensor](), list[Tensor](), list[Tensor]()    # by chunk; of keys, then of values
+        for step, part in self.rounds():    # step 0 sees this rank's own keys
+            if step:
+                key, value = shifted((key, value), self.axis)
+            if step > 1:  # gradients begin with the first rank after the owner
+                moving = list(shifted(moving, self.axis))
+            if not part.keys:
+                dq, moving = ([after(one, gradient, q, key, value, out, logs) for one in some] for some in (dq, moving))
+                continue
+            of_out, rows, row_outs, row_logs = (self.rows(x, part.first, self.chunks) for x in (gradient, q, out, logs))
+            made = flash.attend_backward(of_out, rows, self.rows(key, 0, part.keys), self.rows(value, 0, part.keys),
+                                         row_outs, row_logs.contiguous(), part.causal, self.scale, state)
+            of_q = made[0].to(logs.dtype).chunk(self.chunks - part.first, 2)
+            of_keys = [x.to(logs.dtype).chunk(part.keys, 2) for x in made[1:]]
+            if not step:
+                dq, own = list(of_q), [one for some in of_keys for one in some]
+                moving = [torch.zeros_like(one) for one in own]
+                continue
+            for at, one in enumerate(of_q, part.first):
+                dq[at] = dq[at] + one
+            for which, some in enumerate(of_keys):
+                for at, one in enumerate(some, which * self.chunks):
+                    moving[at] = moving[at] + one
+        if self.axis.size > 1:
+            moving = list(shifted(moving, self.axis))
+        both = [mine + theirs for mine, theirs in zip(own, moving, strict=True)]
+        dk, dv = both[: self.chunks], both[self.chunks :]
+        return _joined(dq).to(q.dtype), _joined(dk).to(k.dtype), _joined(dv).to(v.dtype)
+
+    def zigzag(self, *shards: Tensor) -> Sequence[Tensor]:
+        """Contiguous shards as the rank's chunks, which are others in the zigzag form."""
+        if self.chunks == 1:
+            return shards
+        rank, size = self.axis.rank, self.axis.size
+        return self._moved(shards, [_zigzag_rank(2 * rank + n, size) for n in (0, 1)], [rank // 2, self._last // 2])
+
+    def contiguous(self, *shards: Tensor) -> Sequence[Tensor]:
+        """The inverse of `zigzag`."""
+        if self.chunks == 1:
+            return shards
+        rank, size = self.axis.rank, self.axis.size
+        return self._moved(shards, [rank // 2, self._last // 2], [_zigzag_rank(2 * rank + n, size) for n in (0, 1)])
+
+    @property
+    def _last(self) -> int:
+        """The second of the rank's chunks in the zigzag form."""
+        return 2 * self.axis.size - 1 - self.axis.rank
+
+    def _moved(self, shards: Sequence[Tensor], targets: Sequence[int], sources: Sequence[int]) -> list[Tensor]:
+        """The chunks received from two ranks, for those of each shard, which are sent to two. They move again where a
+        block is recomputed."""
+        with marked(MOVING), kept_results.unseen():
+            return [self._moved_one(x, targets, sources) for x in shards]
+
+    def _moved_one(self, x: Tensor, targets: Sequence[int], sources: Sequence[int]) -> Tensor:
+        rows = x.movedim(2, 0)
+        if targets[0] > targets[1]:
+            rows = torch.cat(rows.chunk(2)[::-1])
+        each = len(rows) // 2
+        received, sent = ([each * ranks.count(rank) for rank in range(self.axis.size)]
+                          for ranks in (list(sources), list(targets)))
+        [made] = begin_rows_exchanged([rows.contiguous()], self.axis, received, sent)()
+        if sources[0] > sources[1]:
+            made = torch.cat(made.chunk(2)[::-1])
+        return made.movedim(0, 2).contiguous()
 
 
-class _Ring(torch.autograd.Function):
+def _joined(chunks: Sequence[Tensor]) -> Tensor:
+    return torch.cat(list(chunks), 2) if len(chunks) > 1 else chunks[0]
+
+
+def _zigzag_rank(chunk: int, ranks: int) -> int:
+    return chunk if chunk < ranks else 2 * ranks - 1 - chunk
+
+
+class _Attention(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, axis: Axis, causal: bool, scale: float) -> Tensor:
-        ctx.call = axis, causal, scale
+    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, ring: _Ring) -> Tensor:
+        ctx.ring = ring
+        q, k, v = ring.zigzag(q, k, v)
         with marked(RING):
-            out, logs, ctx.state = kept_results.once(lambda: _attend(q, k, v, axis, causal, scale))
+            out, logs, ctx.state = kept_results.once(lambda: ring.attend(q, k, v))
         ctx.save_for_backward(q, k, v, out, logs)
-        return out
+        return ring.contiguous(out)[0]
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
-        axis, causal, scale = ctx.call
+        ring: _Ring = ctx.ring
         q, k, v, out, logs = ctx.saved_tensors
-        key, value = k, v
-        dq = own_dk = own_dv = dk = dv = q.new_empty(0)  # step 0 sees this rank's own keys
-        for step, seen, own in _around(axis, causal):
-            if step:
-                key, value = shifted((key, value), axis)
-            if step > 1:  # gradients begin with the first rank after the owner
-                dk, dv = shifted((dk, dv), axis)
-            if seen:
-                parts = flash.attend_backward(gradient, q, key, value, out, logs, causal and own, scale,
-                                              ctx.state)
-                if step:
-                    dq, dk, dv = (whole + part for whole, part in zip((dq, dk, dv), parts, strict=True))
-                else:
-                    dq, own_dk, own_dv = (part.to(logs.dtype) for part in parts)
-                    dk, dv = torch.zeros_like(own_dk), torch.zeros_like(own_dv)
-            else:
-                dq, dk, dv = (after(one, gradient, q, key, value, out, logs) for one in (dq, dk, dv))
-        if axis.size > 1:
-            dk, dv = shifted((dk, dv), axis)
-        dk, dv = own_dk + dk, own_dv + dv
-        return dq.to(q.dtype), dk.to(k.dtype), dv.to(v.dtype), None, None, None
+        made = ring.gradients(ring.zigzag(gradient)[0], q, k, v, out, logs, ctx.state)
+        return *ring.contiguous(*made), None
 
 
 def ring_attention(
@@ -91,5 +188,21 @@ def ring_attention(
 ) -> Tensor:
     """Attention of even shards [batch, heads, sequence / n, head dim] over the one axis of ``axes``. No mask, no
     dropout."""
+    return _over(1, q, k, v, is_causal, scale, axes)
+
+
+def zigzag_attention(
+    q: Tensor, k: Tensor, v: Tensor, attn_mask: None = None, dropout_p: float = 0.0, is_causal: bool = True, *,
+    scale: float | None = None, enable_gqa: bool = False, axes: tuple[str, ...],
+) -> Tensor:
+    """`ring_attention` with a causal mask, of shards of an even number of rows, in the zigzag form: chunks move to it
+    and back inside."""
+    return _over(2, q, k, v, is_causal, scale, axes)
+
+
+def _over(chunks: int, q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float | None, axes: tuple[str, ...]
+          ) -> Tensor:
     (name,) = axes
-    return _Ring.apply(q, k, v, groups.current(name), is_causal, q.shape[-1] ** -0.5 if scale is None else scale)
+    ring = _Ring(groups.current(name), causal, q.shape[-1] ** -0.5 if scale is None else scale, chunks)
+    made: Tensor = _Attention.apply(q, k, v, ring)
+    return made
