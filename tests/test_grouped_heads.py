@@ -409,7 +409,7 @@ def test_rings_are_priced_by_the_heads_that_go_around() -> None:
         inside = Prices(space, Cluster.load("h100-sxm", num_devices=2 * ranks, software="none")).op(s).inside
         row = s.position[(s.axis_strategy_named("ring"), s.axis_strategy_named("heads"))]
         found.append(sum(float(one.num_bytes[row]) for one in inside
-                         if (one.variant, one.axis, one.exchange.input) == ("ring", 0, 1)))
+                         if (one.axis, one.exchange.input, one.exchange.action) == (0, 1, "ring")))
     assert found == [size * 2048 * 128 * 2 for size in (4, 2, 1, 1)]
 
 

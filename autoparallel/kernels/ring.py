@@ -187,22 +187,9 @@ def ring_attention(
     scale: float | None = None, enable_gqa: bool = False, axes: tuple[str, ...],
 ) -> Tensor:
     """Attention of even shards [batch, heads, sequence / n, head dim] over the one axis of ``axes``. No mask, no
-    dropout."""
-    return _over(1, q, k, v, is_causal, scale, axes)
-
-
-def zigzag_attention(
-    q: Tensor, k: Tensor, v: Tensor, attn_mask: None = None, dropout_p: float = 0.0, is_causal: bool = True, *,
-    scale: float | None = None, enable_gqa: bool = False, axes: tuple[str, ...],
-) -> Tensor:
-    """`ring_attention` with a causal mask, of shards of an even number of rows, in the zigzag form: chunks move to it
-    and back inside."""
-    return _over(2, q, k, v, is_causal, scale, axes)
-
-
-def _over(chunks: int, q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float | None, axes: tuple[str, ...]
-          ) -> Tensor:
+    dropout. Causal, and of shards with an even number of rows, in the zigzag form, to which chunks move and back."""
     (name,) = axes
-    ring = _Ring(groups.current(name), causal, q.shape[-1] ** -0.5 if scale is None else scale, chunks)
+    chunks = 2 if is_causal and q.shape[2] % 2 == 0 else 1
+    ring = _Ring(groups.current(name), is_causal, q.shape[-1] ** -0.5 if scale is None else scale, chunks)
     made: Tensor = _Attention.apply(q, k, v, ring)
     return made

@@ -23,7 +23,7 @@ from autoparallel.kernels.flash import grouped_attention, takes_groups
 from autoparallel.kernels.halo import on_rows, on_windows
 from autoparallel.kernels.linear_sections import cut_sections
 from autoparallel.kernels.norm import batch_norm_of_shards, norm_of_shards
-from autoparallel.kernels.ring import ring_attention, zigzag_attention
+from autoparallel.kernels.ring import ring_attention
 from autoparallel.kernels.softmax import places_of_shards, softmax_of_shards
 from autoparallel.kernels.sparse_rows import local_ids, own_bags, own_ids, own_rows
 from autoparallel.kernels.tracing import is_traced
@@ -170,7 +170,6 @@ VARIANTS = {
     "queries": Variant(causal_queries, (0, 2)),
     "heads": Variant(heads_of_groups, shards=1, runs=True),
     "ring": Variant(ring_attention),
-    "zigzag": Variant(zigzag_attention),
     "dispatch": Variant(dispatched_experts),
     "windows": Variant(on_windows, cuts=True),
     "sections": Variant(cut_sections),

@@ -9,7 +9,6 @@ import numpy as np
 
 from autoparallel import clock
 from autoparallel.planning.candidates import Candidate, Mesh
-from autoparallel.schedule.step_config import RECOMPUTE
 
 #: Mean of log(estimate / bound) for each factor of two of `oddity`. Standard deviations: of the
 #: constant, of the slope along a coordinate, of the Laplacian kernel (its length scale is `REACH` steps), of the noise
@@ -27,6 +26,8 @@ HOPE = 0.5
 UNFIT, HALF_FULL, STEEP = 4.0, 0.38, 6.0
 #: Steps between ZeRO-3 and other stages, whose ratios say little about each other.
 FAR = 3.0
+#: Steps between kinds of recompute.
+_AGAIN = {"none": 0.0, "selective": 1.0, "all_but_attention": 1.5, "full": 2.0, "offload": 3.0}
 
 
 def inner_ranks(mesh_shape: Sequence[int], devices_of_host: int) -> int:
@@ -177,5 +178,5 @@ def _coordinates(candidate: Candidate) -> tuple[float, ...]:
     h, shape = candidate.hybrid, candidate.mesh_shape
     inner = shape[-1] if len(shape) > 1 else 1
     sizes = (h.pipeline_ranks, h.stages / h.pipeline_ranks, h.micro_batches, inner)
-    return (*(math.log2(n) for n in sizes), FAR * (h.zero_stage == 3), float(RECOMPUTE.index(h.recompute)),
+    return (*(math.log2(n) for n in sizes), FAR * (h.zero_stage == 3), _AGAIN[h.recompute],
             float(h.pipelining.splits_backward))

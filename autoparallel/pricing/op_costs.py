@@ -332,11 +332,13 @@ def factor_lengths(s: StrategySet) -> dict[str, tuple[float, np.ndarray]]:
 
 def share_of_work(s: StrategySet) -> np.ndarray:
     """The largest rank's share of the op's work, by strategy: the product of ceil(size / shards) / size over sharded
-    factors. With k shards of a triangular factor (causal attention) the last one has 2 - 1/k times the mean."""
+    factors. With k shards of a triangular factor (causal attention) the last one has 2 - 1/k times the mean, unless
+    ranks have an early and a late part each."""
     share = np.ones(len(s.strategies))
     for size, length in factor_lengths(s).values():
         share *= length / size if size else 1.0
-    uneven = np.array([one.triangular for one in s.axis_strategies])[s.array]
+    uneven = np.array([[one.triangular and (not one.halved or one.halved % (2 * n) > 0) for n in s.mesh_shape]
+                       for one in s.axis_strategies])[s.array, np.arange(len(s.mesh_shape))]
     shards = np.where(uneven, np.array(s.mesh_shape), 1).prod(axis=1)
     return np.where(shards > 1, 2 - 1 / shards, 1.0) * share
 

@@ -51,8 +51,9 @@ class AxisStrategy:
     axis cuts ("" for none). ``even`` lists sizes that the number of shards must divide. A ``variant`` names a local
     program other than the op itself (`kernels.variants`), with communication of its own (``inside``); those named in
     ``apart`` cannot stand beside it on another axis. Inputs ``unsaved`` it does not keep for backward, unlike the op.
-    Of a ``triangular`` strategy the last of n shards is the most work: 2 - 1/n times an even share. An ``inner`` one
-    cuts shards of its factor further: of those that cut the same, only others of its kind may be on a later axis.
+    Of a ``triangular`` strategy the last of n shards is the most work: 2 - 1/n times an even share; not where 2n
+    divides the length ``halved``, so that ranks with two chunks each have equal work (0: never). An ``inner`` one cuts
+    shards of its factor further: of those that cut the same, only others of its kind may be on a later axis.
     """
 
     name: str
@@ -65,6 +66,7 @@ class AxisStrategy:
     apart: frozenset[str] = frozenset()
     unsaved: frozenset[int] = frozenset()
     triangular: bool = False
+    halved: int = 0
     inner: bool = False
 
 

@@ -67,22 +67,16 @@ def _of_heads(op: OpView, inputs: list[Dims]) -> tuple[AxisStrategy, ...]:
 
 def _of_sequence(op: OpView) -> tuple[AxisStrategy, ...]:
     """Shards of the sequence: of a causal one each rank's queries meet all keys up to their own; or keys and values
-    are cut too, and go around, which asks for as many heads of values as of keys. Causal ones also zigzag: two chunks
-    of each shard move, before and after, so that all ranks have equal work."""
+    are cut too, and go around, which asks for as many heads of values as of keys. Where shards of a causal ring are
+    halved, two chunks of each move before and after, so that all ranks have equal work."""
     causal, cut, length = bool(op.arg("is_causal")), shard(2), op.shapes[0][2]
     sizes = [float(op.inputs[i].dtype.itemsize) for i in range(3)]
-    messages = tuple(Exchange("ring", i, sizes[i], 1, 2) for i in (1, 2))
-    if op.shapes[1][1] != op.shapes[2][1]:
-        around = []
-    elif not causal:
-        return (AxisStrategy("ring", (cut,) * 3, (cut,), "s", (length,), "ring", messages, frozenset({"ring"})),)
-    else:
-        apart = frozenset({"ring", "zigzag", "queries"})
-        around = [AxisStrategy("ring", (cut,) * 3, (cut,), "s", (length,), "ring", messages, apart, triangular=True)]
-        if length % 2 == 0:    # queries and the result, or their gradients; keys and values
-            moves = tuple(Exchange("neighbours", i, size, times, times) for i, (size, times) in enumerate(
-                zip(sizes, (2, 1, 1), strict=True)))
-            around.append(AxisStrategy("zigzag", (cut,) * 3, (cut,), "s", (length // 2,), "zigzag",
-                                       (*messages, *moves), apart))
+    messages = [Exchange("ring", i, sizes[i], 1, 2) for i in (1, 2)]
+    if causal:    # queries and the result, or their gradients; keys and values
+        messages += [Exchange("neighbours", i, size, times, times) for i, (size, times) in enumerate(
+            zip(sizes, (2, 1, 1), strict=True))]
+    ring = AxisStrategy("ring", (cut, cut, cut), (cut,), "s", (length,), "ring", tuple(messages),
+                        frozenset({"ring", "queries"} if causal else {"ring"}), triangular=causal, halved=length)
     queries = AxisStrategy("queries", (cut, REPLICATE, REPLICATE), (cut,), "s", variant="queries", triangular=True)
-    return (queries, *around) if causal else ()
+    around = (ring,) if op.shapes[1][1] == op.shapes[2][1] else ()
+    return (queries, *around) if causal else around
