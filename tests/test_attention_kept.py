@@ -15,6 +15,7 @@ import autoparallel
 from autoparallel.capture import capture
 from autoparallel.errors import InfeasibleError
 from autoparallel.export import export_plan
+from autoparallel.kernels import ring
 from autoparallel.kernels.kept_results import once
 from autoparallel.kernels.recomputed import Recomputed
 from autoparallel.planning.candidates import Candidate, Fixed
@@ -23,9 +24,10 @@ from autoparallel.planning.recompute import less_recomputed
 from autoparallel.plans import Hybrid
 from cost_models import Cluster
 from tests.support.captured import plan_of
-from tests.support.compiled import Way, check
+from tests.support.compiled import Way, check, differences
 from tests.support.models import CASES
 from tests.support.plans import half_recomputed
+from tests.support.ranks import restores
 from tests.support.tiers import slow
 
 KEPT = {"recompute": "all_but_attention"}
@@ -43,13 +45,28 @@ H100 = Cluster.load("h100-sxm", num_devices=4)
     slow("llama", ((4,), {"by_hand": "cp=4,recompute=selective"})),
     slow("llama", ((4,), {"by_hand": "cp=4,recompute=selective,saved_on=host"})),
     slow("llama", ((4,), {"by_hand": "cp=2,dp=2,zero=3,recompute=all_but_attention"})),
-    # A rank that does not see the keys that it receives has the collectives of the others in their order.
     ("llama", ((4,), {"by_hand": "cp=2,dp=2,zero=3"})), slow("llama", ((4,), {"by_hand": "cp=2,dp=2,recompute=full"})),
     slow("llama", ((4,), {"by_hand": "cp=2,dp=2,zero=3,recompute=selective"})),
 ], ids=str)
+@pytest.mark.timeout(1900)
 @pytest.mark.parametrize("backend", [slow("eager"), "aot_eager", slow("inductor")])
 def test_as_one_process(ranks: Any, case_name: str, way: Way, backend: str) -> None:
-    check(ranks, case_name, way, backend=backend, alone=True)
+    check(ranks, case_name, way, backend=backend, alone=True, timeout_s=1800 if backend == "inductor" else 280)
+
+
+@restores(ring, "HALVES")
+def differences_in_one_chunk(way: Way) -> list[str]:
+    ring.HALVES = 1
+    return differences("llama", [way], "aot_eager", True)
+
+
+@pytest.mark.parametrize("hand", ["cp=2,dp=2,zero=3", slow("cp=2,dp=2,recompute=full"),
+                                  slow("cp=4,recompute=selective"),
+                                  slow("cp=2,dp=2,zero=3,recompute=all_but_attention")])
+def test_compiled_rings_of_shards_that_are_not_halved(ranks: Any, hand: str) -> None:
+    """A rank that does not see the keys that it receives has the collectives of the others in their order."""
+    for found in ranks(4).run(differences_in_one_chunk, ((4,), {"by_hand": hand}), timeout_s=280):
+        assert not found
 
 
 class _Twice(torch.autograd.Function):

@@ -26,6 +26,8 @@ from autoparallel.kernels.tracing import after, marked
 Tensor = torch.Tensor
 #: Marks of a traced graph's nodes: of the rounds of a forward, and of chunks that move to the zigzag form and back.
 RING, MOVING = "ring", "chunks moving"
+#: Chunks of a shard in the zigzag form.
+HALVES = 2
 
 
 @dataclass(frozen=True)
@@ -40,7 +42,7 @@ class _Round:
 
 @dataclass(frozen=True)
 class _Ring:
-    """One call: ``chunks`` of a shard, 1 or, zigzag, 2."""
+    """One call: ``chunks`` of a shard, 1 or, zigzag, `HALVES`."""
 
     axis: Axis
     causal: bool
@@ -55,7 +57,7 @@ class _Ring:
             elif source < self.axis.rank:
                 yield step, _Round(0, 1)    # of two chunks the second comes after all queries
             else:
-                yield step, _Round(1, self.chunks) if self.chunks == 2 else _Round()
+                yield step, _Round(1, self.chunks) if self.chunks > 1 else _Round()
 
     def rows(self, x: Tensor, first: int, last: int, dim: int = 2) -> Tensor:
         """The chunks of a tensor from ``first`` to before ``last``."""
@@ -189,7 +191,7 @@ def ring_attention(
     """Attention of even shards [batch, heads, sequence / n, head dim] over the one axis of ``axes``. No mask, no
     dropout. Causal, and of shards with an even number of rows, in the zigzag form, to which chunks move and back."""
     (name,) = axes
-    chunks = 2 if is_causal and q.shape[2] % 2 == 0 else 1
+    chunks = HALVES if is_causal and q.shape[2] % HALVES == 0 else 1
     ring = _Ring(groups.current(name), is_causal, q.shape[-1] ** -0.5 if scale is None else scale, chunks)
     made: Tensor = _Attention.apply(q, k, v, ring)
     return made

@@ -74,7 +74,6 @@ def _missing(run: Run) -> str:
     m, p = run.model, run.plan
     facts = {
         "experts": m.experts, "latent attention": m.latent, "windows of attention": m.window,
-        "causal attention whose work is balanced over context ranks": p.context > 1,
         "matrix products of less than two bytes": p.precision != "bf16",
         "recompute of named modules": p.modules,
         "recompute of some layers": p.recompute == "selective" and p.again is not None,
