@@ -229,11 +229,16 @@ def begin_all_to_all(
 
 def shifted(values: Sequence[torch.Tensor], axis: Axis) -> tuple[torch.Tensor, ...]:
     """The values of the previous rank of a ring, in one message. All ranks' values have these shapes and one dtype."""
+    return begin_shifted(values, axis)()
+
+
+def begin_shifted(values: Sequence[torch.Tensor], axis: Axis) -> Callable[[], tuple[torch.Tensor, ...]]:
+    """Begin `shifted`; returns a function that awaits the values."""
     numel = sum(value.numel() for value in values)
     counts = [[numel if r == (axis.rank + by) % axis.size else 0 for r in range(axis.size)] for by in (-1, 1)]
-    message = _begin_all_to_all(torch.cat([value.reshape(-1) for value in values]), axis, *counts)()
-    parts = message.split([value.numel() for value in values])
-    return tuple(part.view(value.shape) for part, value in zip(parts, values, strict=True))
+    message = _begin_all_to_all(torch.cat([value.reshape(-1) for value in values]), axis, *counts)
+    shapes, sizes = [value.shape for value in values], [value.numel() for value in values]
+    return lambda: tuple(part.view(shape) for part, shape in zip(message().split(sizes), shapes, strict=True))
 
 
 def begin_rows_exchanged(values: Sequence[torch.Tensor], axis: Axis, received: Sequence[int], sent: Sequence[int]

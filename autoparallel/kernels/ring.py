@@ -1,8 +1,8 @@
 """Ring attention (Liu, Zaharia, Abbeel 2023): queries, keys and values are cut along the sequence.
 
-Keys and values pass once around the ring. Each rank attends to one shard of keys per round and combines the results by
-their log-sum-exp. Backward passes them around again; the gradients of keys and values follow one rank behind and
-come home with the last message.
+Keys and values pass once around the ring, those of the next round while a round is computed. Each rank attends to one
+shard of keys per round and combines the results by their log-sum-exp. Backward passes them around again; the gradients
+of keys and values follow one rank behind and come home with the last message.
 
 With a causal mask the last of n contiguous shards is 2n - 1 times the work of the first. In the zigzag form the
 sequence has 2n chunks, of which rank r takes chunks r and 2n - 1 - r (as Megatron's context parallelism does): its
@@ -19,7 +19,7 @@ import torch
 from torch.autograd.function import once_differentiable
 
 from autoparallel.kernels import flash, groups, kept_results
-from autoparallel.kernels.collectives import begin_rows_exchanged, shifted
+from autoparallel.kernels.collectives import begin_rows_exchanged, begin_shifted, shifted
 from autoparallel.kernels.groups import Axis
 from autoparallel.kernels.tracing import after, marked
 
@@ -49,15 +49,23 @@ class _Ring:
     scale: float
     chunks: int
 
-    def rounds(self) -> Iterator[tuple[int, _Round]]:
-        for step in range(self.axis.size):
-            source = (self.axis.rank - step) % self.axis.size
-            if source == self.axis.rank or not self.causal:
-                yield step, _Round(0, self.chunks, self.causal)
-            elif source < self.axis.rank:
-                yield step, _Round(0, 1)    # of two chunks the second comes after all queries
-            else:
-                yield step, _Round(1, self.chunks) if self.chunks > 1 else _Round()
+    def rounds(self, key: Tensor, value: Tensor) -> Iterator[tuple[int, _Round, Tensor, Tensor]]:
+        """For each round: its number, the part of it that is computed, and the keys and values that the rank holds.
+        Those of the next round are sent meanwhile."""
+        last = self.axis.size - 1
+        for step in range(last):
+            coming = begin_shifted((key, value), self.axis)
+            yield step, self._part(step), key, value
+            key, value = coming()
+        yield last, self._part(last), key, value
+
+    def _part(self, step: int) -> _Round:
+        source = (self.axis.rank - step) % self.axis.size
+        if source == self.axis.rank or not self.causal:
+            return _Round(0, self.chunks, self.causal)
+        if source < self.axis.rank:
+            return _Round(0, 1)    # of two chunks the second comes after all queries
+        return _Round(1, self.chunks) if self.chunks > 1 else _Round()
 
     def rows(self, x: Tensor, first: int, last: int, dim: int = 2) -> Tensor:
         """The chunks of a tensor from ``first`` to before ``last``."""
@@ -69,10 +77,7 @@ class _Ring:
         whole = q.new_zeros((*q.shape[:-1], v.shape[-1]), dtype=torch.promote_types(q.dtype, torch.float32))
         none = whole.new_full(whole.shape[:-1], -torch.inf)
         outs, logs, state = list(whole.chunk(self.chunks, 2)), list(none.chunk(self.chunks, 2)), ()
-        key, value = k, v
-        for step, part in self.rounds():
-            if step:
-                key, value = shifted((key, value), self.axis)
+        for _, part, key, value in self.rounds(k, v):
             if not part.keys:
                 outs = [after(out, key, value) for out in outs]
                 continue
@@ -89,11 +94,8 @@ class _Ring:
     def gradients(self, gradient: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, logs: Tensor, state: Any
                   ) -> tuple[Tensor, Tensor, Tensor]:
         """Those of `attend`, which gave ``out``, ``logs`` and the state."""
-        key, value = k, v
         dq, own, moving = list[Tensor](), list[Tensor](), list[Tensor]()    # by chunk; of keys, then of values
-        for step, part in self.rounds():    # step 0 sees this rank's own keys
-            if step:
-                key, value = shifted((key, value), self.axis)
+        for step, part, key, value in self.rounds(k, v):    # step 0 sees this rank's own keys
             if step > 1:  # gradients begin with the first rank after the owner
                 moving = list(shifted(moving, self.axis))
             if not part.keys:
