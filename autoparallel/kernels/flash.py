@@ -85,6 +85,11 @@ def _sums_in_16_bits(q: Tensor) -> bool:
     return q.device.type == "cpu" and q.dtype.itemsize < 4
 
 
+def adds_up_groups(q: Tensor, k: Tensor) -> bool:
+    """Whether gradients of grouped queries' keys and values are sums over repeated heads."""
+    return k.shape[1] != q.shape[1] and (_sums_in_16_bits(q) or _kernel(q, k) == "plain")
+
+
 def _for_kernel(kernel: str, x: Tensor, q: Tensor) -> Tensor:
     """Keys or values as the kernel takes them for queries ``q``."""
     return _for_heads(x, q.shape[1]) if kernel == "plain" or _sums_in_16_bits(q) else x

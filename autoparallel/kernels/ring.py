@@ -21,7 +21,7 @@ from torch.autograd.function import once_differentiable
 from autoparallel.kernels import flash, groups, kept_results
 from autoparallel.kernels.collectives import begin_rows_exchanged, begin_shifted, shifted
 from autoparallel.kernels.groups import Axis
-from autoparallel.kernels.tracing import after, marked
+from autoparallel.kernels.tracing import after, is_traced, marked
 
 Tensor = torch.Tensor
 #: Marks of a traced graph's nodes: of the rounds of a forward, and of chunks that move to the zigzag form and back.
@@ -73,7 +73,8 @@ class _Ring:
         return x if last - first == self.chunks else x.narrow(dim, first * size, (last - first) * size)
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Any]:
-        """As `flash.attend`, over all shards of the keys; the state is that of the last."""
+        """As `flash.attend`, over all shards of the keys, with a contiguous shard as the result; the state is that of
+        the last."""
         whole = q.new_zeros((*q.shape[:-1], v.shape[-1]), dtype=torch.promote_types(q.dtype, torch.float32))
         none = whole.new_full(whole.shape[:-1], -torch.inf)
         outs, logs, state = list(whole.chunk(self.chunks, 2)), list(none.chunk(self.chunks, 2)), ()
@@ -89,11 +90,11 @@ class _Ring:
                 joined = torch.logaddexp(logs[at], log)
                 outs[at] = outs[at] * (logs[at] - joined).exp().unsqueeze(-1) + out * (log - joined).exp().unsqueeze(-1)
                 logs[at] = joined
-        return _joined(outs).to(q.dtype), _joined(logs), state
+        return self.contiguous(_joined(outs).to(q.dtype))[0], _joined(logs), state
 
     def gradients(self, gradient: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, logs: Tensor, state: Any
                   ) -> tuple[Tensor, Tensor, Tensor]:
-        """Those of `attend`, which gave ``out``, ``logs`` and the state."""
+        """Those of `attend`, which gave ``out`` (here in the form of the queries), ``logs`` and the state."""
         dq, own, moving = list[Tensor](), list[Tensor](), list[Tensor]()    # by chunk; of keys, then of values
         for step, part, key, value in self.rounds(k, v):    # step 0 sees this rank's own keys
             if step > 1:  # gradients begin with the first rank after the owner
@@ -174,15 +175,16 @@ class _Attention(torch.autograd.Function):
         q, k, v = ring.zigzag(q, k, v)
         with marked(RING):
             out, logs, ctx.state = kept_results.once(lambda: ring.attend(q, k, v))
-        ctx.save_for_backward(q, k, v, out, logs)
-        return ring.contiguous(out)[0]
+        ctx.save_for_backward(q, k, v, out, logs)    # the result as others save it
+        return out
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
         ring: _Ring = ctx.ring
         q, k, v, out, logs = ctx.saved_tensors
-        made = ring.gradients(ring.zigzag(gradient)[0], q, k, v, out, logs, ctx.state)
+        gradient, out = ring.zigzag(gradient, out)
+        made = ring.gradients(gradient, q, k, v, out, logs, ctx.state)
         return *ring.contiguous(*made), None
 
 
@@ -194,6 +196,8 @@ def ring_attention(
     dropout. Causal, and of shards with an even number of rows, in the zigzag form, to which chunks move and back."""
     (name,) = axes
     chunks = HALVES if is_causal and q.shape[2] % HALVES == 0 else 1
+    if is_traced() and flash.adds_up_groups(q, k):    # sums whose chunks have other strides than the trace says
+        chunks = 1
     ring = _Ring(groups.current(name), is_causal, q.shape[-1] ** -0.5 if scale is None else scale, chunks)
     made: Tensor = _Attention.apply(q, k, v, ring)
     return made

@@ -72,9 +72,9 @@ def _of_sequence(op: OpView) -> tuple[AxisStrategy, ...]:
     causal, cut, length = bool(op.arg("is_causal")), shard(2), op.shapes[0][2]
     sizes = [float(op.inputs[i].dtype.itemsize) for i in range(3)]
     messages = [Exchange("ring", i, sizes[i], 1, 2) for i in (1, 2)]
-    if causal:    # queries and the result, or their gradients; keys and values
-        messages += [Exchange("neighbours", i, size, times, times) for i, (size, times) in enumerate(
-            zip(sizes, (2, 1, 1), strict=True))]
+    if causal:    # queries and the result; in backward it, its gradient and that of the queries; keys and values
+        messages += [Exchange("neighbours", i, size, *times) for i, (size, times) in enumerate(
+            zip(sizes, ((2, 3), (1, 1), (1, 1)), strict=True))]
     ring = AxisStrategy("ring", (cut, cut, cut), (cut,), "s", (length,), "ring", tuple(messages),
                         frozenset({"ring", "queries"} if causal else {"ring"}), triangular=causal, halved=length)
     queries = AxisStrategy("queries", (cut, REPLICATE, REPLICATE), (cut,), "s", variant="queries", triangular=True)
