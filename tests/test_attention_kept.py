@@ -100,7 +100,8 @@ torch.fx.wrap("_twice")
 
 @pytest.mark.parametrize("mode", ["selective", "all_but_attention", "full"])
 def test_products_after_a_result_that_is_kept_whole(mode: str) -> None:
-    """torch numbers the products of a block: with those that do not run again, each would be given another's result."""
+    """torch's selective checkpoint finds a kept product by its number in the block, and must not count those inside of
+    a result that is kept whole."""
     torch.manual_seed(0)
     given = [torch.randn(4, 4, requires_grad=True) for _ in range(2)]
     expected = torch.autograd.grad(Products()(*given).square().sum(), given)

@@ -86,7 +86,7 @@ def _sums_in_16_bits(q: Tensor) -> bool:
 
 
 def adds_up_groups(q: Tensor, k: Tensor) -> bool:
-    """Whether gradients of grouped queries' keys and values are sums over repeated heads."""
+    """Whether `attend_backward` of grouped queries repeats keys and values, and sums the gradients of each group."""
     return k.shape[1] != q.shape[1] and (_sums_in_16_bits(q) or _kernel(q, k) == "plain")
 
 

@@ -1,7 +1,7 @@
 """Results that a recomputed block keeps whole, of ops that run as several ops of torch.
 
-Ring attention calls torch's attention once a round. Of these ops a selective checkpoint would keep each round's result,
-keys and values; needed is only the result of all rounds.
+Ring attention calls torch's attention once a round. A selective checkpoint would keep the result, keys and values of
+each round; backward needs the result of all rounds only.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from torch.utils._python_dispatch import _get_current_dispatch_mode, _pop_mode_t
 from torch.utils.checkpoint import _CachedTorchDispatchMode, _CachingTorchDispatchMode
 
 T = TypeVar("T")
-#: Of the run of a block.
+#: The results of the block that runs; None where none are kept.
 _current: ContextVar[KeptResults | None] = ContextVar("kept results", default=None)
 
 

@@ -196,7 +196,7 @@ def ring_attention(
     dropout. Causal, and of shards with an even number of rows, in the zigzag form, to which chunks move and back."""
     (name,) = axes
     chunks = HALVES if is_causal and q.shape[2] % HALVES == 0 else 1
-    if is_traced() and flash.adds_up_groups(q, k):    # sums whose chunks have other strides than the trace says
+    if is_traced() and flash.adds_up_groups(q, k):    # chunks of such sums have other strides than AOTAutograd traces
         chunks = 1
     ring = _Ring(groups.current(name), is_causal, q.shape[-1] ** -0.5 if scale is None else scale, chunks)
     made: Tensor = _Attention.apply(q, k, v, ring)

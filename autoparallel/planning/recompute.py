@@ -17,8 +17,8 @@ from autoparallel.schedule.step_config import KEEPS
 
 #: The least share of recompute in a step for which plans that offload are searched.
 WORTH_MOVING = 0.01
-#: The share of recompute that ends at least where attention's results are kept. (They take memory, for which more
-#: blocks may have to be recomputed: about 3 % of those of a Llama.)
+#: Attention's results are kept if that saves at least this share of the recompute: they take memory, so that more
+#: blocks may have to be recomputed. (Chosen, not measured.)
 WORTH_KEEPING = 0.05
 #: Chooses so many of a stage's blocks, given their paths in order.
 Pick = Callable[[Sequence[str], int], Sequence[str]]
@@ -54,15 +54,15 @@ def less_recomputed(whole: Plan, blocks: Sequence[Sequence[str]], make: Callable
 
 
 def kinds_of(hybrid: Hybrid) -> tuple[str, ...]:
-    """The kinds of recompute of the plans that may be found in place of one that recomputes whole blocks: also of all
-    but attention. Of others their own."""
+    """The kinds of recompute that the plans of a step configuration may have: its own, and in place of whole blocks
+    all but attention, which comes first."""
     whole = hybrid.recompute == "full" and not hybrid.puts_off_weights
     return ("all_but_attention", "full") if whole else (hybrid.recompute,)
 
 
 def keeping_attention(whole: Plan, make: Callable[[Hybrid], Plan]) -> Plan:
-    """The plan, or if it recomputes whole blocks, all but attention, if that fits, is faster, and saves the share
-    `WORTH_KEEPING` of recompute."""
+    """The plan; or, if it recomputes whole blocks, the one that recomputes all but attention, where that fits, is
+    faster and saves the share `WORTH_KEEPING` of the recompute."""
     for kind in kinds_of(whole.hybrid)[:-1]:
         with suppress(InfeasibleError, SearchError):
             kept, p = make(replace(whole.hybrid, recompute=kind, recompute_blocks=None)), whole.prediction

@@ -50,18 +50,19 @@ class RecomputeTasks:
         """Run the block again that the backward of a decision starts (if any), in one of ``count`` rounds."""
         if not (members := self.members_by_start.get(index)):
             return
-        share, full = count * self.counts.hybrid.copies, self.counts.blocks.sends_again
+        share, sends_again = count * self.counts.hybrid.copies, self.counts.blocks.sends_again
         sent = self.activations
         run = Running(step, lambda timed: timed.again.per(share), "activations again", "recompute", share)
         ahead = sorted(place for place in sent.ahead if members[0] <= place <= members[-1])
         for member in members:
             while ahead and ahead[0] <= member:
-                run.forward(_of_mixtures(sent.ahead[ahead.pop(0)], full))
-            run.forward(action for action in sent.before.get(member, ()) if full or isinstance(action, Action))
+                run.forward(_of_mixtures(sent.ahead[ahead.pop(0)], sends_again))
+            run.forward(action for action in sent.before.get(member, ())
+                        if sends_again or isinstance(action, Action))
             pieced, again_s = sent.pieced.get(member), self.seconds.again_s[member]
             if pieced is not None and (again_s or member in self._ends):
                 pieced.forward(step, count, "recompute", counted=bool(again_s))
-            elif member not in sent.in_pieces and not (full and member in sent.mixtures):
+            elif member not in sent.in_pieces and not (sends_again and member in sent.mixtures):
                 step.compute(again_s / share, ("recompute", member, member))
 
     @cached_property

@@ -53,7 +53,7 @@ class AxisStrategy:
     ``apart`` cannot stand beside it on another axis. Inputs ``unsaved`` it does not keep for backward, unlike the op.
     Of a ``triangular`` strategy the last of n shards is the most work: 2 - 1/n times an even share; not where 2n
     divides the length ``halved``, so that ranks with two chunks each have equal work (0: never). An ``inner`` one cuts
-    shards of its factor further: of those that cut the same, only others of its kind may be on a later axis.
+    shards of its factor further: of the strategies of one factor, only inner ones may be on a later axis.
     """
 
     name: str
