@@ -69,6 +69,21 @@ def test_compiled_rings_of_shards_that_are_not_halved(ranks: Any, hand: str) -> 
         assert not found
 
 
+@pytest.mark.parametrize(("traced", "dtype", "groups", "chunks"), [
+    (True, torch.bfloat16, 2, 1), (True, torch.bfloat16, 4, 2), (True, torch.float32, 2, 2),
+    (False, torch.bfloat16, 2, 2)])
+def test_traced_rings_that_sum_groups_are_not_halved(traced: bool, dtype: torch.dtype, groups: int, chunks: int,
+                                                     monkeypatch: pytest.MonkeyPatch) -> None:
+    """Chunks of such sums have other strides than AOTAutograd traces."""
+    found = list[int]()
+    monkeypatch.setattr(ring, "is_traced", lambda: traced)
+    monkeypatch.setattr(ring.groups, "current", lambda name: None)
+    monkeypatch.setattr(ring._Attention, "apply", lambda q, k, v, one: found.append(one.chunks))
+    q, k = (torch.zeros(1, heads, 4, 8, dtype=dtype) for heads in (4, groups))
+    ring.ring_attention(q, k, k, is_causal=True, axes=("x",))
+    assert found == [chunks]
+
+
 class _Twice(torch.autograd.Function):
     """x @ x @ x, whose two products are one kept result."""
 
