@@ -142,6 +142,22 @@ def attention_s(heads: Any, rows: Any, columns: Any, widths: tuple[float, float]
     return forward + products, backward + 2 * products
 
 
+def ring_sums_s(rounds: Any, results: Any, operands: Any, itemsize: float, profile: Profile, device: Device
+                ) -> tuple[Any, Any]:
+    """Seconds (forward, backward) of the sums, in float32, over the ``rounds`` of ring attention: of results with
+    ``results`` elements, in backward of gradients with ``operands`` elements. Arrays or numbers.
+
+    The first is cast. A kernel reads each other one and the sum, and writes the sum; unfused, forward casts it before.
+    """
+    cast, fused = 4.0 + itemsize, 8.0 + itemsize
+    share = profile.passes if profile.fused else profile.kernel_bytes
+    forward, backward = (
+        share * traffic_s(np.where(rounds, cast + (rounds - 1) * each, 0) * elements, device, 4.0 * elements,
+                          profile.cache_bytes)
+        for elements, each in ((results, fused if profile.fused else fused + 8), (operands, fused)))
+    return forward, backward
+
+
 def softmax_is_fused(heads: Any, columns: float) -> Any:
     """Megatron's fused softmax takes batches of four and at most 2,048 columns, and else gives way to five kernels of
     torch (megatron/model/fused_softmax.py: is_kernel_available). ``heads``: of all sequences on a rank."""

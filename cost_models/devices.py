@@ -83,6 +83,11 @@ class Device:
     price_per_hour: float = 0.0
     watts: float = 0.0
 
+    @property
+    def saved_by_overlap(self) -> float:
+        """Of seconds in which compute and communication both run: the share that is saved."""
+        return 2 - self.overlap_slowdown
+
     def __post_init__(self) -> None:
         if not 1 <= self.overlap_slowdown <= 2:
             raise ClusterError(f"device {self.name}: overlap_slowdown must be in [1, 2], not {self.overlap_slowdown}")

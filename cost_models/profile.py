@@ -50,7 +50,6 @@ class Profile:
       library                 matrix products' speed over that of the newest libraries
       flash, native, attend   1 if scores never go to memory; 1 if attention uses what is new in the device; its speed
                               over the best
-      ring                    attention's time over several context ranks, merging of parts included, over that on one
       passes                  element-wise traffic over that counted here
       kernel_bytes            traffic of unfused element-wise kernels over that of the tensors that they read and write
       fused, eager            1 if chains of element-wise ops are one kernel; else their traffic over that of fused ones
@@ -104,7 +103,6 @@ class Profile:
     flash: float
     native: float
     attend: float
-    ring: float
     passes: float
     fused: float
     eager: float

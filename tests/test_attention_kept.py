@@ -9,9 +9,10 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
-from torch.fx import symbolic_trace
+from torch.fx import GraphModule, symbolic_trace
 
 import autoparallel
+from autoparallel.backends import aot
 from autoparallel.capture import capture
 from autoparallel.errors import InfeasibleError
 from autoparallel.export import export_plan
@@ -67,6 +68,30 @@ def test_compiled_rings_of_shards_that_are_not_halved(ranks: Any, hand: str) -> 
     """A rank that does not see the keys that it receives has the collectives of the others in their order."""
     for found in ranks(4).run(differences_in_one_chunk, ((4,), {"by_hand": hand}), timeout_s=280):
         assert not found
+
+
+@restores(ring, "HALVES")
+@restores(aot, "_as_it_is")
+def attentions_in_backward(chunks: int) -> int:
+    """Of a compiled ring with selective recompute, the calls of torch's attention in the backward graphs."""
+    ring.HALVES, as_it_is, found = chunks, aot._as_it_is, list[int]()
+
+    def read(graph: GraphModule) -> Any:
+        targets = [str(node.target) for node in graph.graph.nodes] + [
+            str(node.args[1]) for node in graph.graph.nodes if "run_with_rng_state" in str(node.target)]
+        if any("flash_attention_for_cpu_backward" in target for target in targets):
+            found.append(targets.count("aten._scaled_dot_product_flash_attention_for_cpu.default"))
+        return as_it_is(graph)
+
+    aot._as_it_is = read
+    assert not differences("llama", [((2,), {"by_hand": "cp=2,recompute=selective"})], "aot_eager", True)
+    assert found
+    return sum(found)
+
+
+@pytest.mark.parametrize("chunks", [1, 2])
+def test_compiled_rings_whose_results_are_kept_do_not_run_again(ranks: Any, chunks: int) -> None:
+    assert ranks(2).run(attentions_in_backward, chunks, timeout_s=280) == [0, 0]
 
 
 @pytest.mark.parametrize(("traced", "dtype", "groups", "chunks"), [

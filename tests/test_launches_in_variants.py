@@ -11,7 +11,7 @@ import torch.nn.functional as F  # noqa: N812
 from torch import nn
 
 from autoparallel.plans import Hybrid
-from autoparallel.pricing.unit_costs import Inside
+from autoparallel.pricing.exchanges import Inside
 from autoparallel.strategies.space import Strategy, StrategySet
 from tests.support.launch_order import Drawn, drawn_of
 from tests.support.tiers import slow
@@ -24,18 +24,18 @@ RANKS = 4
 def told(inside: Iterable[Inside], strategy: int, trained: bool) -> Launches:
     """The launches that a rule declares. What goes around a ring together is one message per round; neighbours
     exchange borders in one all-to-all."""
-    found, rings = Launches(), Counter[int]()
+    found, rings = Launches(), Counter[tuple[str, int]]()
     for one in inside:
         exchange, num_bytes = one.exchange, float(one.num_bytes[strategy])
         times = exchange.forward + exchange.backward * trained
         if not one.seconds[strategy]:
             continue
-        if exchange.action == "ring":
-            rings[times] += int(num_bytes)
+        if exchange.action in ("ring", "ring_gradients"):
+            rings[exchange.action, times] += int(num_bytes)
         else:
             action = "all_to_all" if exchange.action == "neighbours" else exchange.action
             found[action, num_bytes * (RANKS if action == "all_gather" else 1)] += times
-    for times, together in rings.items():
+    for (_, times), together in rings.items():
         found["all_to_all", float(together)] += times * (RANKS - 1)
     return +found
 

@@ -7,6 +7,7 @@ import itertools
 import math
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor
@@ -16,6 +17,7 @@ import autoparallel
 from autoparallel.capture import capture
 from autoparallel.kernels import flash
 from autoparallel.pricing import Prices
+from autoparallel.pricing.exchanges import RingRounds
 from autoparallel.pricing.unit_costs import OpPrice
 from autoparallel.strategies.space import StrategySpace
 from cost_models import Cluster
@@ -110,17 +112,37 @@ def test_rows_that_stand_apart() -> None:
 
 
 def test_prices_of_variants() -> None:
-    """The last of n causal shards is 2 - 1/n even shares, unless these are halved; keys go around twice as often
-    backward."""
+    """The last of n causal shards is 2 - 1/n even shares, unless these are halved; then a ring takes what shards of
+    heads take, and its messages, as far as they do not travel while a round is computed."""
     price, at = prices_of_attention(4104)
-    exchanged = [price.forward_s[at["ring"]] - price.forward_s[at["queries"]],
-                 price.backward_s[at["ring"]] - price.backward_s[at["queries"]]]
     assert price.forward_s[at["h"]] < price.forward_s[at["queries"]] < 2 * price.forward_s[at["h"]]
     assert price.forward_s[at["queries"]] < price.forward_s[at["repeat"]]
-    assert 0 < exchanged[0] < exchanged[1]
-    halved, at = prices_of_attention(4096)
-    assert halved.forward_s[at["ring"]] - halved.forward_s[at["h"]] == pytest.approx(exchanged[0], rel=0.01)
-    assert halved.forward_s[at["queries"]] > 1.5 * halved.forward_s[at["h"]]
+    exposed = list[float]()
+    for length in (4096, 65536):
+        halved, at = prices_of_attention(length)
+        own, sent, seconds = at["ring"], [0.0, 0.0], 0.0
+        for one in halved.inside:
+            sent = [sent[0] + one.forward_s[own], sent[1] + one.backward_s[own]]
+            seconds += one.seconds[own] * (one.exchange.action == "ring")
+        assert halved.forward_s[own] == pytest.approx(halved.forward_s[at["h"]] + sent[0])
+        assert halved.backward_s[own] == pytest.approx(halved.backward_s[at["h"]] + sent[1])
+        assert halved.forward_s[at["queries"]] > 1.5 * halved.forward_s[at["h"]]
+        exposed.append(sum(one.forward_s[own] for one in halved.inside if one.exchange.action == "ring") / seconds)
+    assert exposed[0] > 0.8    # work is short
+    assert exposed[1] == pytest.approx(0.3)    # all travels meanwhile, at an overlap_slowdown of 1.3
+
+
+@pytest.mark.parametrize("ranks", [2, 3, 4, 7])
+@pytest.mark.parametrize("work_s", [0.0, 1.0, 4.0, 20.0])
+def test_exposed_messages_of_rings_are_those_of_each_round(ranks: int, work_s: float) -> None:
+    rounds = RingRounds(ranks, np.array([2.0]), np.array([3.0]), saves=0.7)
+    forward = backward = 0.0
+    for number in range(ranks):
+        keys, gradients = 2.0 * (number < ranks - 1), 3.0 * (number > 1)
+        forward += keys - 0.7 * min(keys, work_s / ranks)
+        backward += keys + gradients - 0.7 * min(keys + gradients, work_s / ranks)
+    assert rounds.exposed_forward_s(np.array([work_s])) == pytest.approx(forward)
+    assert rounds.exposed_backward_s(np.array([work_s])) == pytest.approx(backward + 3.0)
 
 
 def prices_of_attention(length: int) -> tuple[OpPrice, dict[str, int]]:

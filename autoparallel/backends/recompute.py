@@ -63,7 +63,9 @@ def _is_backward(node: FxNode) -> bool:
 def _is_kept(node: FxNode, mode: str) -> bool:
     """Whether a mode saves an op's result, or each of its several. Of ring attention it is the result of all rounds."""
     if _is_marked(node, RING):
-        return not all(_is_marked(user, RING) for user in node.users)
+        op = node.args[0] if node.target is operator.getitem else node    # of several results, together
+        results = [user for user in op.users if user.target is operator.getitem] or [op]  # type: ignore[union-attr]
+        return not all(_is_marked(user, RING) for one in results for user in one.users)
     if _is_marked(node, MOVING):
         return False
     if node.target is operator.getitem:

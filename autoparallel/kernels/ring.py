@@ -2,7 +2,7 @@
 
 Keys and values pass once around the ring, those of the next round while a round is computed. Each rank attends to one
 shard of keys per round and combines the results by their log-sum-exp. Backward passes them around again; the gradients
-of keys and values follow one rank behind and come home with the last message.
+of keys and values follow one rank behind, each round's while the next is computed, and arrive with a last message.
 
 With a causal mask the last of n contiguous shards is 2n - 1 times the work of the first. In the zigzag form the
 sequence has 2n chunks, of which rank r takes chunks r and 2n - 1 - r (as Megatron's context parallelism does): its
@@ -11,6 +11,7 @@ queries see half of the scores in every round, on each rank.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -75,44 +76,47 @@ class _Ring:
     def attend(self, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Any]:
         """As `flash.attend`, over all shards of the keys, with a contiguous shard as the result; the state is that of
         the last."""
-        whole = q.new_zeros((*q.shape[:-1], v.shape[-1]), dtype=torch.promote_types(q.dtype, torch.float32))
-        none = whole.new_full(whole.shape[:-1], -torch.inf)
-        outs, logs, state = list(whole.chunk(self.chunks, 2)), list(none.chunk(self.chunks, 2)), ()
-        for _, part, key, value in self.rounds(k, v):
+        dtype = torch.promote_types(q.dtype, torch.float32)
+        outs, logs, state = list[Tensor](), list[Tensor](), ()    # by chunk
+        for step, part, key, value in self.rounds(k, v):
             if not part.keys:
                 outs = [after(out, key, value) for out in outs]
                 continue
             made, scores, state = flash.attend(self.rows(q, part.first, self.chunks), self.rows(key, 0, part.keys),
                                                self.rows(value, 0, part.keys), part.causal, self.scale)
-            number = self.chunks - part.first
-            for at, out, log in zip(range(part.first, self.chunks), made.chunk(number, 2), scores.chunk(number, 2),
-                                    strict=True):
-                joined = torch.logaddexp(logs[at], log)
-                outs[at] = outs[at] * (logs[at] - joined).exp().unsqueeze(-1) + out * (log - joined).exp().unsqueeze(-1)
-                logs[at] = joined
-        return self.contiguous(_joined(outs).to(q.dtype))[0], _joined(logs), state
+            of_chunks = [_chunks(x.to(dtype), self.chunks - part.first) for x in (made, scores)]
+            if not step:    # all queries see keys of the rank's own shard
+                outs, logs = of_chunks
+                continue
+            for at, out, log in zip(range(part.first, self.chunks), *of_chunks, strict=True):
+                outs[at] = torch.lerp(outs[at], out, torch.sigmoid(log - logs[at]).unsqueeze(-1))
+                logs[at] = torch.logaddexp(logs[at], log)
+        # What only backward reads, as the logarithms, the partitioner would leave to backward, and the ring with it.
+        log = _joined(logs)
+        return self.contiguous(after(_joined(outs), log).to(q.dtype))[0], log, state
 
     def gradients(self, gradient: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, logs: Tensor, state: Any
                   ) -> tuple[Tensor, Tensor, Tensor]:
         """Those of `attend`, which gave ``out`` (here in the form of the queries), ``logs`` and the state."""
         dq, own, moving = list[Tensor](), list[Tensor](), list[Tensor]()    # by chunk; of keys, then of values
         for step, part, key, value in self.rounds(k, v):    # step 0 sees this rank's own keys
-            if step > 1:  # gradients begin with the first rank after the owner
-                moving = list(shifted(moving, self.axis))
+            # gradients begin with the first rank after the owner, and travel while those of a round are computed
+            arriving = begin_shifted(moving, self.axis) if step > 1 else None
             if not part.keys:
+                moving = list(arriving()) if arriving else moving
                 dq, moving = ([after(one, gradient, q, key, value, out, logs) for one in some] for some in (dq, moving))
                 continue
             of_out, rows, row_outs, row_logs = (self.rows(x, part.first, self.chunks) for x in (gradient, q, out, logs))
             made = flash.attend_backward(of_out, rows, self.rows(key, 0, part.keys), self.rows(value, 0, part.keys),
                                          row_outs, row_logs.contiguous(), part.causal, self.scale, state)
-            of_q = made[0].to(logs.dtype).chunk(self.chunks - part.first, 2)
-            of_keys = [x.to(logs.dtype).chunk(part.keys, 2) for x in made[1:]]
+            of_q, *of_keys = map(_chunks, made, (self.chunks - part.first, part.keys, part.keys))
             if not step:
-                dq, own = list(of_q), [one for some in of_keys for one in some]
+                dq, own = ([one.to(logs.dtype) for one in some] for some in (of_q, itertools.chain(*of_keys)))
                 moving = [torch.zeros_like(one) for one in own]
                 continue
+            moving = list(arriving()) if arriving else moving
             for at, one in enumerate(of_q, part.first):
-                dq[at] = dq[at] + one
+                dq[at] = dq[at] + one    # in the dtype of the sum
             for which, some in enumerate(of_keys):
                 for at, one in enumerate(some, which * self.chunks):
                     moving[at] = moving[at] + one
@@ -158,6 +162,13 @@ class _Ring:
         if sources[0] > sources[1]:
             made = torch.cat(made.chunk(2)[::-1])
         return made.movedim(0, 2).contiguous()
+
+
+def _chunks(x: Tensor, count: int) -> list[Tensor]:
+    """Equal parts along the sequence, as slices: a part of a `split` is not kept by the partitioner, which would run
+    all before it again."""
+    size = x.shape[2] // count
+    return [x.narrow(2, n * size, size) for n in range(count)] if count > 1 else [x]
 
 
 def _joined(chunks: Sequence[Tensor]) -> Tensor:

@@ -37,7 +37,7 @@ def with_equals(pricer: SpacePricer, strategies: Sequence[Strategy], found: Hidd
     """The seconds saved by overlap (``found``: in the simulated step of a reduced-depth model) with those of equal
     blocks among one another, where each prefetches what it gathers (ZeRO-3): in a steady state, in which the longest of
     work and streams counts. No more is hidden than is sent, less the slowdown."""
-    hybrid, pace = pricer.counts.hybrid, min(1.0, max(0.0, 2 - pricer.prices.device.overlap_slowdown))
+    hybrid, pace = pricer.counts.hybrid, pricer.prices.device.saved_by_overlap
     if not (pricer.prices.training and hybrid.prefetches and max(pricer.counts.multiplicities) > 1):
         return found
     blocks, sent_s = _phases(pricer, strategies)

@@ -7,11 +7,11 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
+from autoparallel.pricing.exchanges import Inside
 from autoparallel.pricing.expert_rows import DISPATCH, sends_rows
 from autoparallel.pricing.rank_reads import Message, RankReads, Timed
 from autoparallel.pricing.step_cost import prices_of
 from autoparallel.pricing.step_tasks import Label, StepTasks
-from autoparallel.pricing.unit_costs import Inside
 from autoparallel.schedule.activation_windows import PRODUCTS
 from autoparallel.schedule.expert_windows import ExpertWindow, expert_windows
 

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from autoparallel.pricing.unit_costs import Inside
+from autoparallel.pricing.exchanges import Inside
 from autoparallel.rules.rule import Exchange
 from autoparallel.strategies.space import StrategySet
 

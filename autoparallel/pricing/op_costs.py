@@ -212,6 +212,8 @@ class ProfileCosts(CurveCosts):
         forward, backward = compute.attention_s(
             heads * work, float(query.shape[-2]), float(key.shape[-2]), (query.shape[-1], value.shape[-1]),
             self.profile, self.device, causal, fused, dtype=dtype_name(query))
+        sums = self._ring_sums_s(s)
+        forward, backward = forward + sums[0], backward + sums[1]
         moved = 2 * sum(self.moved([*s.input_metas[:3], *s.output_metas[:1]], [*s.inputs[:3], *s.outputs[:1]]),
                         np.zeros(len(s.strategies)))    # heads are brought together, and apart again
         copies = self.profile.passes * self.profile.unfused * compute.traffic_s(moved, self.device, moved / 8,
@@ -220,6 +222,16 @@ class ProfileCosts(CurveCosts):
             return self._launched(forward + copies), np.zeros(len(s.strategies))
         kernels = np.where(fused, 1.0, 1.0 + self._more_kernels) if self.part == "host" else 1.0
         return kernels * self._launched(forward + copies), kernels * self._launched(backward + copies)
+
+    def _ring_sums_s(self, s: StrategySet) -> Pair:
+        """Seconds of the sums over the rounds of a ring, by strategy; 0 of the others."""
+        of_ring = np.array([one.variant == "ring" for one in s.axis_strategies])[s.array]
+        rounds = np.where(of_ring, s.mesh_shape, 0).sum(axis=1)
+        query, key, value, out = (nbytes / m.dtype.itemsize for nbytes, m in zip(
+            self.moved([*s.input_metas[:3], *s.output_metas[:1]], [*s.inputs[:3], *s.outputs[:1]]),
+            [*s.input_metas[:3], *s.output_metas[:1]], strict=True))
+        return compute.ring_sums_s(rounds, out, query + key + value, s.output_metas[0].dtype.itemsize, self.profile,
+                                   self.device)
 
     @property
     def _more_kernels(self) -> float:

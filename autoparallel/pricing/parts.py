@@ -10,11 +10,12 @@ import numpy as np
 
 from autoparallel.layout import COLLECTIVES, SUMS
 from autoparallel.layout.redistribution import Axes, name_of
+from autoparallel.pricing.exchanges import Inside
 from autoparallel.pricing.overlap_simulation import Hidden
 from autoparallel.pricing.problem import SpacePricer
 from autoparallel.pricing.recomputing import Block
 from autoparallel.pricing.step_cost import Move, prices_of
-from autoparallel.pricing.unit_costs import Inside, Prices
+from autoparallel.pricing.unit_costs import Prices
 from autoparallel.schedule.step_config import first_axis_of
 from autoparallel.schedule.tiers import BLOCK_BYTES, padded
 from autoparallel.search.model.problem import Problem
@@ -163,7 +164,7 @@ def _add_op(pricer: SpacePricer, index: int, number: int, count: int, place: int
     _add_ahead(pricer, prices, index, number, (count * forward, count * backward), stage)
     for exchanged in prices.op_of(index).inside:
         again = forward - backward if pricer.prices.training else 0
-        stage.again -= count * again * exchanged.exchange.forward * float(exchanged.seconds[number])
+        stage.again -= count * again * float(exchanged.forward_s[number])
         _add_inside(pricer, exchanged, number, (count * forward, count * backward), stage, found)
     rule = pricer.space.strategy_sets[index].rule
     op_class = "" if rule is None else rule.op_class
@@ -208,8 +209,8 @@ def _add_ahead(pricer: SpacePricer, prices: Prices, index: int, number: int, tim
     if profile is None or (apart := prices.host_and_device(index)) is None:
         return
     (host, device), price = apart, prices.op_of(index)
-    inside_s = [sum(float(i.seconds[number]) * n for i, n in zip(price.inside, numbers, strict=True)) for numbers in (
-        [i.exchange.forward for i in price.inside], [i.exchange.backward for i in price.inside])]
+    inside_s = [sum(float(one[number]) for one in some) for some in (
+        [i.forward_s for i in price.inside], [i.backward_s for i in price.inside])]
     summed_s = float(price.forward_s[number]) - inside_s[0], float(price.backward_s[number])
     backward_s = summed_s[1] - inside_s[1] if summed_s[1] else 0.0
     if not pricer.space.blocks[index]:
@@ -244,18 +245,20 @@ def _add_parameter(pricer: SpacePricer, index: int, number: int, count: int, sta
 def _add_inside(pricer: SpacePricer, inside: Inside, number: int, times: tuple[int, int], stage: Parts,
                 found: Found) -> None:
     """Move the seconds of a variant's exchange from compute to communication."""
-    seconds, exchange = float(inside.seconds[number]), inside.exchange
-    if not seconds:
+    exchange = inside.exchange
+    if not inside.seconds[number]:
         return
-    counts = (times[0] * exchange.forward, times[1] * exchange.backward if pricer.prices.training else 0)
-    for direction, n in zip(("forward", "backward"), counts, strict=True):
-        if n:
-            axis = pricer.space.axis_names[inside.axis]
+    ways = [("forward", times[0], exchange.forward, inside.forward_s)]
+    if pricer.prices.training:
+        ways.append(("backward", times[1], exchange.backward, inside.backward_s))
+    for direction, often, each, seconds in ways:
+        if n := often * each:
+            axis, taken_s = pricer.space.axis_names[inside.axis], often * float(seconds[number])
             key = (f"{exchange.action} in {inside.variant}", axis, direction, "activations")
-            _count_use(found, key, n * stage.ranks, float(inside.num_bytes[number]), seconds)
-            setattr(stage, direction, getattr(stage, direction) - n * seconds)
+            _count_use(found, key, n * stage.ranks, float(inside.num_bytes[number]), taken_s / n)
+            setattr(stage, direction, getattr(stage, direction) - taken_s)
             name = f"{direction}_communication"
-            setattr(stage, name, getattr(stage, name) + n * seconds)
+            setattr(stage, name, getattr(stage, name) + taken_s)
 
 
 def _count_use(found: Found, key: tuple[str, str, str, str], times: int, num_bytes: float, seconds: float) -> None:

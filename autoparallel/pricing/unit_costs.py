@@ -19,25 +19,13 @@ from autoparallel.capture import TensorMeta
 from autoparallel.layout import Layout, Step
 from autoparallel.layout.redistribution import Axes, axes_together
 from autoparallel.pricing.chains import InChain, chains_of, fuses, with_losses
+from autoparallel.pricing.exchanges import Inside, exchange_s, without_hidden
 from autoparallel.pricing.op_costs import OpCosts, costs_of, share_read
 from autoparallel.pricing.recomputing import Recomputing
 from autoparallel.pricing.redistribution_costs import RedistributionPrices
 from autoparallel.pricing.stage_devices import devices_of
-from autoparallel.rules.rule import Exchange
 from autoparallel.strategies.space import StrategySet, StrategySpace, TensorUse
-from cost_models import Cluster, Group, collectives
-
-
-@dataclass(frozen=True)
-class Inside:
-    """An exchange inside a variant along a mesh axis: bytes and seconds per execution, by strategy (0: not that
-    variant)."""
-
-    variant: str
-    axis: int
-    exchange: Exchange
-    num_bytes: np.ndarray
-    seconds: np.ndarray
+from cost_models import Cluster, Group
 
 
 @dataclass(frozen=True)
@@ -222,15 +210,12 @@ class Prices:
         if rule is None or rule.fixed:
             return OpPrice(zeros, zeros)
         clock.did("ops priced")
-        exchanges = tuple(self._inside(s)) if inside else ()
-        forward, backward = zeros, zeros
-        if rule.alias:
-            backward = costs.view_s(s)
-        else:
-            forward, backward = costs.work_s(s, chain)
-        forward = sum((i.exchange.forward * i.seconds for i in exchanges), forward)
+        forward, backward = (zeros, costs.view_s(s)) if rule.alias else costs.work_s(s, chain)
+        exchanges = without_hidden(tuple(self._inside(s)) if inside else (), forward, backward, self.space.mesh_shape,
+                                   self.device.saved_by_overlap)
+        forward = sum((i.forward_s for i in exchanges), forward)
         if self.training and any(m.requires_grad for m in s.output_metas):
-            backward = sum((i.exchange.backward * i.seconds for i in exchanges), backward)
+            backward = sum((i.backward_s for i in exchanges), backward)
         return OpPrice(forward, backward, exchanges)
 
     def _inside(self, s: StrategySet) -> Iterator[Inside]:
@@ -247,19 +232,6 @@ class Prices:
                     num_bytes = each * (group.size if exchange.whole else 1) * exchange.bytes_per_element
                     uses = s.array[:, axis] == number
                     if uses.any():
-                        seconds = np.where(uses, _exchange_s(exchange.action, num_bytes, group), 0.0)
-                        yield Inside(row.variant, axis, exchange, num_bytes, seconds)
-
-def _exchange_s(action: str, num_bytes: np.ndarray, group: Group) -> np.ndarray:
-    match action:
-        case "all_reduce":
-            return np.asarray(collectives.all_reduce_s(num_bytes, group))
-        case "all_to_all":
-            return np.asarray(collectives.all_to_all_s(num_bytes, group))
-        case "all_gather":
-            return np.asarray(collectives.all_gather_s(num_bytes * group.size, group))
-        case "ring":
-            return (group.size - 1) * np.asarray(collectives.send_recv_s(num_bytes, group))
-        case "neighbours":
-            return np.asarray(collectives.send_recv_s(num_bytes, group))
-    raise ValueError(f"unknown exchange {action!r}")
+                        seconds = np.where(uses, exchange_s(exchange.action, num_bytes, group), 0.0)
+                        yield Inside(row.variant, axis, exchange, num_bytes, seconds, exchange.forward * seconds,
+                                     exchange.backward * seconds)

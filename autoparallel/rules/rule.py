@@ -27,11 +27,12 @@ Dims = tuple[str | None, ...]
 
 @dataclass(frozen=True)
 class Exchange:
-    """Communication inside a variant, along its axis: ``action`` (all_reduce, all_gather, all_to_all, neighbours: to
-    one or two ranks, ring: a shard goes once around) on ``bytes_per_element`` for each element of the shard of input
-    ``input``, so often forward and backward. ``kept``: the op works on an exchanged copy of its shard, which lives as
-    long as what it makes. ``whole``: for each element of what the axis cuts, as of neighbours, who send as much however
-    short shards are. ``fixed``: ``bytes_per_element`` are those of the whole message, however long the shard is."""
+    """Communication inside a variant, along its axis: ``action`` on ``bytes_per_element`` for each element of the shard
+    of input ``input``, so often forward and backward. Actions: all_reduce, all_gather, all_to_all; neighbours: to one
+    or two ranks; ring: a shard goes once around while the op computes; ring_gradients: its gradients follow one rank
+    behind. ``kept``: the op works on an exchanged copy of its shard, which lives as long as what it makes. ``whole``:
+    for each element of what the axis cuts, as of neighbours, who send as much however short shards are. ``fixed``:
+    ``bytes_per_element`` are those of the whole message, however long the shard is."""
 
     action: str
     input: int

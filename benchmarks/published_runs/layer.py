@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from benchmarks.published_runs.machine import Machine, Product
 from cost_models import collectives
-from cost_models.compute import UNFUSED_LAUNCHES, attention_s, larger, softmax_is_fused
+from cost_models.compute import UNFUSED_LAUNCHES, attention_s, larger, ring_sums_s, softmax_is_fused
 from cost_models.profile import Profile
 
 
@@ -102,8 +102,10 @@ class Layer:
         forward, backward = map(float, attention_s(heads, rows, columns, (d_qk, d_v), c, self.machine.device, True,
                                                    self.fused_softmax))
         if c.flash and p.context > 1:
-            ring = self._ring_s(heads, d_qk + d_v)
-            return float(larger(c.ring * forward, ring)), float(larger(c.ring * backward, 2 * ring))
+            ring, groups = self._ring_s(heads, d_qk + d_v), p.micro_batch * m.query_groups / p.tensor
+            sums = ring_sums_s(p.context, heads * rows * d_v, (heads * d_qk + groups * (d_qk + d_v)) * rows, 2.0, c,
+                               self.machine.device)
+            return float(larger(forward + sums[0], ring)), float(larger(backward + sums[1], 2 * ring))
         return forward, backward
 
     @property

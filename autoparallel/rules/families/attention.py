@@ -71,7 +71,8 @@ def _of_sequence(op: OpView) -> tuple[AxisStrategy, ...]:
     halved, two chunks of each move before and after, so that all ranks have equal work."""
     causal, cut, length = bool(op.arg("is_causal")), shard(2), op.shapes[0][2]
     sizes = [float(op.inputs[i].dtype.itemsize) for i in range(3)]
-    messages = [Exchange("ring", i, sizes[i], 1, 2) for i in (1, 2)]
+    messages = [Exchange("ring", i, sizes[i], 1, 1) for i in (1, 2)]
+    messages += [Exchange("ring_gradients", i, max(4.0, sizes[i]), 0, 1) for i in (1, 2)]    # summed in float32
     if causal:    # queries and the result; in backward it, its gradient and that of the queries; keys and values
         messages += [Exchange("neighbours", i, size, *times) for i, (size, times) in enumerate(
             zip(sizes, ((2, 3), (1, 1), (1, 1)), strict=True))]
