@@ -233,7 +233,7 @@ def _settings(plan: Plan) -> Iterator[str]:
         yield "experts' rows sent and awaited without other work between, which would not pay"
     if h.recompute != "none":
         where = {"device": [], "host": ["saved tensors in the host's memory"], "disk": ["saved tensors on disk"]}
-        how = " and ".join([*[_RECOMPUTES[h.recompute]] * (h.recompute != "offload"), *where[h.saved_on]])
+        how = " and ".join([*([] if h.recompute == "offload" else [_RECOMPUTES[h.recompute]]), *where[h.saved_on]])
         every = {path for block in plan.blocks for path in block.paths if path != "outside blocks"}
         some = f"{len(h.recompute_blocks)} of " if h.recompute_blocks is not None else "all "
         yield f"{how} on {some}{len(every)} blocks"
