@@ -115,6 +115,7 @@ def test_prices_of_variants() -> None:
     """The last of n causal shards is 2 - 1/n even shares, unless these are halved; then a ring takes what shards of
     heads take, and its messages, as far as they do not travel while a round is computed."""
     price, at = prices_of_attention(4104)
+    assert {one.exchange.action for one in price.inside} == {"ring", "ring_gradients"}    # no chunks move
     assert price.forward_s[at["h"]] < price.forward_s[at["queries"]] < 2 * price.forward_s[at["h"]]
     assert price.forward_s[at["queries"]] < price.forward_s[at["repeat"]]
     exposed = list[float]()

@@ -226,8 +226,8 @@ class Prices:
                 elements = self.space.spaces(s.input_metas[exchange.input]).local_elements[s.inputs[exchange.input]]
                 elements = elements * share_read(s, exchange.input)
                 for (axis, *others), group in self.groups.items():
-                    if others:
-                        continue
+                    if others or (row.halved % (2 * group.size) and exchange.action == "neighbours"):
+                        continue    # shards that are not halved do not move
                     each = np.ones(len(elements)) if exchange.fixed else elements
                     num_bytes = each * (group.size if exchange.whole else 1) * exchange.bytes_per_element
                     uses = s.array[:, axis] == number
