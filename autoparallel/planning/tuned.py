@@ -1,7 +1,9 @@
-"""Usual plans by hand as a person tunes them: larger micro-batches or less recompute, while the step gets shorter."""
+"""Usual plans by hand as a person tunes them: larger micro-batches, less recompute, or parameters in fewer shards
+(HSDP), while the step gets shorter."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import replace
@@ -65,7 +67,7 @@ def _climbed(hand: ByHand, plan: Plan, near_s: float, limit_bytes: float, split:
         return estimate or (priced(other).prediction.step_s, priced(other).prediction.peak_bytes)
 
     (best_s, best_bytes), last, path = judged(hand), hand, list[ByHand]()
-    todo, seen = list(_neighbours(hand, batch)), {hand}
+    todo, seen = list(_neighbours(hand, batch, cluster.devices_per_host)), {hand}
     while todo and clock.now() < ends:
         seen.add(other := todo.pop(0))
         with suppress(AutoparallelError):
@@ -74,7 +76,8 @@ def _climbed(hand: ByHand, plan: Plan, near_s: float, limit_bytes: float, split:
                 if peak_bytes <= limit_bytes and step_s < best_s:
                     far = _jump(last, best_bytes, other, peak_bytes, limit_bytes, batch)
                     best_s, best_bytes, last = step_s, peak_bytes, other
-                    todo = [one for one in dict.fromkeys((*far, *_neighbours(other, batch))) if one not in seen]
+                    near = _neighbours(other, batch, cluster.devices_per_host)
+                    todo = [one for one in dict.fromkeys((*far, *near)) if one not in seen]
                     path.append(other)
     for other in reversed(path) if best_s <= near_s else ():
         with suppress(AutoparallelError):
@@ -105,17 +108,36 @@ def _jump(hand: ByHand, hand_bytes: float, other: ByHand, other_bytes: float, li
     return [replace(other, micro_batch=found)] if found > now else []
 
 
-def _neighbours(hand: ByHand, batch: int) -> Iterator[ByHand]:
+def _neighbours(hand: ByHand, batch: int, host_devices: int) -> Iterator[ByHand]:
     """The plan with less recompute, and with twice the micro-batch, where that divides the batch: last in a pipeline,
-    which it gives more of a bubble.
+    which it gives more of a bubble. Then, with ZeRO-3 on several hosts, in other numbers of shards.
 
-    >>> [str(one) for one in _neighbours(ByHand(dp=2, micro_batch=1, recompute="selective"), 8)]
+    >>> [str(one) for one in _neighbours(ByHand(dp=2, micro_batch=1, recompute="selective"), 8, 8)]
     ['dp=2,micro_batch=2,recompute=selective', 'dp=2,micro_batch=1', 'dp=2,micro_batch=1,recompute=auto']
     """
     less = [replace(hand, recompute=kind) for kind in _LESS.get(hand.recompute, ())]
     each = hand.micro_batch
     larger = [replace(hand, micro_batch=2 * each)] if each and batch % (2 * each * (hand.dp or 1)) == 0 else []
     yield from (*less, *larger) if hand.pp > 1 else (*larger, *less)
+    yield from _in_other_shards(hand, host_devices)
+
+
+def _in_other_shards(hand: ByHand, host_devices: int) -> Iterator[ByHand]:
+    """The plan with parameters in fewer shards than data-parallel ranks (HSDP): first about as many as replicas of
+    these, then twice and half as many; no fewer than a host has ranks.
+
+    >>> [str(one) for one in _in_other_shards(ByHand(dp=64, zero=3), 8)]
+    ['dp=64,zero=3,shards=8']
+    >>> [str(one) for one in _in_other_shards(ByHand(dp=1024, zero=3, shards=32), 8)]
+    ['dp=1024,zero=3,shards=64', 'dp=1024,zero=3,shards=16']
+    """
+    dp, inside = hand.dp or 1, max(2, host_devices // (hand.tp * hand.cp))
+    if hand.zero != 3 or hand.ep > 1:
+        return
+    first = max(inside, 2 ** round(math.log2(dp) / 2))
+    for shards in (first,) if hand.shards is None else (2 * hand.shards, hand.shards // 2):
+        if inside <= shards <= dp // 2 and dp % shards == 0:
+            yield replace(hand, shards=shards)
 
 
 __all__ = ["tuned"]
