@@ -174,6 +174,19 @@ def test_a_shorter_batch_on_one_rank_is_an_error_on_all(ranks: Any, options: dic
         assert "ranks [1] call with other arguments than rank 0" in structure
 
 
+def padded_apart() -> str:
+    """Each rank pads to the longest of its rows."""
+    rank = dist.get_rank()
+    parallel = autoparallel.compile(nn.Embedding(8, 4), mesh_of(2), inputs="local")
+    return message_of(lambda: parallel(torch.ones(2 - rank, 3 + rank, dtype=torch.int64)))
+
+
+def test_rows_that_each_rank_pads_to_its_own_length_are_told(ranks: Any) -> None:
+    """They were told to leave out a last batch."""
+    for told in ranks(2).run(padded_apart):
+        assert "int64[2, 3] on ranks [0], int64[1, 4] on ranks [1]" in told and "padded_to((512,)" in told
+
+
 def compared(period: int) -> list[str]:
     """What is told of calls in which rank 1 has other rows, as the 2nd and as the 5th and 6th."""
     parallel = autoparallel.compile(Net(), mesh_of(2), check_inputs=period, baseline="ddp")
@@ -265,5 +278,6 @@ def test_digests_tell_bits_and_their_order() -> None:
     for dtype in (torch.bool, torch.bfloat16, torch.complex64, torch.uint8, torch.float64):
         y = torch.eye(5).to(dtype)
         assert int(digest(y)) == int(digest(y.clone())) != int(digest(y.roll(1, 0)))
+    assert int(digest(torch.tensor(2.0).expand(1))) == int(digest(torch.tensor([2.0])))
     assert int(digest(torch.ones(3)[1:])) == int(digest(torch.ones(2))) and isinstance(int(digest(torch.ones(0))), int)
     assert int(digest(torch.tensor(0.0))) != int(digest(torch.tensor(-0.0)))

@@ -13,6 +13,7 @@ import torch
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.testing._internal.distributed.fake_pg import FakeStore
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import autoparallel
 from tests.support.failures import FailsAt
@@ -188,6 +189,31 @@ def test_compiling_where_another_rank_has_failed_since(two_ranks: RankPool) -> N
     (name, text, rank, seconds), own = two_ranks.run(a_rank_that_has_not_heard, timeout_s=60)
     assert own[0] == "OutOfMemoryError" and (name, rank) == ("PeerError", 1) and seconds < SOON_S, text
     assert "OutOfMemoryError: no memory for this product" in text and "process groups are closed" in text
+
+
+class Interrupted(TorchDispatchMode):
+    """Ctrl-C, of which the second rank hears when the first one has failed of it."""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func.__name__ in ("mm.default", "addmm.default"):
+            time.sleep(torch.distributed.get_rank())
+            raise KeyboardInterrupt
+        return func(*args, **(kwargs or {}))
+
+
+def interrupted() -> str:
+    parallel, x = autoparallel.compile(Mean(), mesh_of(2), example_inputs=(torch.ones(8, 32),)), torch.ones(8, 32)
+    try:
+        with Interrupted():
+            parallel(x)
+    except BaseException as error:
+        return type(error).__name__
+    return ""
+
+
+def test_ranks_that_are_interrupted_say_so(two_ranks: RankPool) -> None:
+    """A script that stops by ``except KeyboardInterrupt`` does so on all ranks: one had a PeerError."""
+    assert two_ranks.run(interrupted, timeout_s=60) == ["KeyboardInterrupt"] * 2
 
 
 def groups_closed_by_hand() -> tuple[str, str, int, float]:

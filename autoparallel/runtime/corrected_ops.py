@@ -15,6 +15,7 @@
 - The gradient of ``select`` along a dim counted from the end takes the next dim for the sharded one.
 - The gradient of ``adaptive_avg_pool2d`` of an image without a batch takes its rows for channels.
 - Weight norm along sharded rows is that of a shard.
+- ``any`` of shards is a summand of each: ``(x > 0).any() * 1.0`` is the number of ranks of which one is positive.
 - The answers that anomaly detection and torch.distributions ask for have no rule for DTensors.
 """
 
@@ -45,6 +46,7 @@ _WEIGHT_NORM, _WEIGHT_NORM_BACKWARD = (aten._weight_norm_interface.default,
                                        aten._weight_norm_interface_backward.default)
 _DISTANCES = (aten._cdist_forward.default, aten._euclidean_dist.default)
 _ANSWERS = {aten._is_any_true.default: torch.any, aten._is_all_true.default: torch.all}
+_ANY = (aten.any.default, aten.any.dim, aten.any.dims)
 _Placements = Sequence[Placement]
 
 
@@ -53,7 +55,7 @@ def correct_ops() -> None:
     """Run these so, from now on, for DTensors on the meshes of parallel modules."""
     for op, run in {**dict.fromkeys(_SHIFTS, _shift), **dict.fromkeys(_SCANS, _scan),
                     **dict.fromkeys(_REDUCTIONS, _reduction), **dict.fromkeys(_DETERMINANTS, _determinant),
-                    aten.logsumexp.default: _logsumexp, **dict.fromkeys(_ANSWERS, _answer),
+                    aten.logsumexp.default: _logsumexp, **dict.fromkeys(_ANSWERS, _answer), **dict.fromkeys(_ANY, _any),
                     _CONVOLUTION: _convolution, _CONVOLUTION_BACKWARD: _convolution_backward,
                     aten.select_backward.default: _select_backward,
                     _WEIGHT_NORM: _weight_norm, _WEIGHT_NORM_BACKWARD: _weight_norm,
@@ -88,6 +90,13 @@ def _reduction(as_torch: Any, op: Any, *args: Any, **kwargs: Any) -> Any:
 
 def _answer(_: Any, op: Any, value: DTensor) -> Any:
     return replicated(_ANSWERS[op](value))
+
+
+def _any(as_torch: Any, _: Any, *args: Any, **kwargs: Any) -> Any:
+    """Of the ranks' answers the largest, which no arithmetic takes for a summand."""
+    made: DTensor = as_torch(args, kwargs)
+    placements = [Partial("max") if p.is_partial() else p for p in made.placements]
+    return _dtensor(made._local_tensor, made, placements, made.shape)
 
 
 def _logsumexp(as_torch: Any, _: Any, value: DTensor, dims: Sequence[int], keepdim: bool = False) -> Any:

@@ -207,7 +207,7 @@ def _writing(method: Callable[..., Any]) -> Callable[..., Any]:
         try:
             return method(tensor, *args, **kwargs)
         except RuntimeError as error:
-            if not is_watched(tensor) or _NOT_OF_SUMMANDS not in str(error) or not _combine(tensor):
+            if not is_watched(tensor) or _NOT_OF_SUMMANDS not in str(error) or not combine(tensor):
                 raise
         return method(tensor, *args, **kwargs)
 
@@ -223,7 +223,7 @@ def _fill_diagonal(tensor: DTensor, fill_value: Any, wrap: bool = False) -> torc
     return fill(tensor, fill_value, wrap)
 
 
-def _combine(tensor: DTensor) -> bool:
+def combine(tensor: DTensor) -> bool:
     """Give each rank the whole of what were the ranks' summands. False where there are none, or other tensors have
     their memory: views would not see what is written."""
     users = torch._C._storage_Use_Count(tensor._local_tensor.untyped_storage()._cdata)
@@ -316,4 +316,4 @@ def _write_through(tensor: DTensor, selected: DTensor, method: Callable[..., Any
     places.write_selected(selected, base, lambda copy: method(copy, *args, **kwargs))
 
 
-__all__ = ["KEPT", "Handler", "as_before", "hold_whole", "is_watched", "replicated", "set_handler", "watch"]
+__all__ = ["KEPT", "Handler", "as_before", "combine", "hold_whole", "is_watched", "replicated", "set_handler", "watch"]

@@ -392,8 +392,9 @@ class Together:
     @contextmanager
     def call(self) -> Iterator[None]:
         """Context of a call that all ranks make. An error of this rank ends the call on all ranks; an error because
-        another rank failed becomes a PeerError. InputError passes: all ranks raise it before anything is sent; so does
-        the end of what `torch.utils.checkpoint` computes again, which is at the same place on all ranks."""
+        another rank failed becomes a PeerError; KeyboardInterrupt stays one. InputError passes: all ranks raise it
+        before anything is sent; so does the end of what `torch.utils.checkpoint` computes again, which is at the same
+        place on all ranks."""
         try:
             yield
         except (InputError, _StopRecomputationError):
@@ -406,6 +407,8 @@ class Together:
             rank, why = first
             world.close(first)
             if isinstance(error, PeerError):
+                raise
+            if isinstance(error, KeyboardInterrupt):    # this process was asked to stop, as all were by Ctrl-C
                 raise
             if rank != dist.get_rank():
                 raise PeerError(f"rank {rank} failed: {why}\n{_NO_MORE}", rank) from error

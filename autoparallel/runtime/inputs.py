@@ -206,7 +206,10 @@ def hash_of_values(batch: Any) -> int:
 @torch.no_grad()
 def digest(tensor: torch.Tensor) -> torch.Tensor:
     """A hash of a tensor's bits in order, as an int64 scalar on its device."""
-    flat = tensor.detach().resolve_conj().resolve_neg().contiguous().reshape(-1).view(torch.uint8)
+    whole = tensor.detach().resolve_conj().resolve_neg().contiguous().reshape(-1)
+    if whole.stride() != (1,):    # one element, expanded, is contiguous
+        whole = torch.empty_like(whole, memory_format=torch.contiguous_format).copy_(whole)
+    flat = whole.view(torch.uint8)
     if flat.storage_offset() % 8:
         flat = flat.clone()
     words = flat.view(torch.int64) if flat.numel() % 8 == 0 else flat
@@ -223,16 +226,21 @@ def _difference(found: Sequence[_Description], local: set[str]) -> str:
     if odd := [rank for rank, mine in enumerate(found) if mine.keys() != found[0].keys()]:
         return (f"ranks {odd} call with other arguments than rank 0: {list(found[odd[0]])} on rank {odd[0]}, "
                 f"{list(found[0])} on rank 0\n  All ranks must make the same calls.")
-    texts, shapes = [], False
+    texts, shapes, lengths = [], False, False
     for name, first in found[0].items():
         if others := [rank for rank, mine in enumerate(found) if mine[name] != first]:
             forms = dict[str, list[int]]()
             for rank, mine in enumerate(found):
                 forms.setdefault(mine[name][0], []).append(rank)
             shapes |= name in local
+            lengths |= name in local and len({mine[name][0].partition("[")[2].partition(",")[2] for mine in found}) > 1
             texts.append(f"{name}: " + (", ".join(f"{form} on ranks {ranks}" for form, ranks in forms.items())
                                         if len(forms) > 1 else f"ranks {others} have other values than rank 0"))
     said = "ranks call with different inputs: " + "; ".join(texts)
+    if lengths:
+        return (f"{said}\n  Local tensors need the same shape on every rank: pad to one length that all ranks know, "
+                "and not to the longest row of a rank, as collate_fn=autoparallel.padded_to((512,), input_ids=0, "
+                "labels=-100) does.")
     if shapes:
         return (f"{said}\n  Local tensors need the same number of rows on every rank: leave out a shorter last batch, "
                 "DataLoader(..., drop_last=True), or fill it up.")

@@ -58,6 +58,10 @@ def _in_lists(before: list[Handler | None], op: Any, args: tuple[Any, ...], kwar
     """An in-place op on mixed lists, on the DTensors and on the plain tensors apart."""
     lists = [each for each in args if isinstance(each, (list, tuple))]
     kinds = [[isinstance(value, DTensor) for value in each] for each in lists if isinstance(each[0], torch.Tensor)]
+    if op is torch.ops.aten._foreach_copy_.default and any(map(is_watched, lists[0])):    # torch has no rule of it
+        for to, value in zip(args[0], args[1], strict=True):
+            to.copy_(value)
+        return
     if len({*kinds[0]}) == 1 or any(kind != kinds[0] for kind in kinds) or not any(map(is_watched, lists[0])):
         as_before(before, op, args, kwargs)
         return

@@ -44,6 +44,7 @@ from autoparallel.runtime.shared import Ranks, shared_parameters
 from autoparallel.runtime.state import State
 from autoparallel.runtime.whole_draws import draw_whole
 from autoparallel.runtime.whole_means import take_whole_means
+from autoparallel.runtime.whole_ops import compute_whole
 from autoparallel.schedule.tiers import BUCKETS_IN_FLIGHT
 
 #: Bytes of a table's rows that are on the device at a time, while it is brought to the hosts of all ranks.
@@ -62,6 +63,7 @@ def place(root: nn.Module, state: State, compiled: Compiled) -> None:
     take_whole_means()
     correct_ops()
     read_places()
+    compute_whole()
     view_rightly()
     add_hints()
     if state.inputs.are_local:
