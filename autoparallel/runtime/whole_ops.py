@@ -2,10 +2,10 @@
 
 torch's own formulas of gradients mix DTensors with plain tensors that they make themselves, as that of ``prod`` joins
 ones to a part of its input. These are equal on all ranks, as are plain indices that a script gives; ranks compare them
-by a hash. Dims of unequal shards, as of a last batch that is smaller, are joined to
-others (``logits.view(-1, classes)``) once they are whole. ``torch.stack`` and ``torch.cat`` join what ranks have yet to
-add up with what they have yet to take a norm or a maximum of. ``squeeze_`` changes the shape of shards, and not the
-DTensor's, so that the next op takes other dims: refused.
+by a hash. Dims of unequal shards, as of a last batch that is smaller, are joined to others
+(``logits.view(-1, classes)``) once they are whole. ``torch.stack`` and ``torch.cat`` join what ranks have yet to add up
+with what they have yet to take a norm or a maximum of. ``squeeze_`` changes the shape of shards, and not the DTensor's,
+so that the next op takes other dims: refused.
 """
 
 from __future__ import annotations
@@ -82,9 +82,10 @@ def _local(value: Any) -> Any:
 
 
 def _mixed(before: list[Handler | None], op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """In backward, plain tensors are those of the whole."""
-    given = [value for value in _tensors(args, kwargs) if isinstance(value, DTensor)]
-    if torch._C._current_graph_task_id() != -1 and all(map(is_watched, given)):
+    """In backward, plain tensors are those of the whole. (Those without dims torch takes itself.)"""
+    tensors = _tensors(args, kwargs)
+    given, plain = ([v for v in tensors if isinstance(v, DTensor) == kind] for kind in (True, False))
+    if any(v.dim() for v in plain) and torch._C._current_graph_task_id() != -1 and all(map(is_watched, given)):
         args, kwargs = plain_as_whole((args, kwargs), given[0])
     return _joined(before, op, args, kwargs) if op is aten.cat.default else as_before(before, op, args, kwargs)
 
