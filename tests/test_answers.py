@@ -4,17 +4,22 @@ plan."""
 from __future__ import annotations
 
 import math
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 import pytest
+import torch
 from typer.testing import CliRunner
 
+import autoparallel
 from autoparallel.cli import app
-from autoparallel.errors import PlanError
+from autoparallel.errors import InfeasibleError, InputError, PlanError
 from autoparallel.partition import Splits
 from autoparallel.plan_cli import Progress
 from autoparallel.planning import plan_graph
 from autoparallel.planning.by_hand import ByHand
+from autoparallel.planning.one_mesh import plan_on
 from autoparallel.planning.options import Options, options_of
 from autoparallel.planning.plan_by_hand import plan_by_hand
 from autoparallel.planning.study import check_names
@@ -115,6 +120,50 @@ def test_an_interrupt_takes_the_best_plan_of_a_joint_search(phase: str) -> None:
     plan = plan_of("mlp", Cluster.load("a100-sxm", num_devices=4), joint=True, time_limit_s=5, progress=progress)
     assert plan.prediction.step_s <= min(known) < math.inf
     assert ("interrupted" in plan.evidence.stop_reason) == (phase == "planned in full")
+
+
+def test_an_interrupt_takes_the_best_plan_of_the_meshes_before(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It was said to take the best, and nothing was written; or the next mesh was searched."""
+    begun, told = list[tuple[int, ...]](), list[tuple[str, float, float]]()
+    cluster = Cluster.load("a100-sxm", num_devices=4)
+
+    def interrupted(micro: Any, cluster: Cluster, shape: tuple[int, ...], names: Any, options: Any, hybrid: Any) -> Any:
+        begun.append(shape)
+        if len(begun) == 2:
+            options.progress("bound", math.inf, math.inf)
+            raise KeyboardInterrupt
+        return plan_on(micro, cluster, shape, names, options, hybrid)
+
+    monkeypatch.setattr("autoparallel.planning.meshes.plan_on", interrupted)
+    plan = plan_of("mlp", cluster, progress=lambda *one: told.append(one))
+    assert begun == [(4,), (2, 2)] and plan.mesh_shape == (4,)
+    assert told[-1] == ("bound", plan.prediction.step_s, plan.evidence.lower_bound_s)
+    assert plan.evidence.stop_reason.endswith("; interrupted before mesh 2x2")
+
+    def stop(phase: str, best_s: float, bound_s: float) -> None:
+        if best_s < math.inf:
+            raise KeyboardInterrupt
+
+    begun.clear()
+    assert plan_of("mlp", cluster, progress=stop).mesh_shape == (4,) and begun == [(4,)]
+
+
+def test_a_joint_search_without_a_loss_leaves_pipelines_out() -> None:
+    """They need one: the search raised their error, and `replan` and `fit` lost the plans that they had found."""
+    model, x = torch.nn.Sequential(torch.nn.Linear(32, 64), torch.nn.ReLU(), torch.nn.Linear(64, 8)), torch.zeros(8, 32)
+    for_two = partial(autoparallel.plan, model, Cluster.load("local-cpu", num_devices=2), example_inputs=(x,),
+                      joint=True, time_limit_s=2)
+    found = for_two()
+    assert (found.hybrid.stages, found.hybrid.micro_batches) == (1, 1) and found.evidence.combinations is not None
+    with pytest.raises(InfeasibleError, match="micro-batches were not tried, since they need a scalar loss"):
+        for_two(memory_limit_bytes=1e3)
+    with pytest.raises(InputError, match="a pipeline needs a scalar loss"):
+        for_two(pipeline_stages=2)
+
+
+def test_a_time_limit_of_0_is_not_told_as_the_wall_clock_s() -> None:
+    plan = plan_of("mlp", Cluster.load("a100-sxm", num_devices=4), mesh_shape=(4,), time_limit_s=0)
+    assert "wall clock" not in plan.evidence.stop_reason
 
 
 def test_each_name_of_a_plan_in_micro_batches_may_be_asked_of() -> None:

@@ -12,6 +12,7 @@ from autoparallel.partition import Splits
 from autoparallel.planning.one_mesh import plan_on
 from autoparallel.planning.options import Options
 from autoparallel.plans import Plan
+from autoparallel.search import INTERRUPTED, Progress
 from cost_models import Cluster
 
 
@@ -36,19 +37,48 @@ def mesh_shapes(num_devices: int, stages: int = 1, pipeline_ranks: int = 0) -> l
 def best_of(split: Splits, cluster: Cluster, shapes: Sequence[tuple[int, ...]], axis_names: Sequence[str] | None,
             options: Options, deadline: float = math.inf) -> Plan:
     """The fastest plan over mesh shapes; shapes on which nothing fits, or the pipeline cannot run, are passed over
-    while another one does. After ``deadline`` (of `clock`) no other shape is begun."""
+    while another one does. After ``deadline`` (of `clock`), or an interrupt (Ctrl-C), no other shape is begun. Raises
+    KeyboardInterrupt before the first plan."""
     plans: list[Plan] = []
     failures: list[AutoparallelError] = []
-    for shape in shapes:
+    unsearched: Sequence[tuple[int, ...]] = ()
+    for number, shape in enumerate(shapes):
         if clock.now() >= deadline and (plans or failures):
             break
         try:
-            plans.append(_plan_of_shape(split, cluster, shape, axis_names, options))
+            within = replace(options, progress=_with_known(options.progress, plans))
+            plans.append(_plan_of_shape(split, cluster, shape, axis_names, within))
+        except KeyboardInterrupt:
+            if not plans:
+                raise
+            unsearched = shapes[number:]
+            break
         except (InfeasibleError, PlanError) as error:
             failures.append(error)
+            continue
+        if INTERRUPTED in plans[-1].evidence.stop_reason:
+            unsearched = shapes[number + 1:]
+            break
     if not plans:
         raise min(failures, key=lambda error: getattr(error, "needed_bytes", float("inf")))
-    return _with_rivals(sorted(plans, key=lambda p: p.prediction.step_s))
+    return _without(unsearched, _with_rivals(sorted(plans, key=lambda p: p.prediction.step_s)))
+
+
+def _with_known(progress: Progress | None, plans: Sequence[Plan]) -> Progress | None:
+    """``progress``, told of the best of these plans too, and of the least of their bounds."""
+    if progress is None or not plans:
+        return progress
+    step_s, least_s = min(p.prediction.step_s for p in plans), min(p.evidence.lower_bound_s for p in plans)
+    return lambda phase, best_s, bound_s: progress(phase, min(best_s, step_s), min(bound_s, least_s))
+
+
+def _without(unsearched: Sequence[tuple[int, ...]], plan: Plan) -> Plan:
+    """The plan, whose evidence names the meshes that an interrupt left out."""
+    if not unsearched:
+        return plan
+    names = ", ".join("x".join(map(str, shape)) for shape in unsearched)
+    reason = f"{plan.evidence.stop_reason}; {INTERRUPTED} before mesh {names}"
+    return replace(plan, evidence=replace(plan.evidence, stop_reason=reason))
 
 
 def _with_rivals(plans: Sequence[Plan]) -> Plan:

@@ -61,7 +61,7 @@ def plan_graph(graph: OpGraph, cluster: Cluster, mesh_shape: Sequence[int] | Non
 
 def _told(plan: Plan, options: Options) -> Plan:
     """The plan; where the wall clock ended its search, it says so."""
-    if not clock.was_late():
+    if not clock.was_late() or not options.time_limit_s:    # of 0 s, which are over at once
         return plan
     reason = (f"ended by the wall clock, after {clock.EMERGENCY:g} times time_limit_s={options.time_limit_s:g}: a "
               "machine with less to do may find a better plan")
@@ -136,8 +136,25 @@ def _plan_jointly(split: Splits, cluster: Cluster, mesh_shape: Sequence[int] | N
     `USUAL_SHARE` of the time limit, as many as it is enough for, and the best of each family is tuned in
     `TUNING_SHARE`; then a plain step is planned, if one of them fits. The joint search has the rest, and begins with
     the fastest usual plans that fit. An interrupt (Ctrl-C) ends all of it with the best plan that there is."""
-    with bounding_of(split.graph, cluster, fixed_by(options, mesh_shape, cluster), options) as bounding:
-        return _plan_bounded(split, cluster, mesh_shape, options, bounding)
+    searched = _without_loss(split.graph, options)
+    try:
+        with bounding_of(split.graph, cluster, fixed_by(searched, mesh_shape, cluster), searched) as bounding:
+            return _plan_bounded(split, cluster, mesh_shape, options, bounding)
+    except InfeasibleError as error:
+        if searched != options:
+            error.args = (f"{error} (Pipelines and several micro-batches were not tried, since they need a scalar "
+                          "loss: return the loss from the model, alone, first in a tuple, or as `loss` of a "
+                          "structure.)",)
+        raise
+
+
+def _without_loss(graph: OpGraph, options: Options) -> Options:
+    """The options, without pipelines and several micro-batches where a model has no scalar loss, which these need.
+    Where they are given, they stay, and are refused."""
+    if loss_output(graph) is not None:
+        return options
+    stages = 1 if options.stage_replicas is None and options.pipeline_stages is None else options.pipeline_stages
+    return replace(options, pipeline_stages=stages, micro_batches=options.micro_batches or 1)
 
 
 def _plan_bounded(split: Splits, cluster: Cluster, mesh_shape: Sequence[int] | None, options: Options,
@@ -156,7 +173,7 @@ def _plan_bounded(split: Splits, cluster: Cluster, mesh_shape: Sequence[int] | N
             others = _plain(split, cluster, options)
         best = _fastest(usual, others)
         tell = _below(options.progress, math.inf if best is None else best.prediction.step_s)
-        within = replace(options, time_limit_s=max(0.0, ends - clock.now()), progress=tell)
+        within = replace(_without_loss(split.graph, options), time_limit_s=max(0.0, ends - clock.now()), progress=tell)
         seconds = {"usual plans and plain step": clock.now() - started}
         found = plan_jointly(split, cluster, mesh_shape, within, [plan for _, plan in usual.fitting[:MOST_STARTS]],
                              usual.combinations, bounding)
