@@ -31,8 +31,8 @@ CPU_PROCESS = "one process"
 NETWORKS = {"infiniband": "infiniband", "roce": "roce", "omni-path": "omni-path"}
 #: Of a description (known ones have 5 kB): its size, and how deep its lists and tables lie in one another.
 MOST_BYTES, MOST_DEEP = 2**20, 8
-#: Of a number in it, either way.
-MOST = 1e300
+#: Of a number in it, either way; and of bytes, bytes per second and FLOP per second, above 0.
+MOST, LEAST = 1e300, 1e5
 _NUMBER = '{ value = 1.0, source = "where it comes from" }'
 _HOST = {
     "memory_bytes": "bytes of memory of one host",
@@ -130,6 +130,10 @@ def _read(name_or_path: str | Path) -> tuple[dict[str, Any], str]:
                            f"{', '.join(known_clusters())}")
     if str(name_or_path) in known_clusters():
         data.setdefault("machine", str(name_or_path))
+    elif "name" not in data or data["name"] in known_clusters():    # by it a saved plan finds its cluster again
+        said = f"name = {_told(data['name'])} is a known cluster's" if "name" in data else "name is missing"
+        raise ClusterError(f'{where}: {said}; required: a name of its own, as name = "ours", since it may differ from '
+                           f"{base}")
     known = _read(base)[0]
     if isinstance(data.get("links"), list):
         data["links"] = [_like(link, known["links"], f"{where}: links.{i}") for i, link in enumerate(data["links"])]
@@ -220,6 +224,14 @@ class _Table:
             raise ClusterError(f"{self.is_said(key, value)} is not finite, or beyond {MOST:g}; "
                                f"required: {meaning}")
         return float(value)
+
+    def amount(self, key: str, meaning: str) -> float:
+        """Bytes or FLOP, a second or not: at least `LEAST`, below which a number is of GB, GB/s or TFLOP/s."""
+        value = self.number(key, meaning)
+        if 0 < value < LEAST:
+            raise ClusterError(f"{self.is_said(key, value)} is below {LEAST:,.0f}; required: {meaning}, without a "
+                               "unit's prefix (80 GB are 80e9, 45 GB/s 45e9, 989 TFLOP/s 989e12)")
+        return value
 
     def numbers(self, value: Any, count: int) -> tuple[float, ...] | None:
         """A list of so many finite numbers, None for anything else."""
@@ -454,11 +466,11 @@ def _device(d: _Table) -> Device:
     peaks.only(PEAK_DTYPES)
     for curves in (work, traffic):
         curves.only(OP_CLASSES)
-    peak = {dtype: peaks.number(dtype, "FLOP per second") for dtype in peaks.data}
+    peak = {dtype: peaks.amount(dtype, "FLOP per second") for dtype in peaks.data}
     values = {
-        "memory_bandwidth_bytes_per_s": d.number("memory_bandwidth_bytes_per_s", "bytes per second, read and write"),
+        "memory_bandwidth_bytes_per_s": d.amount("memory_bandwidth_bytes_per_s", "bytes per second, read and write"),
         "memory_bandwidth_efficiency": d.number("memory_bandwidth_efficiency", "achieved share of it, in (0, 1]"),
-        "memory_bytes": d.number("memory_bytes", "bytes of one device's memory"),
+        "memory_bytes": d.amount("memory_bytes", "bytes of one device's memory"),
         "launch_s": d.number("launch_s", "seconds of the smallest op"),
         "reserved_bytes": d.number("reserved_bytes", "bytes lost to context and libraries", 0.0),
         "overlap_slowdown": d.number("overlap_slowdown", "slowdown of compute and communication while they overlap",
@@ -505,7 +517,7 @@ def _link(table: _Table, outermost: bool) -> Link:
     ways = table.table("protocols", "alternatives by name", optional=True)
     protocols = {way: ways.protocol(way) for way in ways.data}
     alpha = table.number("alpha_s", "seconds per message")
-    bandwidth = table.number("bandwidth_bytes_per_s", "bytes per second of one device in one direction")
+    bandwidth = table.amount("bandwidth_bytes_per_s", "bytes per second of one device in one direction")
     burst = table.number("burst_bytes", "bytes of a collective that pass at once", 0.0)
     relay = table.number("relay_s_per_byte", "seconds of a rank for a byte before it takes the next", 0.0)
     table.finish()

@@ -100,9 +100,11 @@ class Device:
         for what in ("price_per_hour", "watts"):
             if not 0 <= getattr(self, what) < math.inf:
                 raise ClusterError(f"device {self.name}: {what} must not be negative, but is {getattr(self, what)}")
-        if not 0 <= self.launch_s < math.inf or not 0 <= self.reserved_bytes < self.memory_bytes:
-            raise ClusterError(f"device {self.name}: launch_s must not be negative, and reserved_bytes in "
-                               f"[0, memory_bytes), not {self.launch_s} and {self.reserved_bytes}")
+        if not 0 <= self.launch_s < math.inf:
+            raise ClusterError(f"device {self.name}: launch_s must not be negative, but is {self.launch_s}")
+        if not 0 <= self.reserved_bytes < self.memory_bytes:
+            raise ClusterError(f"device {self.name}: reserved_bytes must be at least 0 and less than memory_bytes, "
+                               f"{self.memory_bytes}, not {self.reserved_bytes}")
         if "float32" not in self.peak_flops_per_s or not all(0 < v < math.inf for v in self.peak_flops_per_s.values()):
             raise ClusterError(f"device {self.name}: peak_flops_per_s must give a positive number for float32 (which "
                                f"stands in for dtypes not listed) and all others, not {dict(self.peak_flops_per_s)}")

@@ -264,7 +264,8 @@ def lines(cluster: Cluster) -> list[str]:
     """
     each, kinds, count = cluster.devices_per_host, cluster.kinds_by_device, cluster.num_devices
     unequal = ", unequal" if cluster.is_unequal else ""
-    found, by_kind = [f"{cluster.name}: {count} devices, {each} a host{unequal}"], dict[tuple[object, ...], list[int]]()
+    found = [f"{cluster.name}: {count} device{'s' * (count != 1)}, {each} a host{unequal}"]
+    by_kind = dict[tuple[object, ...], list[int]]()
     nics = {n: (bandwidth_share(cluster, range(n, n + 1)), failed_nics(cluster, range(n, n + 1)))
             for n in range(0, count, each)} if cluster.slow else {}
     shares = [nics.get(n // each * each, (1.0, 0)) for n in range(count)]
@@ -275,7 +276,8 @@ def lines(cluster: Cluster) -> list[str]:
         (kind,), (share, failed) = cluster.kinds(numbers[:1]), shares[numbers[0]]
         less = f"; {share:.0%} of the bandwidth between hosts" if share < 1 else ""
         gone = f"; {failed} NIC{'s' if failed > 1 else ''} of each host failed" if failed else ""
-        found.append(f"  devices {told(numbers)}: {what}, {kind.device.memory_bytes / 2**30:.3g} GiB{less}{gone}")
+        which = f"device{'s' * (len(numbers) != 1)} {told(numbers)}"
+        found.append(f"  {which}: {what}, {kind.device.memory_bytes / 2**30:.3g} GiB{less}{gone}")
     reach = [f"{link.name} ({'all' if number == len(cluster.links) - 1 else f'{link.num_devices} devices'}"
              f"{f', {link.oversubscription:g}:1' if link.oversubscription > 1 else ''})"
              for number, link in enumerate(cluster.links)]

@@ -126,6 +126,8 @@ def test_terabytes_and_gibibytes() -> None:
     ("nics_per_host = 1", "[links.protocols]\nLL = [1.0, 2.0]", "protocols.LL .*; required: .seconds of a call"),
     ('name = "mine"', 'name = "mine"\nalgorithms = ["magic"]', "algorithms .'magic'. must be some of ring, tree"),
     ('name = "mine"', 'based_on = "nothing"', "based_on = 'nothing' must be another known cluster: a100"),
+    ('name = "mine"', 'based_on = "h200"', 'name is missing; required: a name of its own, as name = "ours"'),
+    ('name = "mine"', 'based_on = "h200"\nname = "h200"', "name = 'h200' is a known cluster's; required: a name of"),
     ('name = "mine"', "this is not toml", "mine.toml is not TOML"),
 ])
 def test_bad_descriptions_name_the_missing_field(tmp_path: Path, old: str, new: str, says: str) -> None:
