@@ -109,7 +109,9 @@ def manifest(
     words: Annotated[list[str], typer.Argument(metavar="[PLAN.json] -- COMMAND", help="the plan (none with --servers), "
                                                "and what a rank runs (but for ranktable)")],
     to: Annotated[str, typer.Option(help="slurm, kubeflow, pytorchjob, jobset, skypilot, ray, mpi or ranktable")],
-    nodes: Annotated[int | None, typer.Option(min=1, help="hosts; left out, as many as --hosts names, or 1")] = None,
+    nodes: Annotated[int | None, typer.Option(min=1, help="hosts; left out, as many as --hosts names, or as the "
+                                             "plan's devices take on its cluster (1, if that is of your own "
+                                             "TOML file)")] = None,
     name: Annotated[str, typer.Option(help="name of the job")] = "train",
     image: Annotated[str | None, typer.Option(help="container image with autoparallel and the script")] = None,
     hosts: Annotated[str | None, typer.Option(help="addresses a,b,... (or @ranktable.json) for mpi, ranktable")] = None,
@@ -127,7 +129,7 @@ def manifest(
     autoparallel manifest plan.json --to slurm --nodes 4 -- python train.py
     autoparallel manifest --to kubeflow --servers 2 --workers 8 --image me/train:1 -- python train.py
     """
-    from autoparallel.launch.manifest import Job, check_options, manifest, takes_gpus
+    from autoparallel.launch.manifest import Job, check_options, manifest, takes_gpus, usual_hosts
     from autoparallel.launch.role_manifest import RoleJob, role_manifest
     from autoparallel.plans import Plan
 
@@ -138,7 +140,8 @@ def manifest(
         text = role_manifest(to, RoleJob(name, servers, workers or 1, tuple(words), image, gpus is not False, claim))
     else:
         named, saved = _hosts(hosts), Plan.load(words[0])
-        job = Job(name, saved, str(Path(words[0]).resolve()), nodes or len(named) or 1, tuple(words[1:]), image,
+        nodes = nodes or len(named) or usual_hosts(saved)
+        job = Job(name, saved, str(Path(words[0]).resolve()), nodes, tuple(words[1:]), image,
                   takes_gpus(to, saved) if gpus is None else gpus, named)
         text = manifest(to, job)
     if output is None:

@@ -291,7 +291,7 @@ def test_whether_devices_of_a_users_description_are_gpus_is_asked(plan_file: Pat
 
 @pytest.mark.parametrize(("to", "options", "said"), [
     ("nomad", {}, f"one of {', '.join(sorted(FORMATS))} is required"),
-    ("slurm", {"nodes": 3}, "4 devices, which 3 hosts cannot share evenly"),
+    ("slurm", {"nodes": 3}, "4 devices, which 3 hosts cannot share evenly: give --nodes, a number that"),
     ("slurm", {"command": ()}, "write the command of a rank after --"),
     ("kubeflow", {"image": None}, "containers need an image"),
     ("ray", {"command": ("train.sh",)}, "Ray's workers run a script of Python"),
@@ -317,6 +317,18 @@ def test_impossible_options_are_refused(to: str, options: dict[str, Any], said: 
 def test_no_option_is_left_out_in_silence(words: str, said: str, plan_file: Path) -> None:
     made = CliRunner().invoke(app, ["manifest", *words.replace("PLAN", str(plan_file)).split()])
     assert said in str(made.exception), made.output
+
+
+def test_hosts_are_those_of_the_plans_cluster(tmp_path: Path) -> None:
+    """A plan for 16 devices was to run on one host, with 16 GPUs."""
+    for cluster, nodes, each in (("h100-sxm", 2, 8), ("v100-dgx-2", 1, 16), ("local-cpu", 1, 16)):
+        model, batch = guides_model()
+        machine = autoparallel.Cluster.load(cluster, num_devices=16)
+        made = autoparallel.plan(model, machine, example_inputs=batch, mesh_shape=(16,), baseline="ddp")
+        made.save(tmp_path / "plan.json")
+        words = ["manifest", str(tmp_path / "plan.json"), "--to", "slurm", "--", "python", "a.py"]
+        said = CliRunner().invoke(app, words).stdout
+        assert f"--nodes={nodes}\n#SBATCH --ntasks-per-node={each}\n" in said
 
 
 def test_spaces_between_hosts_are_no_part_of_their_names(plan_file: Path) -> None:

@@ -20,7 +20,7 @@ from autoparallel.errors import LaunchError
 from autoparallel.launch.world import PLAN_FILE
 from autoparallel.plans import Plan
 from autoparallel.plans.files import packed
-from cost_models import LOCAL_CPU, known_clusters
+from cost_models import LOCAL_CPU, Cluster, known_clusters
 from cost_models.description import is_gpu
 
 PORT = 29500
@@ -50,7 +50,8 @@ class Job:
     def __post_init__(self) -> None:
         check_name(self.name)
         if self.nodes < 1 or self.ranks % self.nodes:
-            raise LaunchError(f"the plan is for {self.ranks} devices, which {self.nodes} hosts cannot share evenly")
+            raise LaunchError(f"the plan is for {self.ranks} devices, which {self.nodes} hosts cannot share evenly: "
+                              f"give --nodes, a number that divides {self.ranks}")
 
     @property
     def ranks(self) -> int:
@@ -230,6 +231,13 @@ def check_options(to: str, words: Sequence[str], servers: bool, given: Mapping[s
         if value is not None and to in FORMATS and not reads[name]:
             what = "a job with --servers" if servers else f"--to {to}"
             raise LaunchError(f"{what} does not use {name}: leave it out ({instead[name]})")
+
+
+def usual_hosts(plan: Plan) -> int:
+    """How many hosts of its cluster a plan's devices are; 1, where a description of the user's own has the cluster."""
+    if plan.cluster not in known_clusters():
+        return 1
+    return -(-math.prod(plan.axes[0]) // Cluster.load(plan.cluster).devices_per_host)
 
 
 def takes_gpus(to: str, plan: Plan) -> bool:
