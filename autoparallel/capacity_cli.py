@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from autoparallel.plan_cli import Dtype, Model, SequenceLength
+from autoparallel.plan_cli import Dtype, MemoryLimit, Model, Optimizer, SequenceLength, Software
 from autoparallel.schedule.tiers import FITTED, PLACES, places_in
 
 if TYPE_CHECKING:
@@ -40,10 +40,10 @@ def size(
                                                      "default")] = None,
     sequence_length: SequenceLength = None,
     most: Annotated[int, typer.Option(min=1, help="largest number of devices to try")] = 4096,
-    software: Annotated[str | None, typer.Option(help="whose speed counts: torch-eager, megatron-core, ...")] = None,
+    software: Software = None,
     dtype: Dtype = None,
-    optimizer: Annotated[str, typer.Option(help="whose state is counted: adamw, sgd, ...")] = "adamw",
-    time_limit: Annotated[float, typer.Option(help="seconds of the search for each number of devices")] = 10.0,
+    optimizer: Optimizer = "adamw",
+    time_limit: Annotated[float, typer.Option(min=0, help="seconds of the search for each number of devices")] = 10.0,
 ) -> None:
     """Say how many devices train a model in a given time, and for at most a given price; exit code 3 if none tried do.
 
@@ -101,12 +101,12 @@ def fit(
     most: Annotated[int, typer.Option(min=1, help="sequences of the largest batch to try")] = 4096,
     offload: Annotated[str, typer.Option(help="tiers to try; those by names, 'embed*=disk,layers.0.*=host', are "
                                             "one")] = ",".join(FITTED),
-    memory_limit: Annotated[str | None, typer.Option(help="of each device, for example 70GiB")] = None,
+    memory_limit: MemoryLimit = None,
     host_memory_limit: Annotated[str | None, typer.Option(help="of host memory per device, for example 200GiB")] = None,
-    software: Annotated[str | None, typer.Option(help="whose speed counts: torch-eager, megatron-core, ...")] = None,
+    software: Software = None,
     dtype: Dtype = None,
-    optimizer: Annotated[str, typer.Option(help="whose state is counted: adamw, sgd, ...")] = "adamw",
-    time_limit: Annotated[float, typer.Option(help="seconds of the search for each batch")] = 10.0,
+    optimizer: Optimizer = "adamw",
+    time_limit: Annotated[float, typer.Option(min=0, help="seconds of the search for each batch")] = 10.0,
 ) -> None:
     """Say whether training fits on so many devices, with what on the host or disk, and how large a batch at a time;
     exit code 3 if nothing fits.
@@ -148,11 +148,11 @@ def study(
     refine: Annotated[int, typer.Option(min=0, max=8, help="how often intervals of lengths are halved where another "
                                         "kind of plan is the fastest")] = 1,
     joint: Annotated[bool, typer.Option("--joint", help="ask the joint search, too")] = False,
-    time_limit: Annotated[float | None, typer.Option(help="seconds of that search at each point; 10 by default")
+    time_limit: Annotated[float | None, typer.Option(min=0, help="seconds of that search at each point; 10 by default")
                           ] = None,
-    software: Annotated[str | None, typer.Option(help="whose speed counts: torch-eager, megatron-core, ...")] = None,
+    software: Software = None,
     dtype: Dtype = None,
-    optimizer: Annotated[str, typer.Option(help="whose state is counted: adamw, sgd, ...")] = "adamw",
+    optimizer: Optimizer = "adamw",
     svg: Annotated[Path | None, typer.Option(help="write the picture of the regions here")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="the points as JSON (docs/report_schema.md)")] = False,
 ) -> None:
@@ -252,8 +252,9 @@ def goodput(
     shares = {spare: failures.goodput(count, best_s, spare) for spare in numbers}
     most = max(shares.values())
     enough = next(spare for spare, share in shares.items() if share > most - 0.005)
-    console.print(f"{count} devices fail every {duration_str(1 / failures.per_s(count))}: with checkpoints every "
-                  f"{duration_str(best_s)} of training and {enough} spare hosts the job trains "
+    who = "1 device fails" if count == 1 else f"{count} devices fail"
+    console.print(f"{who} every {duration_str(1 / failures.per_s(count))}: with checkpoints every "
+                  f"{duration_str(best_s)} of training and {enough} spare host{'s' * (enough != 1)} the job trains "
                   f"{below_all_str(shares[enough])} of its time.")
     if saved is not None:
         console.print(f"That is {shares[enough] * 24 * HOUR_S / saved.prediction.step_s:,.0f} steps of "
@@ -279,7 +280,7 @@ def replan(
                                                   "checkpoint")] = False,
     horizon_steps: Annotated[float | None, typer.Option(help="steps until the next change; by default those between "
                                                         "two failures of so many devices")] = None,
-    time_limit: Annotated[float, typer.Option(help="seconds of the search")] = 10.0,
+    time_limit: Annotated[float, typer.Option(min=0, help="seconds of the search")] = 10.0,
     all_devices: Annotated[bool, typer.Option("--all-devices", help="only plans that leave no device idle")] = False,
     output: Annotated[Path | None, typer.Option(help="write the new plan here as JSON")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="the candidates as JSON (docs/report_schema.md)")] = False,
@@ -328,7 +329,7 @@ def _left(plan: Plan, cluster: str | None, devices: int | None, lost_hosts: int,
 
     before = math.prod(plan.axes[0])
     machine = cluster_of(plan, cluster, before)
-    each = machine.devices_per_host
+    each = min(machine.devices_per_host, before)
     hosts = -(-before // each)
     try:
         numbers = sorted({int(number) for number in lost.split(",")}) if lost is not None else list(
@@ -336,8 +337,11 @@ def _left(plan: Plan, cluster: str | None, devices: int | None, lost_hosts: int,
     except ValueError:
         numbers = [-1]
     if any(not 0 <= number < hosts for number in numbers) or (lost_hosts and len(numbers) != lost_hosts):
-        raise InputError(f"--lost-hosts {lost_hosts} and --lost {lost}: the plan has {hosts} hosts of {each} devices, "
-                         f"numbered from 0 to {hosts - 1}; give as many numbers as hosts, as 0,5")
+        given = " and ".join([*([f"--lost-hosts {lost_hosts}"] if lost_hosts else []),
+                              *([f"--lost {lost}"] if lost is not None else [])])
+        numbered = f"numbered from 0 to {hosts - 1}" if hosts > 1 else "number 0"
+        raise InputError(f"{given}: the plan has {hosts} host{'s' * (hosts != 1)} of {each} devices, {numbered}; give "
+                         "numbers of these, as many as --lost-hosts says")
     gone = [device for number in numbers for device in range(number * each, min(before, (number + 1) * each))]
     count = devices if devices is not None else before - len(gone)
     if count < 1:

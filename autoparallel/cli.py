@@ -48,16 +48,17 @@ def plan(
                        ] = None,
     mesh: Annotated[str | None, typer.Option(help="fix the axes, for example 8x8 (slowest links first); else the "
                                              "search chooses them")] = None,
-    software: Annotated[str | None, typer.Option(help="whose speed counts: torch-eager, torch-compile, megatron-core, "
-                                                 "megatron-2021, ..., or none")] = None,
+    software: plan_cli.Software = None,
     global_batch: Annotated[int | None, typer.Option(min=1, help="sequences (or images) per step; 2 for each device "
                                                      "by default")] = None,
     sequence_length: plan_cli.SequenceLength = None,
-    search: Annotated[str, typer.Option(help="auto, ilp, recursive or exact")] = "auto",
-    memory_limit: Annotated[str | None, typer.Option(help="per device, for example 70GiB")] = None,
+    search: Annotated[str, typer.Option(help="the algorithm: exact (elimination), ilp (an integer program), recursive "
+                                           "(axis by axis, quick), or auto, by the problem's size")] = "auto",
+    memory_limit: plan_cli.MemoryLimit = None,
     dtype: plan_cli.Dtype = None,
-    optimizer: Annotated[str, typer.Option(help="whose state is counted: adamw, sgd, ...")] = "adamw",
-    baseline: Annotated[str | None, typer.Option(help="ddp, fsdp, tensor_parallel, sequence_parallel")] = None,
+    optimizer: plan_cli.Optimizer = "adamw",
+    baseline: Annotated[str | None, typer.Option(help="a classical plan in place of the search's own: ddp, fsdp, "
+                                                 "tensor_parallel or sequence_parallel")] = None,
     by_hand: Annotated[str | None, typer.Option(help="price this plan: dp=8,tp=8,pp=4,micro_batch=1,... or @file of "
                                                 "Megatron-LM, DeepSpeed, accelerate or torchtitan")] = None,
     compare_by_hand: Annotated[str | None, typer.Option(help="compare our plan with this one (or @file), or with the "
@@ -80,8 +81,9 @@ def plan(
     reduce_dtype: Annotated[str | None, typer.Option(help="sum gradients in float32, bfloat16 or float16; by default "
                                                      "in the parameters' dtype")] = None,
     bucket_bytes: Annotated[str | None, typer.Option(help="the most bytes of gradients or parameters that are sent "
-                                                     "together, for all mesh axes or by axis 'data=1e8,model=5e6'; "
-                                                     "auto: by price; 25 MiB by default")] = None,
+                                                     "together, as 100MiB, or by mesh axis 'data=100MiB,model=5MiB'; "
+                                                     "auto: by price; by default the smallest of 25, 50, 100 and "
+                                                     "200 MiB that is nearly as fast as the best of them")] = None,
     buckets: Annotated[str | None, typer.Option(help="the most parameters that are sent together, as 20; or patterns "
                                                 "of names, each of one bucket, as 'layers.0.*,head.*'")] = None,
     copies: Annotated[int | None, typer.Option(help="micro-batches that run at a time (multi-copy); 1 by default, "
@@ -109,8 +111,8 @@ def plan(
     sensitivity: Annotated[bool, typer.Option(help="say what half or twice the bandwidth or memory would mean "
                                               "(--html always does)")] = False,
     time_limit: Annotated[float | None, typer.Option(
-        help=f"limit of the search's work in seconds, counted as of two idle cores; {clock.LIMIT_S:g} by default, with "
-        f"--joint {clock.JOINT_LIMIT_S:g}")] = None,
+        min=0, help=f"limit of the search's work in seconds, counted as of two idle cores; {clock.LIMIT_S:g} by "
+        f"default, with --joint {clock.JOINT_LIMIT_S:g}")] = None,
     output: Annotated[Path | None, typer.Option(help="write the plan here as JSON")] = None,
     html: plan_cli.Html = None,
     trace: plan_cli.Trace = None,
@@ -124,6 +126,7 @@ def plan(
     plan_cli.check_output(output)
     plan_cli.check_output(trace, "--trace")
     plan_cli.check_page(html)
+    plan_cli.check_apart(output=output, html=html, trace=trace)
     shape = _mesh_shape(mesh)
     count = devices if devices is not None else math.prod(shape) if shape else 8
     if shape and math.prod(shape) != count:
@@ -162,7 +165,7 @@ def plan(
             made.save(output)
         sensitivity = sensitivity or (html is not None and made.study is not None)
         if explain or alternatives or sensitivity:
-            progress.says("answers")
+            progress.says("the plan is found; answers to --explain, --alternatives and --sensitivity")
             made, unanswered = _answered(made, explain or (), alternatives, sensitivity)
             if output is not None:
                 made.save(output)
@@ -205,7 +208,8 @@ def demo(
 
     shape = _mesh_shape(mesh) or ((2, ranks // 2) if ranks % 2 == 0 and ranks > 2 else (ranks,))
     if math.prod(shape) != ranks:
-        raise InputError(f"--mesh {mesh} has {math.prod(shape)} devices and there are {ranks} ranks")
+        raise InputError(f"--mesh {mesh} has {math.prod(shape)} devices, and --ranks is {ranks}: give --ranks "
+                         f"{math.prod(shape)}, or another mesh")
     raise typer.Exit(0 if job.main(ranks, shape) else 1)
 
 
@@ -227,6 +231,7 @@ def export(
 
     if cluster is not None and model is None:
         raise InputError(f"--cluster {cluster} prices what was exported of a model: give --model too, or leave it out")
+    plan_cli.check_folder(output)
     searched = autoparallel.Plan.load(plan)
     made = autoparallel.export_plan(searched, to)
     if output is None:
@@ -266,15 +271,15 @@ def advise(
     model: plan_cli.Model,
     cluster: Annotated[str, typer.Option(help="a cluster's name, or a TOML file")] = "h100-sxm",
     devices: Annotated[int, typer.Option(min=1, help="how many")] = 8,
-    software: Annotated[str | None, typer.Option(help="whose speed counts: torch-eager, megatron-core, ...")] = None,
+    software: plan_cli.Software = None,
     global_batch: Annotated[int | None, typer.Option(min=1, help="sequences per step; 2 for each device by "
                                                      "default")] = None,
     sequence_length: plan_cli.SequenceLength = None,
-    memory_limit: Annotated[str | None, typer.Option(help="per device, for example 70GiB")] = None,
+    memory_limit: plan_cli.MemoryLimit = None,
     dtype: plan_cli.Dtype = None,
-    optimizer: Annotated[str, typer.Option(help="whose state is counted: adamw, sgd, ...")] = "adamw",
-    time_limit: Annotated[float, typer.Option(help="seconds of a joint search's work, beside plans by hand; 0: none")
-                          ] = 5.0,
+    optimizer: plan_cli.Optimizer = "adamw",
+    time_limit: Annotated[float, typer.Option(min=0, help="seconds of a joint search's work, beside plans by hand; 0: "
+                                              "none")] = 5.0,
     uneven: Annotated[float, typer.Option(min=0, max=1, help="by how much workers' steps vary, for parameter servers; "
                                           "0.3: 30 %")] = 0.0,
     output: Annotated[Path | None, typer.Option(help="a folder for the plan, and for its files by framework")] = None,
@@ -285,6 +290,7 @@ def advise(
     from autoparallel.advice import print_advice
     from autoparallel.plans.reports.text import ReportConsole
 
+    plan_cli.check_folder(output)
     machine = autoparallel.Cluster.load(cluster, num_devices=devices, software=software)
     network, args, kwargs = load_model(model, global_batch or 2 * devices, sequence_length,
                                        dtype_on([machine], model, dtype))
@@ -295,13 +301,15 @@ def advise(
     print_advice(found, ReportConsole())
     if found.best is None and found.searched is None:
         raise typer.Exit(3)
-    if output is not None and found.best is not None and found.best.plan is not None:
+    best = found.searched if found.best is None else found.best.plan
+    if output is not None and best is not None:
         output.mkdir(parents=True, exist_ok=True)
-        found.best.plan.save(output / "plan.json")
+        best.save(output / "plan.json")
         for name, made in found.exports.items():
             if not isinstance(made, str):
                 made.save(output / name)
-        typer.echo(f"plan.json and a folder for each framework: {output}")
+        folders = " and a folder for each framework" if found.exports else ""
+        typer.echo(f"plan.json{folders}: {output}")
 
 
 @app.command("import")
@@ -340,8 +348,8 @@ def verify_plan(
     given: Annotated[list[str], typer.Argument(metavar="[PLAN.json --] MODEL", help="a plan's file, if there is one, "
                                                "and a Hugging Face config file (JSON) or module:function")],
     plan: Annotated[Path | None, typer.Option(help="a plan's file; else one is searched")] = None,
-    ranks: Annotated[int, typer.Option(min=1, help="local processes, where torchrun, srun or mpirun did not start "
-                                       "any")] = 4,
+    ranks: Annotated[int | None, typer.Option(min=1, help="local processes, where torchrun, srun or mpirun did not "
+                                              "start any; the plan's devices by default, without a plan 4")] = None,
     cluster: Annotated[str | None, typer.Option(help="a cluster's name or TOML file; else as the devices "
                                                 "suggest")] = None,
     global_batch: Annotated[int | None, typer.Option(min=1, help="sequences (or images) per step; the plan's by "
@@ -373,7 +381,7 @@ def verify_plan(
 
 @app.command()
 def selftest(
-    minutes: Annotated[float, typer.Option(help="begin no check after so many")] = 10.0,
+    minutes: Annotated[float, typer.Option(min=0, help="begin no check after so many")] = 10.0,
     ranks: Annotated[int, typer.Option(min=2, help="local processes, where torchrun, srun or mpirun did not start any; "
                                        "on GPUs one each if there are as many")] = 4,
     models: Annotated[str | None, typer.Option(help="of the equality checks, with commas between: mlp,images,llama,"
@@ -407,6 +415,9 @@ def clusters(
     """List the known clusters; or say what one is: its devices by kind, and the links that join them."""
     from cost_models import Cluster, known_clusters, unequal
 
+    if cluster is None and devices is not None:
+        raise InputError(f"--devices {devices} is of one cluster: name it, as autoparallel clusters h100-sxm --devices "
+                         f"{devices}, or leave it out")
     if cluster is None:
         for name in known_clusters():
             typer.echo(name)
@@ -453,12 +464,12 @@ def _bucket_bytes(text: str | None) -> float | str | dict[str, float] | None:
         return text
     parts = [part.rpartition("=") for part in text.split(",")]
     try:
-        sizes = {axis: float(size) for axis, _, size in parts}
-    except ValueError:
+        sizes = {axis: bytes_of(size) or 0.0 for axis, _, size in parts}
+    except InputError:
         sizes = {}
     if len(sizes) < len(parts) or (len(parts) > 1 and "" in sizes):
-        raise InputError(f"cannot read --bucket-bytes {text!r}: write bytes, as 1e8, or each axis once, as "
-                         "data=1e8,model=5e6, or auto")
+        raise InputError(f"cannot read --bucket-bytes {text!r}: write bytes, as 100MiB or 1e8, or each axis once, as "
+                         "data=100MiB,model=5MiB, or auto")
     return sizes.get("", sizes)
 
 

@@ -96,10 +96,14 @@ def fit(
         raise PlanError(f"{name}={options[name]:g}, and nothing goes there with offload {', '.join(map(str, tiers))}: "
                         f"leave it out, or give tiers too with {vain[0][name]}")
     machine = cluster if isinstance(cluster, Cluster) else Cluster.load(cluster, num_devices=devices, software=software)
+    least = smallest or machine.num_devices
+    if most < least:
+        whose = "" if smallest else f", one sample for each of {least} devices"
+        raise PlanError(f"most={most} (--most) is below the smallest batch, {least}{whose}: give most={least} or more, "
+                        "or fewer devices")
     with once_each():
         return Fitting(machine, tuple(_of_tiers(
-            model, machine, tiers, smallest or machine.num_devices, most, {**options, "time_limit_s": time_limit_s},
-            told)))
+            model, machine, tiers, least, most, {**options, "time_limit_s": time_limit_s}, told)))
 
 
 def _of_tiers(model: Model, machine: Cluster, tiers: Sequence[str | Mapping[str, str]], smallest: int, most: int,

@@ -64,7 +64,7 @@ def load_model(source: str | dict[str, Any], global_batch: int, sequence_length:
     ``module:function``, also ``path/to/file.py:function``.
 
     The factory is called as ``function(global_batch, sequence_length)`` and returns (model, args, kwargs).
-    ``sequence_length``: None: ``usual_length``, if there are sequences.
+    ``sequence_length``: None: ``usual_length``, if there are sequences, or as many tokens as the model has positions.
     """
     import torch
 
@@ -85,10 +85,11 @@ def load_model(source: str | dict[str, Any], global_batch: int, sequence_length:
                 made = factory(global_batch, sequence_length)
         except Exception as error:
             raise InputError(f"{source}({global_batch}, {sequence_length}) raised {type(error).__name__}: {error}; it "
-                             "is called with the batch and the sequence length, and tensors are made on the meta device"
-                             ) from error
+                             "is called with the batch and the sequence length, and tensors are made on the meta "
+                             "device: name no device there, and read no data") from error
         if not isinstance(made, tuple) or len(made) != 3:
-            raise InputError(f"{source} returned {shown(made)}: return (model, args, kwargs)")
+            what = f"a tuple of {len(made)}" if isinstance(made, tuple) else shown(made)
+            raise InputError(f"{source} returned {what}: return (model, args, kwargs)")
         return made
     return _hugging_face(*read_config(source), global_batch, (sequence_length, usual_length), precision)
 
@@ -102,8 +103,12 @@ def read_config(source: str) -> tuple[Any, str]:
         return json.loads(Path(source).read_text(encoding="utf-8")), source
     except (OSError, ValueError, RecursionError) as error:
         why = getattr(error, "strerror", None) or error
-        raise InputError(f"cannot read the config file {source}: {why}; give a Hugging Face config.json, or "
-                         "module:function, which makes the model") from error
+        instead = "a Hugging Face config.json, or module:function, which makes the model"
+        if source.endswith(".py"):
+            why, instead = "it is Python", f"{source}:function, the function in it that makes the model"
+        elif source.count("/") == 1 and not source.endswith(".json") and not Path(source).exists():
+            instead += f" (names on the Hub are not looked up: save the config.json of {source} to a file)"
+        raise InputError(f"cannot read the config file {source}: {why}; give {instead}") from error
 
 
 def _module(name: str) -> ModuleType:
@@ -165,7 +170,25 @@ def _hugging_face(data: Any, origin: str, batch: int, lengths: tuple[int | None,
                          '"decoder_start_token_id": 0')
     with torch.device("meta"):
         network = network.to(dtype).train()
+        most = _most_tokens(network, config) if network.main_input_name != "pixel_values" else None
+        if most is not None and (lengths[0] or 0) > most:
+            raise InputError(f"the sequence length is {lengths[0]}, and the model of {origin} has embeddings of {most} "
+                             f"positions: give {most} or less (--sequence-length)")
+        lengths = lengths[0], min(lengths[1], most or lengths[1])
         return network, (), _batch_of(network.main_input_name, config, origin, batch, lengths, dtype)
+
+
+def _most_tokens(network: nn.Module, config: Any) -> int | None:
+    """The longest sequence of a model that looks positions up in a table, as its config says; None of others. Where the
+    table has a row for padding (RoBERTa), positions begin after it."""
+    from torch import nn
+
+    tables = [module for name, module in network.named_modules()
+              if isinstance(module, nn.Embedding) and ("position" in name or name.endswith("wpe"))]
+    found = getattr(config, "max_target_positions", None) or getattr(config, "max_position_embeddings", None)
+    if not tables or not isinstance(found, int):
+        return None
+    return found - max(0 if table.padding_idx is None else table.padding_idx + 1 for table in tables)
 
 
 def _batch_of(name: str, config: Any, origin: str, batch: int, lengths: tuple[int | None, int], dtype: Any

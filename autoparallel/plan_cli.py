@@ -30,9 +30,18 @@ AsJson = Annotated[bool, typer.Option("--json", help="the report as JSON on stdo
 Quiet = Annotated[bool, typer.Option("--quiet", "-q", help="the summary only")]
 Model = Annotated[str, typer.Argument(help="a Hugging Face config file (JSON) or its folder, or module:function, or "
                                       "path/to/file.py:function")]
-SequenceLength = Annotated[int | None, typer.Option(min=1, help="tokens per sequence; 2048 by default")]
+SequenceLength = Annotated[int | None, typer.Option(min=1, help="tokens per sequence; 2048 by default, or as many as a "
+                                                        "model with fewer embeddings of positions takes")]
 Dtype = Annotated[str | None, typer.Option(help="of a config's model: bfloat16 (the default, where the devices have a "
                                            "rate for it), float16, float32 or float64")]
+Software = Annotated[str | None, typer.Option(help="whose speed counts: torch-eager, torch-compile, megatron-core, "
+                                              "megatron-2021, ... (an unknown name lists all), or none; by default as "
+                                              "the cluster's description says, torch-eager for the known ones")]
+Optimizer = Annotated[str, typer.Option(help="whose state is counted in memory: adafactor, adagrad, adam, adamw, "
+                                        "adamw-amsgrad, rmsprop, sgd or sgd-momentum")]
+MemoryLimit = Annotated[str | None, typer.Option(help="the most that tensors may take on a device, for example 70GiB; "
+                                                 "by default its memory less what the process takes and the error "
+                                                 "of predictions")]
 #: Seconds between two lines of progress where there is no terminal.
 EVERY_S = 10.0
 
@@ -64,6 +73,7 @@ def show(plan: PlanFile, html: Html = None, trace: Trace = None, details: Detail
 
     check_page(html)
     check_output(trace, "--trace")
+    check_apart(plan=plan, html=html, trace=trace)
     tell(Plan.load(plan), details, as_json, quiet, html, trace)
 
 
@@ -111,6 +121,8 @@ def diff(first: PlanFile, second: PlanFile, details: Details = False, as_json: A
     ours, theirs = Plan.load(first), Plan.load(second)
     found = compare(report_of(ours), report_of(theirs), (str(first), str(second)))
     _, *lines = ours.diff(theirs).split("\n")
+    of_job = (("cluster", ours.cluster, theirs.cluster), ("program", ours.fingerprint, theirs.fingerprint))
+    lines = [*(f"{what}: {mine} -> {other}" for what, mine, other in of_job if mine != other), *lines]
     if as_json:
         typer.echo(comparison_json(found))
     else:
@@ -119,7 +131,8 @@ def diff(first: PlanFile, second: PlanFile, details: Details = False, as_json: A
         console = text.ReportConsole()
         console.print(text.comparison_table(found))
         more = "" if details or not lines else "; each: --details"
-        console.print(f"{len(lines)} entries of the plan differ{more}")
+        console.print(f"{len(lines)} entr{'y' if len(lines) == 1 else 'ies'} of the plan "
+                      f"differ{'s' * (len(lines) == 1)}{more}")
         for line in lines if details else ():
             console.print(line)
     raise typer.Exit(1 if lines else 0)
@@ -147,13 +160,13 @@ def explain(plan: PlanFile, name: Annotated[str | None, typer.Argument(help="an 
     record, console = _record(plan), text.ReportConsole()
     if name is None:
         if not record.explanations:
-            raise _not_asked(plan, "what strategies of an op cost", "--explain NAME")
+            raise _not_asked(plan, "does not say what strategies of an op cost", "--explain NAME")
         for known in record.explanations:
             console.print(known)
     elif name in record.explanations:
         console.print(text.explanation(name, record.explanations[name]))
     else:
-        raise _not_asked(plan, f"what the strategies of {name!r} cost", f"--explain {name}")
+        raise _not_asked(plan, f"does not say what the strategies of {name!r} cost", f"--explain {name}")
 
 
 def alternatives(plan: PlanFile) -> None:
@@ -162,7 +175,7 @@ def alternatives(plan: PlanFile) -> None:
     from autoparallel.plans.reports.build import report_of
 
     if not _record(plan).alternatives:
-        raise _not_asked(plan, "other plans", "--alternatives 3")
+        raise _not_asked(plan, "has no other plans", "--alternatives 3")
     text.ReportConsole().print(text.alternatives_table(report_of(_load(plan)), details=True))
 
 
@@ -172,7 +185,7 @@ def sensitivity(plan: PlanFile) -> None:
 
     found = _record(plan).sensitivities
     if not found:
-        raise _not_asked(plan, "how sensitive it is", "--sensitivity")
+        raise _not_asked(plan, "does not say how sensitive it is", "--sensitivity")
     text.ReportConsole().print(text.sensitivities(_load(plan).prediction.step_s, found))
 
 
@@ -190,7 +203,7 @@ def _record(path: Path) -> Any:
 
 
 def _not_asked(path: Path, what: str, option: str) -> PlanError:
-    return PlanError(f"{path} does not say {what}, and a saved plan has no search to ask: run `autoparallel plan ... "
+    return PlanError(f"{path} {what}, and a saved plan has no search to ask: run `autoparallel plan ... "
                      f"{option} --output {path}`")
 
 
@@ -259,13 +272,15 @@ class Progress:
 
 def progress_line(phase: str, best_s: float, bound_s: float, left_s: float | None = None) -> str:
     """How far the search is, in a line."""
+    from autoparallel.plans.reports.units import percent_up
+
     left = ""
     if left_s is not None:
         left = f", {left_s:.0f} s of work left" if left_s > 0 else ", ending with the best in full"
     if best_s == float("inf"):
         below = f", none below {bound_s:.4g} s" if bound_s > -float("inf") else ""
         return f"search ({phase}): no plan yet{below}{left}; Ctrl-C ends the search"
-    above = f", at most {100 * (best_s / bound_s - 1):.0f} % slower than the best" if 0 < bound_s <= best_s else ""
+    above = f", at most {percent_up(best_s / bound_s - 1)} slower than the best" if 0 < bound_s <= best_s else ""
     bound = f", bound {bound_s:.4g} s{above}" if bound_s > -float("inf") else ""
     return f"search ({phase}): best {best_s:.4g} s{bound}{left}; Ctrl-C takes the best"
 
@@ -278,6 +293,29 @@ def check_output(path: Path | None, option: str = "--output") -> None:
         raise InputError(f"{option} {path} cannot be written, {why}: give a file in a folder that is there")
 
 
+def check_folder(path: Path | None) -> None:
+    """Raises InputError for an --output that is to be a folder and cannot be one, before the work."""
+    if path is None:
+        return
+    there = next(one for one in (path, *path.absolute().parents) if one.exists())
+    if not there.is_dir() or not os.access(there, os.W_OK):
+        why = "you may not write there" if there.is_dir() else f"{there} is a file"
+        raise InputError(f"--output {path} cannot be written, {why}: give a folder, which need not be there yet")
+
+
+def check_apart(**files: Path | None) -> None:
+    """Raises InputError for two of these that are one file, by the option (or argument) of each."""
+    named = dict[Path, str]()
+    for name, path in files.items():
+        if path is None:
+            continue
+        option = "PLAN.json" if name == "plan" else f"--{name}"
+        other = named.setdefault(path.resolve(), option)
+        if other != option:
+            raise InputError(f"{other} and {option} are one file, {path}, which would hold the latter only: give each "
+                             "a name of its own")
+
+
 def check_page(path: Path | None) -> None:
     """Raises InputError for a page that cannot be written, and PlanError without jinja2, before the work."""
     check_output(path, "--html")
@@ -287,5 +325,6 @@ def check_page(path: Path | None) -> None:
         check_jinja2()
 
 
-__all__ = ["AsJson", "Details", "Dtype", "Html", "Model", "Progress", "Quiet", "SequenceLength", "Trace", "add_to",
-           "check_output", "check_page", "cluster_of", "progress_line", "tell"]
+__all__ = ["AsJson", "Details", "Dtype", "Html", "MemoryLimit", "Model", "Optimizer", "Progress", "Quiet",
+           "SequenceLength", "Software", "Trace", "add_to",
+           "check_apart", "check_folder", "check_output", "check_page", "cluster_of", "progress_line", "tell"]

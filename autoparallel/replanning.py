@@ -372,7 +372,7 @@ def print_replan(found: Replan, console: ReportConsole) -> None:
             table.add_row(one.title, str(one.devices), "-", "-", "-", "-", one.refused)
             continue
         table.add_row(one.title, str(one.devices), seconds_str(one.step_s),
-                      bytes_str(one.move.sent_bytes + one.move.read_bytes), seconds_str(one.move.seconds),
+                      bytes_str(one.move.sent_bytes + one.move.read_bytes), duration_str(one.move.seconds),
                       duration_str(one.total_s(found.steps)), str(roles_of(one.plan)))
     console.print(table)
 

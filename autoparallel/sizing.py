@@ -251,7 +251,7 @@ def print_sizing(found: Sizing, console: ReportConsole) -> None:
         console.print("None of these does what is asked.")
     else:
         price = best.price(target.count) if target.count else None
-        days = f", {best.days(target.count):.1f} days" if target.count else ""
+        days = f", {count_str(best.days(target.count))} days" if target.count else ""
         cost = f", {count_str(price)} in all" if price is not None else ""
         devices = f"{best.devices} device{'s' * (best.devices != 1)} of {best.cluster.name}"
         console.print(f"{devices}: {seconds_str(best.step_s)} a step{days}{cost}.")
@@ -261,7 +261,7 @@ def print_sizing(found: Sizing, console: ReportConsole) -> None:
         price = one.price(target.count) if target.count else None
         table.add_row(one.cluster.name, str(one.devices), seconds_str(one.step_s) if one.plan is not None else "-",
                       count_str(one.per_s) if one.per_s else "-",
-                      f"{one.days(target.count):.1f}" if target.count and one.per_s else "-",
+                      count_str(one.days(target.count)) if target.count and one.per_s else "-",
                       count_str(price) if price is not None else "-", _plan_words(one), one.lacks(target))
     console.print(table)
 

@@ -33,9 +33,9 @@ class Request:
     steps: int
 
 
-def main(request: Request, ranks: int, output: Path | None) -> None:
-    """Verify on ``ranks`` local processes, or, under torchrun, srun or mpirun, on all that were started; rank 0 prints,
-    and writes the corrected cluster to ``output``."""
+def main(request: Request, ranks: int | None, output: Path | None) -> None:
+    """Verify on ``ranks`` local processes (None: the plan's devices, without a plan 4), or, under torchrun, srun or
+    mpirun, on all that were started; rank 0 prints, and writes the corrected cluster to ``output``."""
     from autoparallel import backends
     from autoparallel.launch.local import launch
     from autoparallel.models import dtype_on, is_factory, read_config
@@ -46,15 +46,17 @@ def main(request: Request, ranks: int, output: Path | None) -> None:
         read_config(request.model)
     backends.chosen(request.backend, "cuda" if torch.cuda.is_available() else "cpu")
     given = Plan.load(request.plan) if request.plan is not None else None
-    if "WORLD_SIZE" not in os.environ and given is not None and (needed := math.prod(given.axes[0])) != ranks:
-        raise InputError(f"the plan is for {needed} devices, and --ranks is {ranks}: give --ranks {needed}")
+    needed = 4 if given is None else math.prod(given.axes[0])
+    if "WORLD_SIZE" not in os.environ and given is not None and ranks not in (None, needed):
+        raise InputError(f"the plan is for {needed} devices, and --ranks is {ranks}: give --ranks {needed}, or leave "
+                         "it out")
     if "WORLD_SIZE" in os.environ:
         import autoparallel
 
         autoparallel.init()
         found = run(request)
     else:
-        found = launch(run, ranks, request)[0]
+        found = launch(run, ranks or needed, request)[0]
     if int(os.environ.get("RANK", 0)) == 0:
         print(found)
         if output is not None:

@@ -100,6 +100,16 @@ def test_the_cheapest_is_chosen_where_there_are_prices() -> None:
     assert none.best is None and {one.lacks(none.target) for one in none.sizes} == {"too expensive"}
 
 
+def test_days_that_are_just_too_many_are_told_so() -> None:
+    """1.04 days of 1 was told as 1.0 days, too slow."""
+    one = sized(step_s=1e-9, most=2).sizes[0]
+    count = 1.04 * 86_400 * one.per_s
+    found = autoparallel.Sizing(Target(count=count, days=1.0), (one,))
+    assert one.lacks(found.target) == "too slow" and " 1.04 " in found.report()
+    enough = autoparallel.Sizing(Target(count=count / 100, days=1.0), (one,))
+    assert "0.0104 days" in enough.report()
+
+
 def test_jobs_that_do_not_fit_are_reported() -> None:
     found = sized(step_s=10.0, memory_limit_bytes=1e6)
     assert found.best is None and all("B a device" in one.refused for one in found.sizes)
@@ -145,7 +155,8 @@ def test_more_spares_never_hurt() -> None:
 
 
 @pytest.mark.parametrize(("words", "said"), [
-    (["--devices", "16384"], "16384 devices fail every 3.09 h"), ([], "give --devices, or --plan"),
+    (["--devices", "16384"], "16384 devices fail every 3.09 h"),
+    (["--devices", "1"], "1 device fails every 2112 days"), ([], "give --devices, or --plan"),
     (["--devices", "8", "--spares", "two"], "give numbers of hosts"),
     (["--devices", "8", "--hours-between-failures", "0"], "give hours above 0"),
     (["--devices", "8", "--hours-between-failures", "inf"], "give hours above 0"),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import re
 from collections.abc import Sequence
@@ -10,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+import transformers
 from torch import nn
 from typer.testing import CliRunner
 
@@ -18,6 +20,8 @@ from autoparallel.cli import EXIT_CODES, app
 from autoparallel.errors import AutoparallelError, InputError, PlanError
 from autoparallel.models import dtype_on, load_model, load_planned
 from cost_models import Cluster
+from cost_models.memory import RECIPES
+from cost_models.profile import SOFTWARE
 from tests.support.tiers import slow
 
 LLAMA = {"model_type": "llama", "architectures": ["LlamaForCausalLM"], "hidden_size": 64, "intermediate_size": 128,
@@ -54,6 +58,21 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     (["verify", f"{__name__}:small", "--dtype", "float32"], "small makes its model in a dtype of its own"),
     (["study", "llama.json", "--cluster", "a100-sxm", "--time-limit", "5"], "--time-limit 5 is of the joint search"),
     (["export", "llama.json", "--to", "fsdp2", "--cluster", "h200"], "--cluster h200 prices what was exported"),
+    (["export", "llama.json", "--to", "fsdp2", "--output", "vit.json"], "vit.json is a file: give a folder"),
+    (["show", "none.json"], "No such file or directory; give a file that plan.save or autoparallel plan --output has"),
+    (["compare-trace", "none.json"], "cannot read the trace none.json: No such file or directory; give a file that"),
+    (["import", "none.sh"], "cannot read the settings none.sh: No such file or directory; give DeepSpeed's .json"),
+    (["import", "vit.json"], "or train_micro_batch_size_per_gpu; give DeepSpeed's .json, accelerate's .yaml"),
+    (["clusters", "--devices", "4"], "--devices 4 is of one cluster: name it"),
+    (["demo", "--mesh", "2x1"], "--mesh 2x1 has 2 devices, and --ranks is 4: give --ranks 2"),
+    (["fit", "llama.json", "--cluster", "a100-sxm", "--devices", "8", "--most", "4"],
+     "most=4 (--most) is below the smallest batch, 8, one sample for each of 8 devices: give most=8 or more"),
+    (["plan", "llama.json", "--output", "x.json", "--trace", "./x.json"], "--output and --trace are one file, x.json"),
+    (["show", "llama.json", "--html", "llama.json"], "PLAN.json and --html are one file, llama.json"),
+    (["advise", "llama.json", "--output", "vit.json/advice"], "vit.json is a file: give a folder"),
+    (["plan", "model.py"], "it is Python; give model.py:function"),
+    (["plan", "meta-llama/Llama-3-8B"], "names on the Hub are not looked up: save the config.json of meta-llama/"),
+    (["plan", "llama.json", "--bucket-bytes", "25XB"], "write bytes, as 100MiB or 1e8, or each axis once"),
     (["plan", "llama.json", "--by-hand", "dp=8", "--search", "exact"], "by_hand decides search"),
     (["plan", "vit.json", "--sequence-length", "64"], "vit.json is of a model of images, whose size the config says"),
     (["plan", "llama.json", "--sequence-length", "8", "--disk-limit", "1GB"],
@@ -100,6 +119,24 @@ def test_a_saved_plan_says_its_model_s_batch(folder: Path) -> None:
         load_planned("vit.json", plan.model.inputs, "float32", sequence_length=8)
 
 
+def test_lengths_end_where_a_table_of_positions_does(folder: Path) -> None:
+    """GPT-2 was planned for 2048 tokens by default, with which it ends in an index out of range."""
+    sizes = {"hidden_size": 32, "intermediate_size": 64, "num_attention_heads": 4, "num_hidden_layers": 1,
+             "vocab_size": 64, "max_position_embeddings": 24}
+    for model_type, most in (("gpt2", 24), ("roberta", 22), ("llama", None)):
+        config = {"model_type": model_type, **sizes}
+        ids = load_model(config, 2, dtype="float32")[2]["input_ids"]
+        assert ids.shape == (2, most or 2048)
+        if most is None:
+            continue
+        with pytest.raises(InputError, match=rf"is {most + 1}, and the model of .* has embeddings of {most} positions"):
+            load_model(config, 2, most + 1, "float32")
+        network = transformers.AutoModelForCausalLM.from_config(load_model(config, 2, most, "float32")[0].config)
+        assert network(input_ids=torch.full((2, most), 5)).logits.shape[1] == most
+        with pytest.raises((IndexError, RuntimeError), match="out of"):
+            network(input_ids=torch.full((2, most + 1), 5))
+
+
 def test_models_are_found_by_path(folder: Path) -> None:
     """A file in a subfolder, which imports from its own; also one named as a module that is imported already."""
     inner = folder / "models"
@@ -117,8 +154,34 @@ def test_models_are_found_by_path(folder: Path) -> None:
         load_model("models/none.py:make", 6)
 
 
+def test_plans_for_other_clusters_and_programs_differ(folder: Path) -> None:
+    """With equal strategies they were told as equal, beside other seconds."""
+    model, args, _ = small(8, 1)
+    plan = autoparallel.plan(model, "a100-sxm", example_inputs=args, mesh_shape=(8,), baseline="ddp")
+    plan.save("plan.json")
+    for change, said in (({"cluster": "h200"}, "cluster: a100-sxm -> h200"), ({"fingerprint": "0"}, "program: ")):
+        dataclasses.replace(plan, **change).save("other.json")    # type: ignore[arg-type]
+        found = CliRunner().invoke(app, ["diff", "plan.json", "other.json", "--details"])
+        assert found.exit_code == 1 and "1 entry of the plan differs\n" in found.stdout and said in found.stdout
+        assert not CliRunner().invoke(app, ["diff", "plan.json", "plan.json"]).exit_code
+
+
+def test_one_device_is_told_as_one() -> None:
+    assert CliRunner().invoke(app, ["clusters", "h100-sxm", "--devices", "1"]).stdout.startswith(
+        "h100-sxm: 1 device, 8 a host\n  device 0: H100")
+
+
+def test_the_names_in_help_texts_are_those_that_there_are() -> None:
+    page = " ".join(re.sub("[^ -~]", " ", CliRunner().invoke(app, ["plan", "--help"]).stdout).split())
+    assert f"in memory: {', '.join(sorted(RECIPES))}".replace(", sgd-momentum", " or sgd-momentum") in page
+    assert f"speed counts: {', '.join(SOFTWARE[:3])}, {SOFTWARE[4]}, ..." in page
+
+
 def test_the_documentation_has_the_exit_codes() -> None:
-    page = (Path(__file__).parents[1] / "docs/concepts/cli.md").read_text()
+    """In one place: another page said 1 of sizes that are not found, for which the commands end with 3."""
+    docs = Path(__file__).parents[1] / "docs"
+    page = (docs / "concepts/cli.md").read_text()
+    assert [file.name for file in docs.rglob("*.md") if "130 interrupted" in file.read_text()] == []
     assert {int(code): means for code, means in re.findall(r"^\| (\d+) \| (.*) \|$", page, re.M)} == EXIT_CODES
 
 

@@ -398,7 +398,7 @@ def makes_trouble(batch: int, length: int) -> Any:
 
 
 def test_factories_that_make_no_call() -> None:
-    says(InputError, "makes_two returned", "(model, args, kwargs)",
+    says(InputError, "makes_two returned a tuple of 2: return (model, args, kwargs)",
          of=lambda: load_model(f"{__name__}:makes_two", 2, 8, "float32"))
     says(InputError, "makes_trouble(2, 8) raised KeyError: 'boom'", "the batch and the sequence length",
          of=lambda: load_model(f"{__name__}:makes_trouble", 2, 8, "float32"))

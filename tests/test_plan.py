@@ -439,3 +439,4 @@ def test_progress_in_a_line() -> None:
     assert progress_line("bound", float("inf"), 0.25) == (
         "search (bound): no plan yet, none below 0.25 s; Ctrl-C ends the search")
     assert "best 0.5 s, bound 0.25 s, at most 100 % slower than the best" in progress_line("better", 0.5, 0.25)
+    assert ", at most 0.5 % slower than the best" in progress_line("better", 0.005298, 0.005272)    # not 0 %

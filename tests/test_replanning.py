@@ -284,3 +284,24 @@ def test_the_command(tmp_path: Path) -> None:
     for words, said in ((["--lost-hosts", "1", "--lost", "3"], "numbered from 0 to 2"),
                         (["--lost", "x"], "numbered from 0 to 2"), (["--lost-hosts", "3"], "no device is left")):
         assert said in str(CliRunner().invoke(app, [*call, *words]).exception)
+
+
+def test_hosts_without_a_limit_are_told_as_those_of_the_plan(tmp_path: Path) -> None:
+    """A plan on local processes was said to have 1 hosts of 2147483648 devices."""
+    model, args = job()
+    with planning_on(captured_job()):
+        plan = autoparallel.plan(model, Cluster.load("local-cpu", 2), example_inputs=args, mesh_shape=(2,),
+                                 baseline="ddp")
+    plan.save(tmp_path / "plan.json")
+    told = CliRunner().invoke(app, ["replan", str(tmp_path / "plan.json"), "some:factory", "--lost", "7"])
+    assert str(told.exception).startswith("--lost 7: the plan has 1 host of 2 devices, number 0; give numbers of these")
+
+
+def test_a_long_move_is_told_alike_in_sentence_and_table() -> None:
+    """A move of 3.09 h had 11135 s in the table."""
+    model, args = job()
+    with planning_on(captured_job()):
+        plan = autoparallel.plan(model, machine(2), example_inputs=args, mesh_shape=(2,), baseline="ddp")
+    one = Candidate("search", 2, plan, Move(11_135.0))
+    said = Replan(machine(2), 4, (), 1.0, "checkpoint", (one,)).report()
+    assert "a move of 3.09 h." in said and "11135 s" not in said

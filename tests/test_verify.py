@@ -101,7 +101,7 @@ def test_the_command_prints_and_writes_the_correction(tmp_path: Path, monkeypatc
     (tmp_path / "a_factory.py").write_text(FACTORY)
     said = ["--global-batch", "8"]
     calls = (["plan", "a_factory:small", "--devices", "2", "--cluster", "local-cpu", "--output", "plan.json", *said],
-             ["verify", "plan.json", "--ranks", "2", "--steps", "2", "--output", "fixed.toml", *said, "--",
+             ["verify", "plan.json", "--steps", "2", "--output", "fixed.toml", *said, "--",
               "a_factory:small"])
     for call in calls:
         found = CliRunner().invoke(app, call)

@@ -28,6 +28,9 @@ _MEGATRON_READ = {"tensor-model-parallel-size", "pipeline-model-parallel-size", 
 _OTHERS = ("optimizer-cpu-offload", "fine-grained-activation-offloading", _INSTANCES, "outer-dp-sharding-strategy",
            "tensor-parallel-num-weight-shards", "decoder-first-pipeline-num-layers",
            "decoder-last-pipeline-num-layers", "use-tp-pp-dp-mapping", "torch-fsdp2-no-reshard-after-forward")
+#: The files that are read.
+_KINDS = ("DeepSpeed's .json, accelerate's .yaml, a torchtitan recipe's .py, or a text with Megatron-LM's arguments "
+          "(--tensor-model-parallel-size 8 ...)")
 
 
 @dataclass(frozen=True)
@@ -53,7 +56,7 @@ def import_plan(path: str | Path, num_devices: int | None = None) -> Imported:
     if num_devices is not None and (isinstance(num_devices, bool) or not isinstance(num_devices, int)
                                     or num_devices < 1):
         raise PlanError(f"num_devices is {shown(num_devices)}: give a whole number, 1 or more")
-    text, suffix = text_of(path), Path(path).suffix
+    text, suffix = text_of(path, "settings", _KINDS), Path(path).suffix
     reader: Callable[[str, str, int | None], Imported]
     if suffix == ".json":
         reader = _deepspeed
@@ -64,8 +67,7 @@ def import_plan(path: str | Path, num_devices: int | None = None) -> Imported:
     elif "--" in text:
         reader = _megatron
     else:
-        raise PlanError(f"{path} is none of: DeepSpeed's .json, accelerate's .yaml, a torchtitan recipe's .py, a text "
-                        "with Megatron-LM's arguments (--tensor-model-parallel-size 8 ...)")
+        raise PlanError(f"{path} is none of the files that are read: give {_KINDS}")
     found = reader(text, str(path), num_devices)
     hand = found.by_hand if num_devices is None else found.by_hand.on(num_devices)
     ranks = ["the number of ranks, and with it dp: give num_devices (--devices)"] if hand.dp is None else []
@@ -131,7 +133,7 @@ def _deepspeed(text: str, origin: str, num_devices: int | None) -> Imported:
     if not isinstance(data, dict) or not {"zero_optimization", "train_batch_size", "train_micro_batch_size_per_gpu",
                                           "pipeline", "tensor_parallel"} & set(data):
         raise PlanError(f"{origin} is no configuration of DeepSpeed's: it has no zero_optimization or "
-                        "train_micro_batch_size_per_gpu")
+                        f"train_micro_batch_size_per_gpu; give {_KINDS}")
     zero = data.get("zero_optimization") or {}
     stage, micro = zero.get("stage", 0), data.get("train_micro_batch_size_per_gpu")
     stages = (data.get("pipeline") or {}).get("stages", 1)
@@ -179,7 +181,7 @@ def _accelerate(text: str, origin: str, num_devices: int | None) -> Imported:
     except yaml.YAMLError as error:
         raise PlanError(f"{origin} is no YAML: {error}") from error
     if not isinstance(data, dict) or "distributed_type" not in data:
-        raise PlanError(f"{origin} is no configuration of accelerate's: it has no distributed_type")
+        raise PlanError(f"{origin} is no configuration of accelerate's: it has no distributed_type; give {_KINDS}")
     fsdp, sizes = data.get("fsdp_config") or {}, data.get("parallelism_config") or {}
 
     def size(name: str, default: int = 1) -> int:

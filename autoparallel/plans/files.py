@@ -27,18 +27,20 @@ MOST_DEEP = 16
 MOST_DEVICES = 2**24
 
 
-def text_of(path: Any) -> str:
+def text_of(path: Any, what: str = "plan file", instead: str = "a file that plan.save or autoparallel plan --output "
+            "has written") -> str:
     """The text of a regular file, also of one that gzip has compressed. Raises PlanError for anything else, without
-    waiting for it."""
+    waiting for it, which says ``what`` was to be read, and what to give ``instead``."""
     try:
         found = read_regular(path, MOST_BYTES)
     except (OSError, TypeError, ValueError) as error:
-        raise PlanError(f"cannot read the plan file {path}: {getattr(error, 'strerror', error)}") from error
+        why = getattr(error, "strerror", error)
+        raise PlanError(f"cannot read the {what} {path}: {why}; give {instead}") from error
     try:
         return unpacked(found).decode("utf-8")
     except (EOFError, OSError, ValueError, zlib.error) as error:
         if not isinstance(error, UnicodeDecodeError):
-            raise PlanError(f"cannot read the plan file {path}: {error}") from error
+            raise PlanError(f"cannot read the {what} {path}: {error}; give {instead}") from error
         raise PlanError(f"{path} is not JSON: {error}") from error
 
 

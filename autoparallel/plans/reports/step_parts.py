@@ -106,7 +106,9 @@ def _told(path: str | Path) -> dict[str, Any]:
     try:
         data = json.loads(Path(path).read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
-        raise PlanError(f"cannot read the trace {path}: {error}") from error
+        why = getattr(error, "strerror", None) or error
+        raise PlanError(f"cannot read the trace {path}: {why}; give a file that autoparallel plan ... --trace, or "
+                        "parallel.profile, has written") from error
     told = data.get("otherData") if isinstance(data, dict) else None
     if not isinstance(told, dict) or not isinstance(told.get("parts"), dict) or "fingerprint" not in told:
         raise PlanError(f"{path} does not tell the parts of a step: give a trace that this version of autoparallel "
