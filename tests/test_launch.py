@@ -292,6 +292,19 @@ def test_launches_that_cannot_be_are_refused(words: list[str], said: str) -> Non
     assert isinstance(result.exception, AutoparallelError) and said in str(result.exception)
 
 
+def test_ranks_that_are_not_the_plans_are_told_with_those_that_are(tmp_path: Path) -> None:
+    from autoparallel.launch.agent import run_command
+
+    with torch.device("meta"):
+        model, x = torch.nn.Linear(4, 4), torch.zeros(8, 4)
+    made = autoparallel.plan(model, "local-cpu", example_inputs=(x,), mesh_shape=(4,), baseline="ddp")
+    made.save(tmp_path / "plan.json")
+    for given, said in (({"ranks": 2}, "1 host with 2 processes each were asked for: give --ranks 4, or leave it out"),
+                        ({"ranks": 1, "nodes": 3, "master": "a:1"}, "1 process each were asked for: give --nodes, a")):
+        with pytest.raises(LaunchError, match=re.escape(said)):
+            run_command(["ls"], plan=tmp_path / "plan.json", **given)  # type: ignore[arg-type]
+
+
 def host(number: int, port: int, *, of: int = 2, at: str = "127.0.0.1", timeout_s: float = 0.5) -> RollCall:
     return RollCall(at, port, of, number, of, timeout_s)
 

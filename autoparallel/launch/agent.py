@@ -137,8 +137,10 @@ def _count(plan: Path | None, ranks: int | None, nodes: int) -> int:
     if ranks is None and devices % nodes == 0:
         ranks = devices // nodes
     if ranks is None or ranks * nodes != devices:
-        raise LaunchError(f"the plan {plan} is for {devices} devices, and {nodes} hosts with {ranks or 'as many'} "
-                          f"processes each were asked for: together they must be {devices}")
+        asked = f"{nodes} host{'s' * (nodes != 1)} with {ranks or 'as many'} process{'es' * (ranks != 1)} each"
+        instead = f"--ranks {devices // nodes}, or leave it out" if devices % nodes == 0 else (
+            f"--nodes, a number that divides {devices}")
+        raise LaunchError(f"the plan {plan} is for {devices} devices, and {asked} were asked for: give {instead}")
     return ranks
 
 
