@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -151,3 +152,18 @@ def test_the_command_line_writes_files_for_each_framework(tmp_path: Path) -> Non
     assert told.exit_code == 0, told.output
     assert "a searched plan takes" in told.stdout
     assert (tmp_path / "advice/plan.json").exists() and (tmp_path / "advice/fsdp2/parallel_fsdp2.py").exists()
+
+
+def decoder(batch: int, length: int) -> Any:
+    return Decoder(), (IDS,), {}
+
+
+def test_the_folder_has_the_searched_plan_where_none_by_hand_fits(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+                                                                  ) -> None:
+    """--output was ignored without a word."""
+    plan = plan_again(DECODER, CLUSTER, example_inputs=(IDS,), by_hand="dp=4,zero=1")
+    found = autoparallel.Advice(CLUSTER, 1e9, (), (), (), plan, {})
+    monkeypatch.setattr(autoparallel, "advise", lambda *_, **__: found)
+    told = CliRunner().invoke(app, ["advise", f"{__name__}:decoder", "--devices", "4", "--output", str(tmp_path / "o")])
+    assert told.exit_code == 0 and "plan.json: " in told.stdout, (told.output, told.exception)
+    assert autoparallel.Plan.load(tmp_path / "o/plan.json").fingerprint == plan.fingerprint
