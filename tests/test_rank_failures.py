@@ -99,16 +99,16 @@ def test_a_failed_rank_is_an_error_on_all(four_ranks: RankPool, mesh_shape: tupl
 
 @pytest.mark.slow
 def test_a_dead_rank_is_an_error_on_all(four_ranks: RankPool) -> None:
-    options = {"pipeline_stages": 4, "micro_batches": 4, "schedule": "1f1b"}
+    options = {"pipeline_stages": 4, "micro_batches": 4, "schedule": "1f1b"}    # by price, rank 0 has all layers
     with pytest.raises(RankError) as error:
         four_ranks.run(told_and_raises, options, timeout_s=50)
-    assert error.value.states[2] == "died (exit code 3)"
-    rest = [error.value.states[rank] for rank in (0, 1, 3)]
-    assert all(state.startswith("raised PeerError: rank 2 failed: ") for state in rest), rest
+    assert error.value.states[0] == "died (exit code 3)"
+    rest = [error.value.states[rank] for rank in (1, 2, 3)]
+    assert all(state.startswith("raised PeerError: rank 0 failed: ") for state in rest), rest
 
 
 def told_and_raises(options: dict[str, Any]) -> None:
-    first, _, _ = one_fails((4,), options, "step", 2, dies=True)
+    first, _, _ = one_fails((4,), options, "step", 0, dies=True)
     raise {"PeerError": autoparallel.errors.PeerError}.get(first[0], lambda text, _: RuntimeError(text))(*first[1:3])
 
 
