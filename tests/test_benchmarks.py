@@ -46,7 +46,7 @@ def test_planning_time_by_phase() -> None:
     for phase in (*phases, "emit", "check", "lowering", "import", "build"):
         assert 0 <= seconds[phase].minimum_s <= seconds[phase].median_s <= seconds[phase].maximum_s
         assert seconds[phase].repeats == 2
-    assert sum(seconds[p].median_s for p in phases) == pytest.approx(seconds["plan"].median_s, rel=0.01)
+    assert sum(seconds[p].median_s for p in phases) == pytest.approx(seconds["plan"].median_s, rel=0.03)
     assert 0.1 < row["peak_gib"]["plan"] <= row["peak_gib"]["lowering"]
     assert 0 <= row["gap"] < 1
     json.dumps(as_json(row))
