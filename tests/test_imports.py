@@ -5,6 +5,8 @@ from __future__ import annotations
 import ast
 import importlib
 import re
+import subprocess
+import sys
 from collections.abc import Iterator
 from unittest.mock import patch
 
@@ -84,3 +86,11 @@ def test_nothing_installed_imports_tests() -> None:
              for path in (ROOT / home).rglob("*.py") for found in all_imports_of(path)
              if found.module.split(".")[0] == "tests"]
     assert not found
+
+
+def test_reports_import_neither_torch_nor_numpy() -> None:
+    """`autoparallel show` answers at once."""
+    code = ("import sys; import autoparallel.cli, autoparallel.plans.reports.build, autoparallel.plans.reports.text\n"
+            "print(sorted({'torch', 'numpy'} & set(sys.modules)))")
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT, timeout=60, check=True)
+    assert done.stdout.strip() == "[]"

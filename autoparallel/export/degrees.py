@@ -8,8 +8,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+from autoparallel.axis_names import apart
 from autoparallel.errors import PlanError, shown
-from autoparallel.layout.redistribution import apart
 from autoparallel.planning.by_hand import ByHand
 from autoparallel.plans import Plan
 from autoparallel.plans.reports.units import bytes_str

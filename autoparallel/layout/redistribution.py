@@ -29,13 +29,14 @@ from __future__ import annotations
 
 import itertools
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
 import numpy as np
 
+from autoparallel.axis_names import together
 from autoparallel.layout.placement import (
     INVARIANT,
     PARTIAL,
@@ -73,24 +74,6 @@ JOINT = frozenset({("P", "I"), ("P", "R"), ("I", "R")})
 DIRECT_S = 1e4
 #: The mesh axes of one step, in ascending order.
 Axes = tuple[int, ...]
-
-
-#: Joins the names of mesh axes whose ranks sum a tensor together.
-JOINED = "+"
-
-
-def together(names: Iterable[str]) -> str:
-    """One name of several mesh axes.
-
-    >>> together(("data", "model")), apart("data+model")
-    ('data+model', ('data', 'model'))
-    """
-    return JOINED.join(names)
-
-
-def apart(name: str) -> tuple[str, ...]:
-    """The mesh axes of a name that `together` made."""
-    return tuple(name.split(JOINED))
 
 
 def name_of(axes: Axes, axis_names: Sequence[str]) -> str:

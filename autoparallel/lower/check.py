@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch.fx import Node as FxNode
 
+from autoparallel.axis_names import apart
 from autoparallel.capture.graph import Node
 from autoparallel.errors import LoweringError
 from autoparallel.kernels.collectives import STEP_FUNCTIONS, item
@@ -20,7 +21,7 @@ from autoparallel.kernels.numbers import with_numbers
 from autoparallel.kernels.rng import random_op
 from autoparallel.kernels.variants import VARIANTS
 from autoparallel.layout import COLLECTIVES, Layout, Placement, layout_fits, layout_str, local_shape
-from autoparallel.layout.redistribution import ACTIONS, JOINT, apart
+from autoparallel.layout.redistribution import ACTIONS, JOINT
 from autoparallel.lower.emit import Program, local_function
 from autoparallel.strategies.space import StrategySpace
 

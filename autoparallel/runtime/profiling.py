@@ -13,9 +13,9 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from autoparallel.axis_names import apart
 from autoparallel.backends import EAGER
 from autoparallel.errors import InputError, printable, shown
-from autoparallel.layout.redistribution import apart
 from autoparallel.plans import Plan
 from autoparallel.plans.reports.step_parts import MEASURED, PARTS, TraceComparison, compare_parts, predicted_parts
 from autoparallel.plans.reports.timeline import Box, Row, Timeline

@@ -19,13 +19,13 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
+from autoparallel.axis_names import JOINED, apart
 from autoparallel.capture import OpGraph, Ref, TensorMeta
 from autoparallel.capture.blocks import block_path
 from autoparallel.capture.graph import Node
 from autoparallel.capture.outputs import loss_output
 from autoparallel.errors import MeshError
 from autoparallel.layout import INVARIANT, PARTIAL, REPLICATE, Layout, LayoutSpace, Placement, shard, without_gradient
-from autoparallel.layout.redistribution import JOINED, apart
 from autoparallel.rules.registry import find_rule
 from autoparallel.rules.rule import AxisStrategy, Rule
 from autoparallel.strategies.interleaved import interleaved_placements, with_interleaved

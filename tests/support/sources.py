@@ -33,7 +33,7 @@ LEVELS = (
     ("ops", "schedule"),
     ("layout", "search"),
     ("models", "optim"),
-    ("clock", "errors", "garbage"),
+    ("axis_names", "clock", "errors", "garbage"),
 )
 LEVEL = {room: number for number, rooms in enumerate(LEVELS) for room in rooms}
 

@@ -6,7 +6,7 @@ import math
 import re
 from collections.abc import Iterable
 
-from autoparallel.layout.redistribution import apart, together
+from autoparallel.axis_names import apart, together
 from autoparallel.plans.plan import Plan, Prediction
 from autoparallel.plans.record import MemoryProfile, Record, Workload
 from autoparallel.plans.reports.blocks import block_rows
