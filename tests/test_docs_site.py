@@ -12,7 +12,7 @@ from typer.main import get_command
 from autoparallel.cli import app
 from tests.support.sources import LEVEL, ROOT, imports_of, room_of
 
-EVERYWHERE = {"clock", "errors", "garbage"}
+EVERYWHERE = {"axis_names", "clock", "errors", "garbage"}
 
 
 def rooms() -> nx.DiGraph:

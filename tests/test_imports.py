@@ -88,9 +88,11 @@ def test_nothing_installed_imports_tests() -> None:
     assert not found
 
 
+@pytest.mark.ranks
 def test_reports_import_neither_torch_nor_numpy() -> None:
     """`autoparallel show` answers at once."""
     code = ("import sys; import autoparallel.cli, autoparallel.plans.reports.build, autoparallel.plans.reports.text\n"
             "print(sorted({'torch', 'numpy'} & set(sys.modules)))")
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT, timeout=60, check=True)
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT, timeout=60,
+                          check=True)
     assert done.stdout.strip() == "[]"
