@@ -307,7 +307,7 @@ def check_apart(**files: Path | None) -> None:
     """Raises InputError for two of these that are one file, by the option (or argument) of each."""
     named = dict[Path, str]()
     for name, path in files.items():
-        if path is None:
+        if path is None or (path.exists() and not path.is_file()):    # as /dev/null
             continue
         option = "PLAN.json" if name == "plan" else f"--{name}"
         other = named.setdefault(path.resolve(), option)

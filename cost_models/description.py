@@ -225,9 +225,9 @@ class _Table:
                                f"required: {meaning}")
         return float(value)
 
-    def amount(self, key: str, meaning: str) -> float:
+    def amount(self, key: str, meaning: str, default: float | None = None) -> float:
         """Bytes or FLOP, a second or not: at least `LEAST`, below which a number is of GB, GB/s or TFLOP/s."""
-        value = self.number(key, meaning)
+        value = self.number(key, meaning, default)
         if 0 < value < LEAST:
             raise ClusterError(f"{self.is_said(key, value)} is below {LEAST:,.0f}; required: {meaning}, without a "
                                "unit's prefix (80 GB are 80e9, 45 GB/s 45e9, 989 TFLOP/s 989e12)")
@@ -312,7 +312,8 @@ def from_table(data: Any, where: str, num_devices: int | None = None, software: 
     if len(set(algorithms)) < len(algorithms):
         raise ClusterError(f"{where}: algorithms = {_told(algorithms)} has one twice")
     known = top.table("host", "what devices of a host share", optional=True)
-    host = Host(**{key: known.number(key, meaning, 0.0) for key, meaning in _HOST.items()})
+    host = Host(**{key: (known.amount if "bytes" in key else known.number)(key, meaning, 0.0)
+                   for key, meaning in _HOST.items()})
     known.finish()
     calls = top.table("call_s", "seconds of a call by collective", optional=True)
     calls.only(COLLECTIVES)

@@ -83,6 +83,8 @@ def test_unreadable_clusters_are_not_written(tmp_path: Path) -> None:
      ("device.memory_bytes = 80.0 is below 100,000; required: bytes of one device's memory", "80 GB are 80e9")),
     ("bandwidth_bytes_per_s = { value = 45000000000.0", "bandwidth_bytes_per_s = { value = 50",
      ("bandwidth_bytes_per_s = 50.0 is below 100,000", "45 GB/s 45e9")),
+    ("to_device_bytes_per_s = { value = 48000000000.0", "to_device_bytes_per_s = { value = 48",
+     ("host.to_device_bytes_per_s = 48.0 is below 100,000",)),
     ('algorithms = ["ring", "tree"]', "algorithms = 3", ("algorithms = 3; required: a list of some of",)),
     ('algorithms = ["ring", "tree"]', 'algorithms = ["ring", "ring"]', ("has one twice",)),
     ('name = "InfiniBand NDR"', 'name = "NVLink 4"', ("have a name twice",)),

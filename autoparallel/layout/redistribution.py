@@ -69,8 +69,8 @@ COLLECTIVES = frozenset({"all_gather", "all_reduce", "reduce_scatter", "all_to_a
 SUMS = frozenset({"all_reduce", "reduce_scatter"})
 #: Kinds of source and target of a step that several axes may take at once: sums of whole tensors, forward or backward.
 JOINT = frozenset({("P", "I"), ("P", "R"), ("I", "R")})
-#: Seconds of a change on one axis when the fewest changes are looked for: more than any path takes, and so few that
-#: paths which differ by 0.1 us still do, as sums of them are compared to 1e-12.
+#: Seconds of a change on one axis when the fewest changes are looked for: more than a path takes, and so few that
+#: paths that differ by 0.1 us still differ when sums of them are compared to 1e-12.
 DIRECT_S = 1e4
 #: The mesh axes of one step, in ascending order.
 Axes = tuple[int, ...]

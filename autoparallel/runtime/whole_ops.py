@@ -56,7 +56,7 @@ def compute_whole() -> None:
 
 def _overloads(name: str) -> list[Any]:
     packet = getattr(aten, name)
-    return [getattr(packet, each) for each in packet.overloads() if each not in ("out", "grad_input", "Tensor_out")]
+    return [getattr(packet, each) for each in packet.overloads() if each != "grad_input" and not each.endswith("out")]
 
 
 def _set(op: Any, run: _Run) -> None:
@@ -116,7 +116,8 @@ def _refuse(before: list[Handler | None], op: Any, args: tuple[Any, ...], kwargs
 
 
 def _masked_fill(before: list[Handler | None], op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """In place of what the ranks have yet to add up, as gradients of norms and of standard deviations are."""
+    """In place of what the ranks have yet to add up, as gradients of norms and of standard deviations are; not where
+    a view has their memory."""
     if is_watched(args[0]):
         combine(args[0])
     return as_before(before, op, args, kwargs)
