@@ -18,7 +18,7 @@ from torch import nn
 
 from autoparallel.api import plan
 from autoparallel.capture import OpGraph, capture
-from autoparallel.errors import InfeasibleError, PlanError, SearchError, shown
+from autoparallel.errors import InfeasibleError, InputError, PlanError, SearchError, shown
 from autoparallel.partition import Splits
 from autoparallel.planning.options import MODEL_AND_CALL, Options
 from autoparallel.planning.usual import EXPERTS, recipes, usual_plans
@@ -125,7 +125,8 @@ def study(
     software: whose speed counts, by a name of `cost_models.profile.SOFTWARE`. optimizer: whose state is counted.
     told: called with each point when it is planned.
 
-    Raises PlanError for axes that are not whole numbers above 0.
+    Points whose model raises InputError, as of more tokens than it has positions, have no plan; if no point has one,
+    that is raised. Raises PlanError for axes that are not whole numbers above 0.
     """
     axes = [_numbers(name, values) for name, values in (("sequences", sequences), ("batches", batches),
                                                         ("devices", devices))]
@@ -136,10 +137,16 @@ def study(
                         f"{MODEL_AND_CALL}")
     machines = {count: Cluster.load(cluster, count, software) for count in axes[2]}
     options = Options(optimizer=optimizer)
-    found = list[Point]()
+    found, refusals = list[Point](), list[InputError]()
 
     def at(batch: int, sequence: int, counts: Iterable[int]) -> list[Point]:
-        made = model(batch, sequence)
+        try:
+            made = model(batch, sequence)
+        except InputError as error:
+            refusals.append(error)
+            for point in (refused := [Point(sequence, batch, count, refused=str(error)) for count in counts]):
+                told(point)
+            return refused
         if not isinstance(made, tuple) or len(made) != 3:
             raise PlanError(f"the model of a batch of {batch} and {sequence} tokens is {shown(made)}: return "
                              f"{MODEL_AND_CALL}")
@@ -159,6 +166,8 @@ def study(
         for _ in range(refine):
             here += [point for sequence, counts in _between(here).items() for point in at(batch, sequence, counts)]
         found += here
+    if refusals and not any(point.found for point in found):
+        raise refusals[0]
     return Regions(next(iter(machines.values())).name,
                    tuple(sorted(found, key=lambda one: (one.devices, one.batch, one.sequence))))
 

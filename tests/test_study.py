@@ -18,7 +18,7 @@ from typer.testing import CliRunner
 import autoparallel
 from autoparallel import regions
 from autoparallel.cli import app
-from autoparallel.errors import PlanError
+from autoparallel.errors import InputError, PlanError
 from autoparallel.models import load_model
 from autoparallel.region_reports import report, to_json, to_svg
 from autoparallel.regions import Found, Point, Regions, context_recipes, traits_of
@@ -130,6 +130,18 @@ def test_a_point_without_a_plan_says_why() -> None:
     """Without tokens and attention no sequence can be cut, and two rows are not divided by eight ranks."""
     (found,) = autoparallel.study(blocks, sequences=[64], batches=[2], devices=[8]).points
     assert found.best is None and "cp=8,zero=3" in found.refused and "this model has none" in found.refused
+
+
+def test_a_length_that_the_model_refuses_leaves_the_other_points() -> None:
+    def model(batch: int, length: int) -> Any:
+        if length > 64:
+            raise InputError("the sequence length is beyond 64")
+        return blocks(batch, length)
+
+    short, long = autoparallel.study(model, sequences=[64, 128], batches=[8], devices=[8], refine=0).points
+    assert short.best is not None and (long.best, long.refused) == (None, "the sequence length is beyond 64")
+    with pytest.raises(InputError, match="beyond 64"):
+        autoparallel.study(model, sequences=[128], batches=[8], devices=[8])
 
 
 def test_the_fastest_of_each_kind_comes_first(monkeypatch: pytest.MonkeyPatch) -> None:
