@@ -144,9 +144,9 @@ def study(
             made = model(batch, sequence)
         except InputError as error:
             refusals.append(error)
-            for point in (refused := [Point(sequence, batch, count, refused=str(error)) for count in counts]):
+            for point in (left := [Point(sequence, batch, count, refused=str(error)) for count in counts]):
                 told(point)
-            return refused
+            return left
         if not isinstance(made, tuple) or len(made) != 3:
             raise PlanError(f"the model of a batch of {batch} and {sequence} tokens is {shown(made)}: return "
                              f"{MODEL_AND_CALL}")
