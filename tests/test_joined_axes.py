@@ -49,7 +49,7 @@ def test_the_cheaper_of_one_collective_and_several_is_taken() -> None:
 
 
 def test_few_bytes_of_a_baseline_are_one_sum_too() -> None:
-    """Its paths are those of the fewest changes, which weigh so much that few bytes are hardly more than rounding."""
+    """Its paths are those of the fewest changes, which weigh much more than few bytes."""
     model = torch.nn.Linear(8, 8, bias=False)
     space = StrategySpace(autoparallel.capture.capture(model, (torch.zeros(16, 8),)), (2, 2))
     prices = Prices(space, Cluster.load("local-cpu", num_devices=4), direct=True).redistribution
@@ -89,7 +89,7 @@ def test_the_program_sends_what_is_priced(ranks: Any) -> None:
     """Gradients of all parameters in all-reduces of all ranks, and none along one axis."""
     total = sum(parameter.numel() for parameter in Llama().parameters())
     for sent in ranks(4).run(sent_in_a_step, (2, 2), {}, timeout_s=100):
-        large = [(kind, group, count) for kind, group, count in sent if count > 1]
+        large = [(kind, group, count) for kind, group, count in sent if count > 2]    # than the loss's numbers
         assert {(kind, group) for kind, group, _ in large} == {("all_reduce_", (0, 1, 2, 3))}
         assert sum(count for *_, count in large) == total
 
