@@ -278,7 +278,7 @@ def advise(
     memory_limit: plan_cli.MemoryLimit = None,
     dtype: plan_cli.Dtype = None,
     optimizer: plan_cli.Optimizer = "adamw",
-    time_limit: Annotated[float, typer.Option(min=0, help="seconds of a joint search's work, beside plans by hand; 0: "
+    time_limit: Annotated[float, typer.Option(min=0, help="seconds of a joint search, added to plans by hand; 0: "
                                               "none")] = 5.0,
     uneven: Annotated[float, typer.Option(min=0, max=1, help="by how much workers' steps vary, for parameter servers; "
                                           "0.3: 30 %")] = 0.0,

@@ -155,7 +155,7 @@ def test_models_are_found_by_path(folder: Path) -> None:
 
 
 def test_plans_for_other_clusters_and_programs_differ(folder: Path) -> None:
-    """With equal strategies they were told as equal, beside other seconds."""
+    """With equal strategies they were told as equal, with unequal seconds."""
     model, args, _ = small(8, 1)
     plan = autoparallel.plan(model, "a100-sxm", example_inputs=args, mesh_shape=(8,), baseline="ddp")
     plan.save("plan.json")

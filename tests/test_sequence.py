@@ -15,7 +15,8 @@ from torch.nn.functional import scaled_dot_product_attention
 
 import autoparallel
 from autoparallel.capture import capture
-from autoparallel.kernels import flash
+from autoparallel.kernels import flash, ring
+from autoparallel.kernels.groups import Axis
 from autoparallel.pricing import Prices
 from autoparallel.pricing.exchanges import RingRounds
 from autoparallel.pricing.unit_costs import OpPrice
@@ -144,6 +145,34 @@ def test_exposed_messages_of_rings_are_those_of_each_round(ranks: int, work_s: f
         backward += keys + gradients - 0.7 * min(keys + gradients, work_s / ranks)
     assert rounds.exposed_forward_s(np.array([work_s])) == pytest.approx(forward)
     assert rounds.exposed_backward_s(np.array([work_s])) == pytest.approx(backward + 3.0)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float64])
+def test_messages_of_rings_are_priced_in_the_dtype_in_which_they_travel(dtype: torch.dtype,
+                                                                       monkeypatch: pytest.MonkeyPatch) -> None:
+    """Gradients of keys and values are sums in float32 or better."""
+    sent = dict[str, set[torch.dtype]](ring=set(), ring_gradients=set())
+
+    def begin(values: list[Tensor], axis: Axis) -> Any:
+        sent[action] |= {value.dtype for value in values}
+        return lambda: values
+
+    monkeypatch.setattr(ring, "begin_shifted", begin)
+    monkeypatch.setattr(ring, "shifted", lambda values, axis: begin(values, axis)())
+    one = ring._Ring(Axis("x", 3, 0, ""), False, 1.0, 1)
+    q, k, v = (torch.randn(1, 2, 4, 8, dtype=dtype) for _ in range(3))
+    action = "ring"
+    out, logs, state = one.attend(q, k, v)
+    assert sent["ring"] == {dtype}
+    action = "ring_gradients"
+    one.gradients(torch.ones_like(out), q, k, v, out, logs, state)
+    x = torch.empty(1, 2, 12, 8, dtype=dtype, device="meta", requires_grad=True)
+    s = next(s for s in StrategySpace(capture(Attention(False), (x, x, x)), (3,)).strategy_sets
+             if any(row.variant == "ring" for row in s.axis_strategies))
+    priced = {exchange.action: exchange.bytes_per_element for row in s.axis_strategies if row.variant == "ring"
+              for exchange in row.inside}
+    of_gradients = (sent["ring_gradients"] - {dtype}) or {dtype}
+    assert priced == {"ring": dtype.itemsize, "ring_gradients": of_gradients.pop().itemsize}
 
 
 def prices_of_attention(length: int) -> tuple[OpPrice, dict[str, int]]:

@@ -1,4 +1,4 @@
-"""Exchanges inside variants of ops: bytes and seconds, and what of a ring's messages its work hides.
+"""Exchanges inside variants of ops: bytes and seconds; of a ring, the seconds of messages that its work does not hide.
 
 A ring of n ranks (`kernels.ring`) has n rounds of equal work. Keys and values of the next round travel while one is
 computed; in backward their gradients follow from the third round on, and once more after the last.
@@ -74,19 +74,24 @@ def without_hidden(exchanges: Sequence[Inside], forward_s: np.ndarray, backward_
                    mesh_shape: Sequence[int], saves: float) -> tuple[Inside, ...]:
     """The exchanges of an op that takes ``forward_s`` and ``backward_s`` without them; of rings' messages only the
     exposed seconds count, divided among them in proportion."""
-    return tuple(_without_hidden(one, [x for x in exchanges if x.axis == one.axis and x.variant == one.variant],
-                                 (forward_s, backward_s), mesh_shape[one.axis], saves)
-                 if one.exchange.action in (RING, RING_GRADIENTS) else one for one in exchanges)
+    shares = {axis: _exposed_shares([x for x in exchanges if x.axis == axis], forward_s, backward_s, mesh_shape[axis],
+                                    saves) for axis in {x.axis for x in exchanges if _is_of_ring(x)}}
+    return tuple(replace(x, forward_s=shares[x.axis][0] * x.forward_s, backward_s=shares[x.axis][1] * x.backward_s)
+                 if _is_of_ring(x) else x for x in exchanges)
 
 
-def _without_hidden(one: Inside, all_of_axis: Sequence[Inside], work_s: tuple[np.ndarray, np.ndarray], ranks: int,
-                    saves: float) -> Inside:
-    keys, gradients = (sum((x.seconds for x in all_of_axis if x.exchange.action == action), np.zeros(len(one.seconds)))
+def _is_of_ring(exchange: Inside) -> bool:
+    return exchange.exchange.action in (RING, RING_GRADIENTS)
+
+
+def _exposed_shares(of_axis: Sequence[Inside], forward_s: np.ndarray, backward_s: np.ndarray, ranks: int, saves: float
+                    ) -> tuple[np.ndarray, np.ndarray]:
+    """Of the seconds of a ring's messages, forward and backward, the shares that its rounds do not hide."""
+    keys, gradients = (sum((x.seconds for x in of_axis if x.exchange.action == action), np.zeros(len(forward_s)))
                        for action in (RING, RING_GRADIENTS))
     rounds = RingRounds(ranks, keys / max(1, ranks - 1), gradients / max(1, ranks - 1), saves)
-    shares = [_share(rounds.exposed_forward_s(work_s[0]), keys),
-              _share(rounds.exposed_backward_s(work_s[1]), keys + gradients)]
-    return replace(one, forward_s=shares[0] * one.forward_s, backward_s=shares[1] * one.backward_s)
+    return (_share(rounds.exposed_forward_s(forward_s), keys),
+            _share(rounds.exposed_backward_s(backward_s), keys + gradients))
 
 
 def _share(part: np.ndarray, whole: np.ndarray) -> np.ndarray:

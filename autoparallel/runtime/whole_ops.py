@@ -3,8 +3,8 @@
 torch's own formulas of gradients mix DTensors with plain tensors that they make themselves, as that of ``prod`` joins
 ones to a part of its input. These are equal on all ranks, as are plain indices that a script gives; ranks compare them
 by a hash. Dims of unequal shards, as of a last batch that is smaller, are joined to others
-(``logits.view(-1, classes)``) once they are whole. ``torch.stack`` and ``torch.cat`` join what ranks have yet to add up
-with what they have yet to take a norm or a maximum of. ``squeeze_`` changes the shape of shards, and not the DTensor's,
+(``logits.view(-1, classes)``) once they are whole. ``torch.stack`` and ``torch.cat`` take values of several partial
+placements (sums, norms, maxima) once they are whole. ``squeeze_`` changes the shape of shards, and not the DTensor's,
 so that the next op takes other dims: refused.
 """
 
@@ -91,7 +91,7 @@ def _mixed(before: list[Handler | None], op: Any, args: tuple[Any, ...], kwargs:
 
 
 def _joined(before: list[Handler | None], op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Combine first what ranks have parts of, where they do so in several ways."""
+    """Partial values of several kinds are reduced first."""
     given = _tensors(args)
     if all(map(is_watched, given)) and len({repr(p) for v in given for p in v.placements if p.is_partial()}) > 1:
         args = ([replicated(value) if any(p.is_partial() for p in value.placements) else value for value in args[0]],
@@ -116,8 +116,8 @@ def _refuse(before: list[Handler | None], op: Any, args: tuple[Any, ...], kwargs
 
 
 def _masked_fill(before: list[Handler | None], op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """In place of what the ranks have yet to add up, as gradients of norms and of standard deviations are; not where
-    a view has their memory."""
+    """A partial value, as gradients of norms and standard deviations are, is reduced first, unless a view shares its
+    memory."""
     if is_watched(args[0]):
         combine(args[0])
     return as_before(before, op, args, kwargs)
