@@ -27,6 +27,25 @@ def strong(model: Any) -> Any:
     return model.eval()
 
 
+class Weighed(transformers.LlamaForCausalLM):
+    """Its class has values for what the model and its calls set."""
+
+    penalty: Any = 0.0
+    scale = 1.0
+
+    def __init__(self, config: Any) -> None:
+        super().__init__(config)
+        self.scale = 2.0
+
+    def forward(self, input_ids: torch.Tensor, **others: Any) -> Any:
+        made = super().forward(input_ids, **others)
+        self.penalty = made.logits.square().mean()
+        return made
+
+    def named(self) -> str:
+        return "of the class"
+
+
 def with_states() -> Any:
     torch.manual_seed(0)
     return strong(transformers.MambaForCausalLM(transformers.MambaConfig(
@@ -73,6 +92,37 @@ def test_an_adapter_for_each_sample_and_adapters_of_prompts_are_refused(mesh_of_
     parallel.peft_config["default"].alora_invocation_tokens = [1]
     with pytest.raises(InputError, match="'default' is of LoraConfig, which changes the prompt"):
         parallel.generate(IDS, **HOW)
+
+
+def test_attributes_of_a_model_hide_those_of_its_class(mesh_of_one: Any) -> None:
+    """As in one process: what ``__init__`` sets, what a call leaves, a method replaced on the model."""
+    model = Weighed(llama().config)
+    model.named = lambda: "of the model"  # type: ignore[method-assign]
+    parallel: Any = autoparallel.compile(model, mesh_of_one)
+    assert parallel.penalty == 0.0 and Weighed.scale == type(parallel).scale == 1.0
+    for one in (model, parallel):
+        one(IDS)
+    torch.testing.assert_close(parallel.penalty, model.penalty)
+    assert parallel.scale == 2.0 and parallel.named() == "of the model"
+    parallel.scale = 3.0
+    assert parallel.scale == 3.0
+
+
+def test_adapters_of_transformers_are_switched(mesh_of_one: Any) -> None:
+    from peft import LoraConfig
+
+    model = llama()
+    model.add_adapter(LoraConfig(r=4, target_modules=["q_proj"], init_lora_weights=False))
+    parallel: Any = autoparallel.compile(model, mesh_of_one)
+    made = []
+    for one in (model, parallel):
+        found = [one(IDS).logits]
+        one.disable_adapters()
+        found.append(one(IDS).logits)
+        one.enable_adapters()
+        made += [[*found, one(IDS).logits]]
+    torch.testing.assert_close(*made)
+    assert not torch.equal(made[0][0], made[0][1])
 
 
 def generated_with_states() -> tuple[list[bool], int]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 from functools import cached_property
 from types import MethodType
-from typing import Any
+from typing import Any, cast
 
 from torch import nn
 
@@ -48,6 +48,28 @@ def read(module: nn.Module, name: str) -> Any:
     if isinstance(value, MethodType) and isinstance(value.__self__, nn.Module):
         return MethodType(value.__func__, _part(value.__self__, module, state))
     return _part(value, module, state) if isinstance(value, nn.Module) else value
+
+
+class Inherited:
+    """A value or method that a subclass of the original's class inherits: one that the original itself has in its
+    place (set in ``__init__``, left by forward, a replaced method) comes first, as in the original."""
+
+    def __init__(self, original: type[nn.Module], name: str) -> None:
+        self.original, self.name = original, name
+
+    def __get__(self, module: nn.Module | None, owner: type[nn.Module]) -> Any:
+        state: State | None = None if module is None else module.__dict__.get("_state")
+        if state is not None and (self.name in vars(state.model) or self.name in state.left_in_root):
+            return read(cast(nn.Module, module), self.name)
+        value = inspect.getattr_static(self.original, self.name)
+        return value.__get__(module, owner) if hasattr(value, "__get__") else value
+
+
+def inherited(original: type[nn.Module], above: type[nn.Module]) -> dict[str, Inherited]:
+    """By name, for a subclass of ``above`` and ``original``, what it inherits of the latter."""
+    found = {name: value for each in original.__mro__ for name, value in vars(each).items()}
+    return {name: Inherited(original, name) for name in found if not name.startswith("__") and not hasattr(above, name)
+            and not isinstance(inspect.getattr_static(original, name), (property, classmethod, staticmethod))}
 
 
 def item(module: nn.Module, state: State, key: Any) -> Any:

@@ -15,6 +15,7 @@ import torch
 from autoparallel.capture.tracing.hf_caches import takes_static_cache
 from autoparallel.errors import InputError
 from autoparallel.runtime.agree import decide_once
+from autoparallel.runtime.attributes import inherited
 from autoparallel.runtime.generation_caches import Caches
 from autoparallel.runtime.generation_media import methods_of_media
 from autoparallel.runtime.state import State
@@ -93,6 +94,7 @@ def generating(module: Any, original: Any) -> Any:
         return False
 
     def namespace(members: dict[str, Any]) -> None:
+        members.update(inherited(original, module))
         members.update({name: decoding(getattr(original, name)) for name in ("_sample", "_beam_search")})
         members.update(forward=forward, generate=generate, _prepare_cache_for_generation=prepare_cache,
                        get_encoder=get_encoder, resize_token_embeddings=resize, _valid_auto_compile_criteria=compiles,
