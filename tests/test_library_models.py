@@ -10,9 +10,11 @@ import torch
 import transformers
 from torch import Tensor, nn
 
+import autoparallel
 from autoparallel.capture import Ref, capture
 from autoparallel.errors import CaptureError
 from autoparallel.runtime.interpret import values_of
+from tests.support.language import llama
 from tests.support.tiers import with_slow
 
 SOUND = {"vocab_size": 20, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2,
@@ -74,3 +76,24 @@ def test_item_20_experts_that_take_lists_of_tokens_are_refused_by_name() -> None
     with pytest.raises(CaptureError, match=r"(?s)depends on the data.*self_attention\.experts.*is of transformers.*"
                                            "A loop over experts"):
         capture(transformers.JetMoeForCausalLM(config), (), {"input_ids": torch.ones(2, 8, dtype=torch.long)})
+
+
+@pytest.mark.parametrize("kind", ["AdaLora", "Lora"])
+def test_adapters_that_make_and_put_tensors_in_forward(mesh_of_one: Any, kind: str) -> None:
+    """AdaLoRA writes ``torch.eye(..., out=)``; LoRA of parameters registers a parametrization, which puts the parameter
+    into itself."""
+    import peft
+
+    options: dict[str, Any] = {"AdaLora": {"init_r": 6, "target_r": 3, "total_step": 10, "task_type": "CAUSAL_LM"},
+                               "Lora": {"target_parameters": ["mlp.down_proj.weight"], "init_lora_weights": False}}
+    config = getattr(peft, f"{kind}Config")(target_modules=["q_proj"], **options[kind])
+    model: Any = peft.get_peft_model(llama(), config)
+    ids, found = torch.arange(20).view(2, 10), list[Any]()
+    for one in (model, autoparallel.compile(model, mesh_of_one)):
+        loss = one(input_ids=ids, labels=ids).loss
+        loss.backward()
+        found.append((loss, {name: p.grad for name, p in one.named_parameters() if p.grad is not None}))
+    torch.testing.assert_close(found[0][0], found[1][0])
+    assert len(found[0][1]) == len(found[1][1]) > 2
+    for name, gradient in found[0][1].items():
+        torch.testing.assert_close(found[1][1][name].full_tensor(), gradient, rtol=1e-4, atol=1e-6)

@@ -29,6 +29,10 @@ def functionalise(graph: Graph, buffer_names: dict[str, str]) -> dict[str, Node]
 
     Raises CaptureError when the program writes to its input, or through a view that cannot be undone.
     """
+    for node in graph.nodes:
+        if node.target is aten.set_.source_Tensor and node.args[0] is node.args[1]:    # to register a parametrization
+            node.replace_all_uses_with(node.args[0])
+            graph.erase_node(node)
     writing = [node for node in graph.nodes if writes(node)]
     if not writing:
         return {}
@@ -202,12 +206,19 @@ def _functional_twin(graph: Graph, node: Node) -> Node:
     overload = _functional_overload(node)
     if overload is None:
         raise CaptureError(f"{node.target} writes in place and has no functional form{source_line(node)}")
-    twin = emit(graph, node, overload, *node.args, *_left_out(node, overload),
+    value = written(node).meta["val"]
+    new = {"dtype": value.dtype, "device": value.device} if _makes(node) else {}
+    twin = emit(graph, node, overload, *node.args, *_left_out(node, overload), **new,
                 **{k: v for k, v in node.kwargs.items() if k != "out"})
-    dtype = written(node).meta["val"].dtype
+    dtype = value.dtype
     if twin.meta["val"].dtype != dtype:
         twin = emit(graph, node, aten.to.dtype, twin, dtype)
     return twin
+
+
+def _makes(node: Node) -> bool:
+    """Whether an op makes its ``out`` of no tensor, as ``torch.eye(n, out=x)`` does."""
+    return "out" in node.kwargs and node.all_input_nodes == [node.kwargs["out"]]
 
 
 def _drawn_normal(graph: Graph, node: Node) -> Node:
@@ -232,13 +243,15 @@ def _left_out(node: Node, overload: Any) -> tuple[Any, ...]:
 
 
 def _functional_overload(node: Node) -> object | None:
-    """The functional op that takes the same arguments, but ``out``: add_ -> add, pow_.Scalar -> pow.Tensor_Scalar."""
+    """The functional op that takes the same arguments, but ``out``: add_ -> add, pow_.Scalar -> pow.Tensor_Scalar; of
+    one that makes a tensor, with its dtype and device."""
+    left = ("out", "dtype", "layout", "device", "pin_memory") if _makes(node) else ("out",)
     packet = getattr(aten, node.target._schema.name.split("::")[1].removesuffix("_"), None)
     if packet is None:
         return None
 
     def arguments(overload: Any) -> list[tuple[str, str]]:
-        (first, *rest) = (a for a in overload._schema.arguments if a.name != "out")
+        (first, *rest) = (a for a in overload._schema.arguments if a.name not in left)
         return [("", str(first.type)), *((a.name, str(a.type)) for a in rest)]
 
     overloads = (getattr(packet, each) for each in packet.overloads())
