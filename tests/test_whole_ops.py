@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import logging
+import re
 from collections.abc import Callable
 from itertools import product
 from typing import Any
@@ -14,6 +16,7 @@ from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distrib
 
 import autoparallel
 from autoparallel.errors import InputError
+from autoparallel.runtime import gathered
 from tests.support.ranks import mesh_of
 from tests.support.tiers import slow
 
@@ -45,6 +48,34 @@ OPS: dict[str, tuple[Op, tuple[Tensor, ...]]] = {
     "places in a list": (lambda x: (torch.bucketize(x.detach(), torch.linspace(-1, 1, 5)) * x).sum(), (X,)),
     "any": (lambda x: (x > 0).any() * 1.0 + ((x > 1).any(0) * 2 * x).sum() + (x > 1).any(1).sum() * x.sum(), (X,)),
 }
+PLACES, ROWS = torch.tensor([0, 3, 4]), torch.linspace(0, 1, 21).view(3, 7)
+COLUMN = torch.arange(5)[:, None]
+OPS |= {
+    "quantiles": (lambda x: x.quantile(0.3) + x.quantile(torch.tensor([0.1, 0.5]), dim=1).square().sum()
+                  + x.nanquantile(0.5, dim=0, keepdim=True).sum(), (X,)),
+    "shapes in place": (lambda x: (turned(x) @ x).square().sum(), (X,)),
+    "filled places": (lambda x: x.clone().index_fill_(0, PLACES, 2.0).square().sum()
+                      + x.index_fill(1, PLACES, torch.tensor(2.0)).pow(3).sum(), (X,)),
+    "put": (lambda x: x.clone().put_(PLACES * 5, ROWS[:, 3]).square().sum()
+            + x.clone().put_(PLACES * 0, ROWS[:, 3], accumulate=True).pow(3).sum(), (X,)),
+    "rows put": (lambda x: x.clone().index_put_((PLACES,), ROWS).square().sum()
+                 + x.clone().index_put_((PLACES * 0,), ROWS, accumulate=True).pow(3).sum()
+                 + x.clone().index_put_((X > 0,), torch.tensor(5.0)).pow(3).sum(), (X,)),
+    "rows added": (lambda x: x.clone().index_add_(0, PLACES, ROWS).square().sum()
+                   + x.index_add(0, PLACES, ROWS, alpha=2).pow(3).sum(), (X,)),
+    "rows copied": (lambda x: x.clone().index_copy_(0, PLACES, ROWS).square().sum()
+                    + x.index_reduce(0, PLACES, ROWS, "amax").pow(3).sum(), (X,)),
+    "scattered": (lambda x: x.clone().scatter_(1, COLUMN, 1.0).square().sum()
+                  + x.clone().scatter_(1, COLUMN, COLUMN * 0.1).pow(3).sum()
+                  + x.scatter_add(1, COLUMN, COLUMN * 0.1).pow(3).sum()
+                  + x.scatter_reduce(1, COLUMN, COLUMN * 0.1, "amax").pow(3).sum(), (X,)),
+    "gathered": (lambda x: x.gather(1, COLUMN).square().sum() + x.index_select(0, PLACES).pow(3).sum()
+                 + x.repeat_interleave(torch.tensor([1, 0, 2, 1, 1]), 0).pow(3).sum(), (X,)),
+    "masked": (lambda x: x.masked_fill(X > 0, 2.0).square().sum() + x.masked_select(X > 0).pow(3).sum(), (X,)),
+    "counted": (lambda x: (x > 0).nonzero().sum() * x.sum() + (x > 0).long().flatten().bincount()[1] * x.sum(), (X,)),
+    "blocks and mirrors": (lambda x: torch.block_diag(x, x).square().sum()
+                           + F.pad(x, (1, 1), mode="reflect").pow(3).sum(), (X,)),
+}
 OPS["copied lists"] = (lambda x: copied(x).sum() * x.sum(), (X,))
 LAYOUTS = (Shard(0), Shard(1), Replicate(), Partial())
 
@@ -52,6 +83,14 @@ LAYOUTS = (Shard(0), Shard(1), Replicate(), Partial())
 def copied(value: Any) -> Any:
     copy = torch.zeros_like(value)
     torch._foreach_copy_([copy], [value.detach() * 2])
+    return copy
+
+
+def turned(value: Any) -> Any:
+    """The transpose, by ops that change a shape in place."""
+    copy = value.clone()
+    for method, dims in (("unsqueeze_", (1,)), ("transpose_", (0, 2)), ("squeeze_", (1,))):
+        getattr(copy, method)(*dims)
     return copy
 
 
@@ -94,9 +133,37 @@ def differ() -> None:
         laid(X, mesh, Shard(0)).take(torch.tensor([mesh.get_rank()]))
     with pytest.raises(RuntimeError, match=r"got mixed torch.Tensor and DTensor"):    # outside of backward, as before
         torch.cat([laid(X, mesh, Shard(0)), X])
-    with pytest.raises(InputError, match=r"squeeze_ is asked of a DTensor \[5, 1\].*\n  Write value = value.squeeze"):
-        laid(X[:, :1], mesh, Shard(0)).squeeze_(-1)
+    with pytest.raises(InputError, match=r"squeeze_ is asked of a DTensor \[5, 1\].*is a view.*\n  Write value"):
+        laid(X[:, :1], mesh, Shard(0)).view(5, 1).squeeze_(-1)
 
 
-def test_plain_places_that_differ_and_squeeze_in_place_are_refused(ranks: Any) -> None:
+def test_plain_places_that_differ_and_squeeze_in_place_of_a_view_are_refused(ranks: Any) -> None:
     ranks(2).run(differ)
+
+
+def told() -> list[str]:
+    """Warnings of rank 0: of tensors of 1 MiB and more that are gathered, one for each op."""
+    mesh = autoparallel.compile(nn.Linear(2, 2), mesh_of(2), example_inputs=(torch.ones(2, 2),)).mesh
+    large, rows = torch.ones(513, 1024), torch.ones(512, 1024)
+    found: list[str] = []
+    gathered._told.clear()
+    handler = logging.Handler()
+    handler.emit = lambda record: found.append(record.getMessage())     # type: ignore[method-assign]
+    logging.getLogger("autoparallel").addHandler(handler)
+    for value in (X, large):
+        laid(value, mesh, Replicate()).take(torch.tensor([1]))          # each rank has all of it
+        laid(value, mesh, Shard(0)).take(torch.tensor([1]))
+        laid(value, mesh, Shard(0)).view(-1)                            # of unequal shards
+        laid(value, mesh, Shard(0))[torch.tensor([1])]
+    laid(rows, mesh, Shard(0)).take(torch.tensor([1]))                  # told already
+    laid(rows, mesh, Shard(0)).view(-1)
+    logging.getLogger("autoparallel").removeHandler(handler)
+    return found
+
+
+def test_large_tensors_that_are_gathered_are_told_with_their_size_and_line(ranks: Any) -> None:
+    first, second = ranks(2).run(told)
+    assert second == []
+    assert [text.split(" ")[0] for text in first] == ["take", "view", "index"]
+    assert re.search(r"take of a DTensor \[513, 1024\] with .*2 MiB.*\n  at .*test_whole_ops.py:\d+ in told: "
+                     r"laid\(value, mesh, Shard\(0\)\)\.take", first[0])

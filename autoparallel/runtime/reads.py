@@ -15,6 +15,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from autoparallel.runtime.dtensors import Handler, as_before, is_watched, replicated, set_handler
+from autoparallel.runtime.gathered import gathered
 from autoparallel.runtime.places import plain_as_whole
 
 _READ, _PUT = torch.ops.aten.index.Tensor, torch.ops.aten.index_put.default
@@ -33,7 +34,7 @@ def _read(before: list[Handler | None], op: Any, args: tuple[Any, ...], kwargs: 
     value, indices = args
     if not is_watched(value) or not any(_is_ours(index) for index in indices):
         return as_before(before, op, args, kwargs)
-    return _as_whole(op(replicated(value)._local_tensor, _whole(indices, value)), value)
+    return _as_whole(op(gathered(op, value)._local_tensor, _whole(indices, value)), value)
 
 
 def _put(before: list[Handler | None], op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
