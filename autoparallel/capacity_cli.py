@@ -325,8 +325,9 @@ def _left(plan: Plan, cluster: str | None, devices: int | None, lost_hosts: int,
     import math
 
     from autoparallel.errors import InputError
-    from autoparallel.plan_cli import cluster_of
+    from autoparallel.plan_cli import cluster_of, tell_figures
 
+    tell_figures(plan, cluster)
     before = math.prod(plan.axes[0])
     machine = cluster_of(plan, cluster, before)
     each = min(machine.devices_per_host, before)

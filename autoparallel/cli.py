@@ -260,6 +260,7 @@ def _priced(searched: Plan, by_hand: ByHand, model: str, cluster: str | None) ->
     import autoparallel
     from autoparallel.replanning import optimizer_of
 
+    plan_cli.tell_figures(searched, cluster)
     machine = plan_cli.cluster_of(searched, cluster, math.prod(searched.axes[0]))
     network, args, kwargs = load_planned(model, searched.model.inputs, searched.model.dtype)
     return autoparallel.plan(network, machine, example_inputs=args, example_kwargs=kwargs, by_hand=by_hand,

@@ -220,15 +220,28 @@ def doctor() -> None:
 
 
 def cluster_of(plan: Plan, given: str | None, devices: int) -> Cluster:
-    """So many devices of the cluster of a saved plan, or of another one, with the plan's software. Raises InputError
-    where only a file says what the plan's is."""
+    """So many devices of the cluster of a saved plan, or of another one, with the plan's software. A plan for a cluster
+    that has a known one's name and other figures has its own. Raises InputError where only a file says what the plan's
+    is."""
     from cost_models import Cluster, known_clusters
+    from cost_models.calibrate import of_description
 
     if given is None and plan.cluster not in known_clusters():
         raise InputError(f"the plan was made for the cluster {plan.cluster!r} of a TOML file: give that file as "
                          "--cluster FILE")
-    software = (plan.record.workload.software or "none") if plan.record is not None else None
+    software, described = None, ""
+    if plan.record is not None:
+        software, described = plan.record.workload.software or "none", plan.record.workload.described
+    if given is None and described:
+        return of_description(described, devices, software)
     return Cluster.load(given or plan.cluster, num_devices=devices, software=software)
+
+
+def tell_figures(plan: Plan, given: str | None) -> None:
+    """Say which of two clusters of one name `cluster_of` takes."""
+    if given is None and plan.record is not None and plan.record.workload.described:
+        typer.secho(f"the plan's {plan.cluster} has other figures than the known cluster of that name: the plan's "
+                    f"count. For the known ones: --cluster {plan.cluster}", err=True)
 
 
 # ------------------------------------------------------------------------------------------------------------- progress
@@ -327,4 +340,5 @@ def check_page(path: Path | None) -> None:
 
 __all__ = ["AsJson", "Details", "Dtype", "Html", "MemoryLimit", "Model", "Optimizer", "Progress", "Quiet",
            "SequenceLength", "Software", "Trace", "add_to",
-           "check_apart", "check_folder", "check_output", "check_page", "cluster_of", "progress_line", "tell"]
+           "check_apart", "check_folder", "check_output", "check_page", "cluster_of", "progress_line", "tell",
+           "tell_figures"]

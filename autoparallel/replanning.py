@@ -31,6 +31,7 @@ from autoparallel.plans.roles import roles_of
 from autoparallel.schedule.fusion import AUTO_SIZE
 from autoparallel.schedule.table_caches import Cached
 from cost_models import Cluster
+from cost_models.calibrate import told_apart
 from cost_models.goodput import Failures
 
 SCHEMA, VERSION = "autoparallel.replan", 1
@@ -235,11 +236,17 @@ def _makers(plan: Plan, cluster: Cluster, model: nn.Module, example: tuple[Any, 
     def refuse(said: str, machine: Cluster) -> Plan:
         raise InfeasibleError(said)
 
-    if cluster.num_devices == math.prod(plan.axes[0]) and cluster.name == plan.cluster:
+    if cluster.num_devices == math.prod(plan.axes[0]) and _is_of(plan, cluster):
         yield "as it was", cluster.num_devices, lambda machine: plan
     for title, devices, hand in near(plan, cluster.num_devices):
         yield title, devices, partial(refuse, hand) if isinstance(hand, str) else partial(by_hand, hand)
     yield SEARCH, cluster.num_devices, lambda machine: plan_of(model, machine, joint=True, **call, **kept)
+
+
+def _is_of(plan: Plan, cluster: Cluster) -> bool:
+    """Whether a plan was made for this cluster, as far as it says."""
+    described = plan.known.workload.described if plan.known is not None else ""
+    return cluster.name == plan.cluster and told_apart(cluster) == described
 
 
 def near(plan: Plan, devices: int) -> Iterator[tuple[str, int, ByHand | str]]:

@@ -22,7 +22,7 @@ import numpy as np
 from cost_models.cluster import Cluster, Correction
 from cost_models.collectives import all_gather_s, all_reduce_s, all_to_all_s, broadcast_s, reduce_scatter_s, send_recv_s
 from cost_models.compute import MATRIX, op_time_s
-from cost_models.description import from_table
+from cost_models.description import from_table, known_clusters
 from cost_models.devices import Curve, Device
 from cost_models.errors import ClusterError
 from cost_models.files import write_whole
@@ -329,6 +329,28 @@ def write_cluster(path: str | Path, cluster: Cluster, source: str = "") -> None:
         raise ClusterError(f"the cluster {cluster.name!r} cannot be written: {', '.join(odd)} would be read back as "
                            "another one")
     write_whole(path, text)
+
+
+def told_apart(cluster: Cluster) -> str:
+    """The description of a cluster that has a known one's name and other figures, as a file that was calibrated or
+    corrected may; "" of all others, which their names tell."""
+    if cluster.name not in known_clusters():
+        return ""
+    software = "none" if cluster.profile is None else cluster.profile.software
+    try:
+        if cluster == Cluster.load(cluster.name, cluster.num_devices, software):
+            return ""
+    except ClusterError:    # the known one has fewer devices
+        pass
+    return cluster_toml(replace(cluster, sources={}))
+
+
+def of_description(text: str, num_devices: int, software: str | None) -> Cluster:
+    """So many devices of the cluster that `told_apart` described. Raises ClusterError."""
+    try:
+        return from_table(tomllib.loads(text), "the plan's cluster", num_devices, software)
+    except (ValueError, RecursionError) as error:
+        raise ClusterError(f"the plan's description of its cluster is not TOML: {error}") from error
 
 
 def cluster_toml(cluster: Cluster, source: str = "") -> str:

@@ -21,6 +21,7 @@ from autoparallel.cli import app
 from autoparallel.errors import InfeasibleError, PlanError
 from autoparallel.layout.placement import parse_layout
 from autoparallel.layout.shapes import local_boxes
+from autoparallel.plan_cli import cluster_of
 from autoparallel.planning.state_moves import Move, moved, read_by
 from autoparallel.plans import Plan
 from autoparallel.replanning import Candidate, Replan, near, origins
@@ -295,6 +296,28 @@ def test_hosts_without_a_limit_are_told_as_those_of_the_plan(tmp_path: Path) -> 
     plan.save(tmp_path / "plan.json")
     told = CliRunner().invoke(app, ["replan", str(tmp_path / "plan.json"), "some:factory", "--lost", "7"])
     assert str(told.exception).startswith("--lost 7: the plan has 1 host of 2 devices, number 0; give numbers of these")
+
+
+@pytest.mark.parametrize("name", ["local-cpu", "h100-sxm"])
+def test_a_cluster_with_a_known_name_and_other_figures_is_the_plans(tmp_path: Path, name: str) -> None:
+    """As `verify` and `calibrate` write them; the known one of that name was taken."""
+    known = Cluster.load(name, 2)
+    slower = replace(known, links=tuple(replace(link, bandwidth_bytes_per_s=link.bandwidth_bytes_per_s / 7)
+                                        for link in known.links))
+    model, args = job()
+    for cluster in (known, slower):
+        with planning_on(captured_job()):
+            plan = autoparallel.plan(model, cluster, example_inputs=args, mesh_shape=(2,), baseline="ddp")
+        plan.save(tmp_path / "plan.json")
+        loaded = Plan.load(tmp_path / "plan.json")
+        assert cluster_of(loaded, None, 1) == replace(cluster, num_devices=1)
+        assert cluster_of(loaded, name, 2) == known
+        told = CliRunner().invoke(app, ["replan", str(tmp_path / "plan.json"), "some:factory", "--lost", "7"])
+        assert ("the plan's count" in told.output) == (cluster is slower)
+        for now in (known, slower):
+            titles = [one.title for one in autoparallel.replan(loaded, now, model, example_inputs=args,
+                                                               time_limit_s=0).candidates]
+            assert ("as it was" in titles) == (now is cluster)
 
 
 def test_a_long_move_is_told_alike_in_sentence_and_table() -> None:

@@ -40,6 +40,7 @@ class Workload:
     ``watts``: of one device; 0 is not known. ``links``: by mesh axis, the slowest link that its groups cross.
     ``host_devices``: devices joined by the innermost link. ``link_names``: the links that these devices need, innermost
     first. ``software``: the profile by whose speed ops are priced ("": none).
+    ``described``: the cluster's description (TOML) where it has the name of a known one and other figures, else "".
     ``state_bytes``: of one element of most trained parameters, by what it is for ("parameter", "gradient", ...), before
     any sharding; empty where nothing is trained. ``shares``: by pipeline rank, where devices are unequal (there
     ``peak_flops_per_s``, price and power are means, and ``memory_bytes`` is the least).
@@ -64,6 +65,7 @@ class Workload:
     software: str = ""
     tokens_of: str = ""
     shares: tuple[Share, ...] = ()
+    described: str = ""
 
 
 @dataclass(frozen=True)

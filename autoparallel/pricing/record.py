@@ -20,6 +20,7 @@ from autoparallel.schedule.step_config import first_axis_of
 from autoparallel.search.model.problem import Problem
 from autoparallel.strategies.space import Strategy, StrategySet, StrategySpace
 from cost_models import Cluster, Group, compute
+from cost_models.calibrate import told_apart
 from cost_models.memory import precision, training_state
 
 #: Op classes whose FLOPs count, as they run on matrix units.
@@ -54,6 +55,7 @@ def workload(pricer: SpacePricer, strategies: Sequence[Strategy]) -> Workload:
         cluster.price_per_hour, _mean([one.watts for one in kinds]), groups,
         tuple(_links_within(cluster)),
         _state_bytes(pricer), cluster.profile.software if cluster.profile is not None else "", tokens_of,
+        described=told_apart(cluster),
     )
 
 
