@@ -94,6 +94,19 @@ def test_an_adapter_for_each_sample_and_adapters_of_prompts_are_refused(mesh_of_
         parallel.generate(IDS, **HOW)
 
 
+def test_a_loss_of_routers_is_not_computed_between_tokens(mesh_of_one: Any) -> None:
+    """The loss took the masks of static caches for one tensor."""
+    torch.manual_seed(0)
+    sizes: Any = {"vocab_size": 64, "hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1}
+    model = strong(transformers.MixtralForCausalLM(transformers.MixtralConfig(
+        **sizes, num_attention_heads=2, num_key_value_heads=2, num_local_experts=2, output_router_logits=True,
+        eos_token_id=None, pad_token_id=0)))
+    parallel: Any = autoparallel.compile(model, mesh_of_one)
+    losses = [one(IDS, labels=IDS).aux_loss for one in (model, parallel)]
+    torch.testing.assert_close(*losses)
+    assert torch.equal(parallel.generate(IDS, **HOW), model.generate(IDS, **HOW))
+
+
 def test_attributes_of_a_model_hide_those_of_its_class(mesh_of_one: Any) -> None:
     """As in one process: what ``__init__`` sets, what a call leaves, a method replaced on the model."""
     model = Weighed(llama().config)

@@ -32,6 +32,8 @@ def generating(module: Any, original: Any) -> Any:
     def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
         if isinstance(masks := kwargs.get("attention_mask"), dict):  # made from a set, whose order ranks do not share
             kwargs["attention_mask"] = dict(sorted(masks.items()))
+        if self._state.caches is not None and getattr(self.config, "output_router_logits", False):
+            kwargs.setdefault("output_router_logits", False)    # a loss for training, which generate does not return
         output = module.forward(self, *args, **kwargs)
         if (caches := self._state.caches) is not None:
             caches.last = getattr(output, "past_key_values", None)
