@@ -127,6 +127,7 @@ def plan(
     plan_cli.check_output(trace, "--trace")
     plan_cli.check_page(html)
     plan_cli.check_apart(output=output, html=html, trace=trace)
+    plan_cli.check_details(details, quiet, as_json)
     shape = _mesh_shape(mesh)
     count = devices if devices is not None else math.prod(shape) if shape else 8
     if shape and math.prod(shape) != count:

@@ -74,6 +74,7 @@ def show(plan: PlanFile, html: Html = None, trace: Trace = None, details: Detail
     check_page(html)
     check_output(trace, "--trace")
     check_apart(plan=plan, html=html, trace=trace)
+    check_details(details, quiet, as_json)
     tell(Plan.load(plan), details, as_json, quiet, html, trace)
 
 
@@ -329,6 +330,13 @@ def check_apart(**files: Path | None) -> None:
                              "a name of its own")
 
 
+def check_details(details: bool, quiet: bool, as_json: bool) -> None:
+    """Raises InputError for details of a report that is not printed."""
+    if details and (quiet or as_json):
+        other, why = ("--quiet", "prints the summary only") if quiet else ("--json", "has all of the report")
+        raise InputError(f"--details has no use with {other}, which {why}: give one of them")
+
+
 def check_page(path: Path | None) -> None:
     """Raises InputError for a page that cannot be written, and PlanError without jinja2, before the work."""
     check_output(path, "--html")
@@ -339,6 +347,5 @@ def check_page(path: Path | None) -> None:
 
 
 __all__ = ["AsJson", "Details", "Dtype", "Html", "MemoryLimit", "Model", "Optimizer", "Progress", "Quiet",
-           "SequenceLength", "Software", "Trace", "add_to",
-           "check_apart", "check_folder", "check_output", "check_page", "cluster_of", "progress_line", "tell",
-           "tell_figures"]
+           "SequenceLength", "Software", "Trace", "add_to", "check_apart", "check_details", "check_folder",
+           "check_output", "check_page", "cluster_of", "progress_line", "tell", "tell_figures"]

@@ -69,6 +69,8 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
      "most=4 (--most) is below the smallest batch, 8, one sample for each of 8 devices: give most=8 or more"),
     (["plan", "llama.json", "--output", "x.json", "--trace", "./x.json"], "--output and --trace are one file, x.json"),
     (["show", "llama.json", "--html", "llama.json"], "PLAN.json and --html are one file, llama.json"),
+    (["plan", "llama.json", "--quiet", "--details"], "--details has no use with --quiet, which prints the summary"),
+    (["show", "llama.json", "--json", "--details"], "--details has no use with --json, which has all of the report"),
     (["advise", "llama.json", "--output", "vit.json/advice"], "vit.json is a file: give a folder"),
     (["plan", "model.py"], "it is Python; give model.py:function"),
     (["plan", "meta-llama/Llama-3-8B"], "names on the Hub are not looked up: save the config.json of meta-llama/"),

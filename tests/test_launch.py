@@ -299,7 +299,8 @@ def test_ranks_that_are_not_the_plans_are_told_with_those_that_are(tmp_path: Pat
         model, x = torch.nn.Linear(4, 4), torch.zeros(8, 4)
     made = autoparallel.plan(model, "local-cpu", example_inputs=(x,), mesh_shape=(4,), baseline="ddp")
     made.save(tmp_path / "plan.json")
-    for given, said in (({"ranks": 2}, "1 host with 2 processes each were asked for: give --ranks 4, or leave it out"),
+    for given, said in (({"ranks": 2}, "1 host with 2 processes each were asked for: give --ranks 4, or leave it out"
+                        "; for 2 on each of 2 hosts, --nodes 2 on each of them"),
                         ({"ranks": 1, "nodes": 3, "master": "a:1"}, "1 process each were asked for: give --nodes, a")):
         with pytest.raises(LaunchError, match=re.escape(said)):
             run_command(["ls"], plan=tmp_path / "plan.json", **given)  # type: ignore[arg-type]

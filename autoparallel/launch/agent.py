@@ -140,6 +140,8 @@ def _count(plan: Path | None, ranks: int | None, nodes: int) -> int:
         asked = f"{nodes} host{'s' * (nodes != 1)} with {ranks or 'as many'} process{'es' * (ranks != 1)} each"
         instead = f"--ranks {devices // nodes}, or leave it out" if devices % nodes == 0 else (
             f"--nodes, a number that divides {devices}")
+        if ranks is not None and nodes == 1 and devices % ranks == 0:
+            instead += f"; for {ranks} on each of {devices // ranks} hosts, --nodes {devices // ranks} on each of them"
         raise LaunchError(f"the plan {plan} is for {devices} devices, and {asked} were asked for: give {instead}")
     return ranks
 
