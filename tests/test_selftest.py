@@ -12,7 +12,7 @@ from typer.testing import CliRunner
 
 from autoparallel.cli import app
 from autoparallel.errors import AutoparallelError
-from autoparallel.selftest import checks
+from autoparallel.selftest import checks, job
 from autoparallel.selftest.checks import Check
 from autoparallel.selftest.job import Request, _worst, as_page
 from tests.support.ranks import mesh_of
@@ -82,6 +82,15 @@ def test_the_page_shows_failures_first() -> None:
     page = as_page([passed, failed], {"ranks": 4, "gpus": []})
     assert page.index("## Failed") < page.index("## Passed") and "a\\|b" in page and "gpus" not in page
     assert _worst([passed, failed]) is failed and _worst([passed, passed]) is passed
+
+
+def test_no_processes_are_started_when_the_time_is_over(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*_: object, **__: object) -> None:
+        raise AssertionError
+
+    monkeypatch.setattr("autoparallel.launch.local.launch", refuse)
+    (found,) = job._on_local_ranks(2, "cpu")(checks.equality, "mlp", ("eager",), 0.0)
+    assert (found.part, found.name, found.status, found.text) == ("equality", "mlp", "skipped", "no time left")
 
 
 @pytest.mark.parametrize(("request_", "said"), [

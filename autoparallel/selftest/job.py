@@ -118,8 +118,9 @@ def _on_local_ranks(ranks: int, device: str | None) -> Callable[..., list[Check]
     from autoparallel.launch.local import launch
 
     def run(part: Part, *args: Any) -> list[Check]:
-        if part in (race, prediction) and not args[-1]:
-            return [Check(part.__name__, "all", "skipped", "no time left", {}, 0.0)]
+        if part is not failure and not args[-1]:    # no processes are started for nothing
+            name = args[0] if part is equality else "all"
+            return [Check(part.__name__, name, "skipped", "no time left", {}, 0.0)]
         try:
             found: list[list[Check]] = launch(part, ranks, *args, device=device)
         except Exception as error:  # a rank's exception, with its traceback
