@@ -100,7 +100,7 @@ def _local(op: Any, value: Any) -> Any:
 def _at_places(before: list[Handler | None], op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """With plain tensors, those of the whole."""
     given, plain = _kinds(args, kwargs)
-    if not plain or not all(map(is_watched, given)):
+    if not plain or not all(map(is_watched, given)) or _is_of_fewer_rows(op, args):
         return as_before(before, op, args, kwargs)
     return _whole(before, op, args, kwargs)
 
@@ -108,7 +108,7 @@ def _at_places(before: list[Handler | None], op: Any, args: tuple[Any, ...], kwa
 def _to_places(before: list[Handler | None], op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Written to the whole, of which each rank keeps its shard."""
     given, plain = _kinds(args, kwargs)
-    if not plain or not all(map(is_watched, given)):
+    if not plain or not all(map(is_watched, given)) or _is_of_fewer_rows(op, args):
         return as_before(before, op, args, kwargs)
     target = args[0]
     if any(p.is_partial() for p in target.placements) and not combine(target):
@@ -119,6 +119,14 @@ def _to_places(before: list[Handler | None], op: Any, args: tuple[Any, ...], kwa
     made = plain_as_whole(op(whole[0][0].clone(), *whole[0][1:], **whole[1]), target, compare=False)
     target._local_tensor.copy_(made.redistribute(placements=target.placements)._local_tensor)
     return target
+
+
+def _is_of_fewer_rows(op: Any, args: tuple[Any, ...]) -> bool:
+    """Whether an index has an entry for some rows only, as one of this rank's rows has: torch refuses the mixture."""
+    if not op._opname.startswith(("gather", "scatter")):
+        return False
+    value, dim, index = args[:3]
+    return any(value.shape[d] != index.shape[d] for d in range(value.dim()) if d != dim % value.dim())
 
 
 def _kinds(*values: Any) -> tuple[list[Any], list[Any]]:
