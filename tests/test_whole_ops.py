@@ -133,7 +133,8 @@ def differ() -> None:
         laid(X, mesh, Shard(0)).take(torch.tensor([mesh.get_rank()]))
     with pytest.raises(RuntimeError, match=r"got mixed torch.Tensor and DTensor"):    # outside of backward, as before
         torch.cat([laid(X, mesh, Shard(0)), X])
-    for op in (lambda x: x.gather(1, COLUMN[:3] * 0), lambda x: x.scatter_(1, COLUMN[:3] * 0, 1.0)):    # a rank's rows
+    for op in (lambda x: x.gather(1, COLUMN[:3] * 0), lambda x: x.scatter_(1, COLUMN[:3] * 0, 1.0),    # a rank's rows
+               lambda x: torch.zeros(5, 7).index_add_(0, PLACES, x[:3])):
         with pytest.raises(RuntimeError, match=r"got mixed torch.Tensor and DTensor"):
             op(laid(X, mesh, Shard(0)))
     with pytest.raises(InputError, match=r"squeeze_ is asked of a DTensor \[5, 1\].*is a view.*\n  Write value"):

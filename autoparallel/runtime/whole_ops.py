@@ -108,9 +108,9 @@ def _at_places(before: list[Handler | None], op: Any, args: tuple[Any, ...], kwa
 def _to_places(before: list[Handler | None], op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Written to the whole, of which each rank keeps its shard."""
     given, plain = _kinds(args, kwargs)
-    if not plain or not all(map(is_watched, given)) or _is_of_fewer_rows(op, args):
-        return as_before(before, op, args, kwargs)
     target = args[0]
+    if not is_watched(target) or not plain or not all(map(is_watched, given)) or _is_of_fewer_rows(op, args):
+        return as_before(before, op, args, kwargs)
     if any(p.is_partial() for p in target.placements) and not combine(target):
         raise InputError(f"{op._opname} is asked of a DTensor {list(target.shape)} with placements "
                          f"{target.placements}, whose summands other tensors share\n  Write value = value.clone() "
