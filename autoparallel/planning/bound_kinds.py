@@ -65,7 +65,7 @@ class Kind(NamedTuple):
     def filling(self) -> float:
         """The longest bubble of its schedules, of equal stages, as a share of all micro-batches on a rank (of the bound
         of all ZeRO stages, which takes less time, none)."""
-        return (self.pipeline_ranks - 1) / self.micro_batches if self.zero_stage else 0.0
+        return self.copies * (self.pipeline_ranks - 1) / self.micro_batches if self.zero_stage else 0.0
 
     def least_exposed(self, prices: Prices, sent: float = 0.0, limited: bool = True, recomputed: bool = False
                       ) -> Exposed:

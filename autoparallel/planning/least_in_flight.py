@@ -9,6 +9,7 @@ from autoparallel.plans import Hybrid
 from autoparallel.pricing import equal_stages_s
 from autoparallel.schedule.in_flight import in_flight
 from autoparallel.schedule.pipeline_tasks import MORE
+from autoparallel.schedule.step_config import as_rounds
 
 #: Coefficients of each stage's share of the blocks.
 Row = dict[int, float]
@@ -24,6 +25,8 @@ def least_in_flight(hybrid: Hybrid, step_length: float) -> float:
     """
     from ortools.linear_solver import pywraplp
 
+    if hybrid.copies > 1:
+        return hybrid.copies * least_in_flight(as_rounds(hybrid), step_length / hybrid.copies)
     if step_length < equal_stages_s(hybrid, float(hybrid.micro_batches)) * (1 - 1e-9):
         return float("inf")
     step_length = min(step_length, 2.0 * hybrid.micro_batches)    # more than any division takes

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, NamedTuple
 
+from autoparallel.schedule.step_config import as_rounds
 from autoparallel.strategies.space import TensorUse
 
 if TYPE_CHECKING:
@@ -43,4 +44,5 @@ def _pending(counts: ExecutionCounts, stage: int) -> tuple[int, int]:
     h, held = counts.hybrid, counts.in_flight[stage]
     if h.replicas:
         return (1, 1) if h.micro_batches_on(stage) > held else (0, 0)
-    return h.pipelining.pending(h, stage, held, counts.deferred_of(stage))
+    sent, received = h.pipelining.pending(as_rounds(h), stage, held // h.copies, counts.deferred_of(stage))
+    return h.copies * sent, h.copies * received

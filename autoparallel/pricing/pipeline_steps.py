@@ -12,6 +12,7 @@ from autoparallel.pricing.parameter_buckets import Pending
 from autoparallel.pricing.problem import SpacePricer
 from autoparallel.pricing.step_tasks import Launch, Passed, StepTasks, Wait
 from autoparallel.schedule.schedules import Action
+from autoparallel.schedule.step_config import as_rounds
 from autoparallel.strategies.space import Strategy
 
 
@@ -27,19 +28,20 @@ class PipelineRankStep:
 
     def __init__(self, pricer: SpacePricer, strategies: Sequence[Strategy], rank: int,
                  sent: Sequence[Sequence[SentValue]]) -> None:
-        self.hybrid, self.rank, self.sent = pricer.counts.hybrid, rank, sent
+        self.hybrid, self.rank, self.sent = pricer.counts.hybrid, rank, [list(values) for values in sent]
         self.stages = {stage: (RankStep(pricer, strategies, stage), Pending())
                        for stage in self.hybrid.stages_of(rank)}
 
     def communication(self) -> list[Launch | Wait | Passed]:
         """Launches and waits of collectives, sends, and waits for what is received, in the order of the rank."""
-        count = len(self.hybrid.micro_batches_of(self.rank))
+        rounds = as_rounds(self.hybrid)
+        count = len(rounds.micro_batches_of(self.rank))
         step, to_run, left = StepTasks(), set(self.stages), dict.fromkeys(self.stages, count)
         put_off = dict[tuple[int, int], BackwardReads | None]()
         for own, pending in self.stages.values():
             own.begin(step, pending)
-        for action in self.hybrid.pipelining.order(self.hybrid, self.rank):
-            kind, stage, micro_batch = action
+        for action in self.hybrid.pipelining.order(rounds, self.rank):
+            kind, stage, number = action
             own, pending = self.stages[stage]
             step.events += self._passed(action, sent=False)
             if kind == "F":
@@ -47,9 +49,9 @@ class PipelineRankStep:
                 to_run.discard(stage)
             elif kind == "W":
                 left[stage] -= 1
-                own.round.backward_of_weights(step, pending, put_off.pop((stage, micro_batch)), last=not left[stage])
+                own.round.backward_of_weights(step, pending, put_off.pop((stage, number)), last=not left[stage])
             elif self.hybrid.puts_off_weights:
-                put_off[stage, micro_batch] = own.round.backward_of_inputs(step)
+                put_off[stage, number] = own.round.backward_of_inputs(step)
             else:
                 left[stage] -= 1
                 own.round.backward(step, pending, last=not left[stage])
@@ -59,11 +61,11 @@ class PipelineRankStep:
         return step.events
 
     def _passed(self, action: Action, sent: bool) -> list[Passed]:
-        """What a forward or backward receives, or sends: values, or their gradients."""
-        kind, stage, micro_batch = action
+        """What a forward or backward of a round receives, or sends: values of its micro-batches, or their gradients."""
+        kind, stage, number = action
         other = stage + 1 if (kind == "F") == sent else stage - 1
         if kind == "W" or not 0 <= other < self.hybrid.stages:
             return []
-        peer = self.hybrid.rank_of(other, micro_batch)
-        return [Passed(sent, peer, value.num_bytes) for value in self.sent[min(stage, other)]
+        peer = self.hybrid.rank_of(other, number)
+        return [Passed(sent, peer, value.num_bytes) for value in self.hybrid.copies * self.sent[min(stage, other)]
                 if kind == "F" or value.trained]

@@ -129,7 +129,7 @@ def fixed_s(cluster: Cluster, hybrid: Hybrid, training: bool = True) -> float:
     profile = cluster.profile
     if profile is None or not training:
         return cluster.correction.fixed_s
-    filling = (hybrid.pipeline_ranks - 1) / _virtual(hybrid) if hybrid.stages > 1 else 0.0
+    filling = hybrid.copies * (hybrid.pipeline_ranks - 1) / _virtual(hybrid) if hybrid.stages > 1 else 0.0
     return cluster.correction.fixed_s + profile.step_of(cluster.num_devices) + profile.micro_s * (
         max(hybrid.by_rank, default=hybrid.micro_batches) + filling)
 
@@ -214,9 +214,9 @@ def means(values: np.ndarray, which: np.ndarray) -> np.ndarray:
 def equal_stages_s(hybrid: Hybrid, micro_batches_s: float) -> float:
     """Seconds of all micro-batches in a pipeline with equal shares per rank; one rank alone needs
     ``micro_batches_s``."""
-    share = micro_batches_s / hybrid.micro_batches / hybrid.pipeline_ranks
-    return float(pipeline_s([share * ranks for ranks in hybrid.groups], hybrid.micro_batches, _virtual(hybrid),
-                            hybrid.groups))
+    rounds = hybrid.micro_batches // hybrid.copies
+    share = micro_batches_s / rounds / hybrid.pipeline_ranks
+    return float(pipeline_s([share * ranks for ranks in hybrid.groups], rounds, _virtual(hybrid), hybrid.groups))
 
 
 def _virtual(hybrid: Hybrid) -> int:
@@ -248,7 +248,8 @@ def _pipelined_s(pricer: SpacePricer, stages: Sequence[Parts], sends: Sends,
     hidden = [_hidden(pricer, strategies, rank).once for rank in of_rank]
     once = max(sum(stages[n].once for n in rank) - less for rank, less in zip(of_rank, hidden, strict=True))
     if strategies is None:
-        return float(pipeline_s(of_group, hybrid.micro_batches, _virtual(hybrid), groups)) + once
+        rounds_s = [hybrid.copies * seconds for seconds in of_group]
+        return float(pipeline_s(rounds_s, hybrid.micro_batches // hybrid.copies, _virtual(hybrid), groups)) + once
     clock.did("tasks simulated", 2 * len(stages) * hybrid.micro_batches)
     each = [_micro_batch(s, profile, count, less) for s, count, less in zip(stages, counts, each_s, strict=True)]
     times = [StageTimes(one.forward_s, one.backward_s, send_s) for one, send_s in

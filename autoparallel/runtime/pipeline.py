@@ -29,6 +29,7 @@ from autoparallel.errors import LaunchError
 from autoparallel.kernels.groups import sends
 from autoparallel.plans import Hybrid
 from autoparallel.schedule.in_flight import in_flight
+from autoparallel.schedule.step_config import as_rounds
 from cost_models.pipeline import order
 
 if TYPE_CHECKING:
@@ -36,7 +37,8 @@ if TYPE_CHECKING:
 
 
 def _loss(output: Any, target: Any) -> torch.Tensor:
-    return output[0] if isinstance(output, (tuple, list)) else output
+    losses = output if isinstance(output, (tuple, list)) else [output]
+    return losses[0] if len(losses) == 1 else torch.stack([*losses]).sum()
 
 
 class _Sends(list[dist.P2POp]):
@@ -54,7 +56,8 @@ class _Stage(torch_pp.PipelineStage):
                  ) -> None:
         # torch requires at least as many stages as ranks
         super().__init__(module, index, max(hybrid.stages, hybrid.pipeline_ranks), device,
-                         input_args=_metas(module.received), output_args=_metas(module.results), group=group)
+                         input_args=_metas(module.received, module.copies),
+                         output_args=_metas(module.results, module.copies), group=group)
         self.module, self.num_stages = module, hybrid.stages
         self.hybrid, self.micro_batches, self.micro_batch = hybrid, hybrid.micro_batches_of(self.group_rank), 0
         self.backwards = 0
@@ -377,20 +380,21 @@ class _InMicroBatches(torch_schedules._PipelineScheduleRuntime):
 
 
 class Pipeline:
-    """Runs this rank's stages in the order of ``hybrid``'s pipeline schedule.
+    """Runs this rank's stages in the order of the pipeline schedule of ``step``, whose rounds (`as_rounds`) are torch's
+    micro-batches.
 
     ``modules``: this rank's stages by stage index, equally many on each rank; ``group``: process group of the pipeline
     axis.
     """
 
-    def __init__(self, hybrid: Hybrid, modules: Mapping[int, StageModule], group: dist.ProcessGroup,
+    def __init__(self, step: Hybrid, modules: Mapping[int, StageModule], group: dist.ProcessGroup,
                  device: torch.device) -> None:
         if not sends(group, device):
             raise LaunchError(f"pipeline stages send tensors on {device}, and the process group is gloo's, which sends "
                               "memory of the CPU only: start it with backend='cpu:gloo,cuda:nccl', as "
                               "autoparallel.init() does, and a GPU for each rank")
-        how = hybrid.pipelining
-        self.group, self.device = group, device
+        hybrid, how = as_rounds(step), step.pipelining
+        self.group, self.device, self.copies = group, device, step.copies
         kind = _SendingStage if hybrid.replicas or how.several_stages else _Stage
         self.stages = [kind(module, index, hybrid, device, group) for index, module in sorted(modules.items())]
         orders: Mapping[int, Sequence[Any]] = {}
@@ -415,7 +419,7 @@ class Pipeline:
             stage.clear_runtime_states()
         self.sent.clear()  # left by a step that failed
         losses: list[torch.Tensor] = []
-        micro_batches: list[Any] = [{"micro_batch": micro_batch} for micro_batch in self.stages[0].micro_batches]
+        micro_batches: list[Any] = [{"micro_batch": number * self.copies} for number in self.stages[0].micro_batches]
         self.schedule._step_microbatches(
             [()] * len(micro_batches), micro_batches, [None] * len(micro_batches), losses, return_outputs=False
         )
@@ -429,5 +433,6 @@ class Pipeline:
         return total
 
 
-def _metas(nodes: Sequence[Any]) -> tuple[torch.Tensor, ...]:
-    return tuple(node.meta["val"].clone().requires_grad_(node.meta["global_meta"].requires_grad) for node in nodes)
+def _metas(nodes: Sequence[Any], copies: int) -> tuple[torch.Tensor, ...]:
+    return copies * tuple(node.meta["val"].clone().requires_grad_(node.meta["global_meta"].requires_grad)
+                          for node in nodes)

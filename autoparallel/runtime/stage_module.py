@@ -216,18 +216,20 @@ class StageModule(nn.Module):
 
     def forward(self, *received: torch.Tensor, micro_batch: int) -> tuple[torch.Tensor, ...]:
         """Forward of a micro-batch, and with multi-copy of those after it that run at the same time: their losses, or
-        the values to send."""
-        numbers = range(micro_batch, micro_batch + self.copies)
-        inputs = [x for number in numbers for x in self.inputs[number]]
+        the values to send. ``received``, and what is to be sent: of one micro-batch after the other."""
+        numbers, of_each = range(micro_batch, micro_batch + self.copies), len(received) // self.copies
+        values = [_Received.apply(x) for x in received]
+        inputs = [x for at, number in enumerate(numbers)
+                  for x in (*self.inputs[number], *values[at * of_each : (at + 1) * of_each])]
         with groups.use(self.axes), rng.use_seed(*(rng.mix(self.seed, number) for number in numbers)), \
                 use_numbers(self.numbers), keeping(self.kept), \
                 regathering(self.bucket_bytes) if self.regathers else nullcontext():
-            results = self.micro_batch(*self.leaves, *inputs, *(_Received.apply(x) for x in received))
+            results = self.micro_batch(*self.leaves, *inputs)
         copies = [results] if self.copies == 1 else results
-        _, self.updates, sent = copies[-1]
+        self.updates = copies[-1][1]
         if self.loss is not None:
             return tuple(_without_view(scaled(outputs[self.loss])) for outputs, *_ in copies)
-        return tuple(_Sent.apply(x) for x in sent)
+        return tuple(_Sent.apply(x) for *_, sent in copies for x in sent)
 
     def reduce_overlapped(self, is_first: bool) -> None:
         """For a backward that completes the gradients: launch each bucket's reduction once its last gradient arrives.

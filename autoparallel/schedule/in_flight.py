@@ -6,13 +6,14 @@ from collections import Counter
 from collections.abc import Sequence
 from functools import lru_cache
 
-from autoparallel.schedule.step_config import Hybrid
+from autoparallel.schedule.step_config import Hybrid, as_rounds
 
 
 def in_flight(hybrid: Hybrid, stage: int) -> int:
     """Micro-batches whose activations a stage holds when its rank holds most; without a pipeline, how many run at a
     time."""
-    return hybrid.copies if hybrid.stages == 1 else hybrid.pipelining.in_flight(hybrid, stage)
+    rounds = as_rounds(hybrid)
+    return hybrid.copies * (1 if hybrid.stages == 1 else hybrid.pipelining.in_flight(rounds, stage))
 
 
 def in_flight_by_bytes(hybrid: Hybrid, saved_bytes: Sequence[float]) -> list[int]:
@@ -41,8 +42,8 @@ def in_flight_by_bytes(hybrid: Hybrid, saved_bytes: Sequence[float]) -> list[int
 def _moments(hybrid: Hybrid, rank: int) -> tuple[tuple[int, ...], ...]:
     """The micro-batches in flight on each stage of a rank, after every forward of a step (each combination once)."""
     stages, held, found = hybrid.stages_of(rank), Counter[int](), dict[tuple[int, ...], None]()
-    for kind, at, _ in hybrid.pipelining.order(hybrid, rank):
-        held[at] += (kind == "F") - (kind == "B")
+    for kind, at, _ in hybrid.pipelining.order(as_rounds(hybrid), rank):
+        held[at] += hybrid.copies * ((kind == "F") - (kind == "B"))
         if kind == "F":
             found[tuple(held[stage] for stage in stages)] = None
     return tuple(found)

@@ -14,7 +14,7 @@ from functools import cached_property, lru_cache
 import numpy as np
 
 from autoparallel.schedule.schedules import Action
-from autoparallel.schedule.step_config import Hybrid
+from autoparallel.schedule.step_config import Hybrid, as_rounds
 from cost_models.timeline import InOrder, Task
 
 #: Micro-batches per pipeline rank that are simulated, the fewer and the more; beyond, each takes as long as those
@@ -114,7 +114,10 @@ class PipelineTasks:
 
 def simulated_s(hybrid: Hybrid, stages: Sequence[StageTimes]) -> float:
     """Seconds from the first forward to the last backward of all micro-batches. Of many, `FEWER` and `MORE` per rank
-    are simulated; between these the pipeline is full, so that each further one takes as long."""
+    are simulated; between these the pipeline is full, so that each further one takes as long. With multi-copy rounds
+    of micro-batches run as one."""
+    if hybrid.copies > 1:
+        return hybrid.copies * simulated_s(as_rounds(hybrid), stages)
     count, ranks = hybrid.micro_batches, hybrid.pipeline_ranks
     if count <= MORE * ranks or hybrid.replicas:
         return _simulated_s(hybrid, stages)

@@ -7,7 +7,7 @@ import itertools
 import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import cached_property, lru_cache
 from typing import TYPE_CHECKING
 
 from autoparallel.errors import InfeasibleError, PlanError, shown
@@ -124,12 +124,12 @@ class Hybrid:
                             f"same number; take a multiple of {self.pipeline_ranks}")
         if self.stages > 1 and self.pipeline_ranks == 1:
             raise PlanError(f"{self.stages} pipeline stages need a pipeline axis of at least two ranks")
+        if self.copies > 1:
+            _check_copies(self)
         _check_schedule(self)
         if self.reads_alone and replace(self.fusion, blocks=True, given=False) != BY_SIZE:
             raise PlanError(f"buckets with zero_stage=3 and schedule={self.schedule!r}, which moves each parameter by "
                             "itself: leave out buckets and sizes by axis, or take another schedule")
-        if self.copies > 1:
-            _check_copies(self)
         if self.pieces > 1:
             _check_pieces(self)
 
@@ -259,6 +259,21 @@ def ranks_told(numbers: Sequence[int]) -> str:
     return " and ".join(f"{number} on each of {count} ranks" if count > 1 else f"{number}" for number, count in runs)
 
 
+def as_rounds(hybrid: Hybrid) -> Hybrid:
+    """The step whose micro-batches are this one's rounds: `Hybrid.copies` of them, which run at a time. A pipeline runs
+    and sends rounds.
+
+        >>> as_rounds(Hybrid(micro_batches=8, stages=2, pipeline_ranks=2, copies=2)).micro_batches
+        4
+    """
+    return hybrid if hybrid.copies == 1 else _as_rounds(hybrid)
+
+
+@lru_cache(256)
+def _as_rounds(hybrid: Hybrid) -> Hybrid:
+    return replace(hybrid, micro_batches=hybrid.micro_batches // hybrid.copies, copies=1)
+
+
 def without_recompute(hybrid: Hybrid) -> Hybrid:
     """The same step, with what all blocks save on the device."""
     return replace(hybrid, recompute="none", recompute_blocks=None, saved_on="device")
@@ -270,17 +285,18 @@ def _check_schedule(hybrid: Hybrid) -> None:
         raise PlanError(f"schedule {hybrid.schedule!r} runs one stage per rank, and {hybrid.stages} stages on "
                         f"{hybrid.pipeline_ranks} ranks are {per_rank}: take "
                         f"{names_of(lambda other: other.several_stages)}")
-    if how.fills and hybrid.stages > 1 and not hybrid.replicas and hybrid.micro_batches < hybrid.stages:
-        raise PlanError(f"schedule {hybrid.schedule!r} needs at least as many micro-batches as its {hybrid.stages} "
-                        f"stages, not {hybrid.micro_batches}: take more, or "
+    count = hybrid.micro_batches // hybrid.copies
+    units = f"groups of {hybrid.copies} micro-batches (copies)" if hybrid.copies > 1 else "micro-batches"
+    if how.fills and hybrid.stages > 1 and not hybrid.replicas and count < hybrid.stages:
+        raise PlanError(f"schedule {hybrid.schedule!r} needs at least as many {units} as its {hybrid.stages} "
+                        f"stages, not {count}: take more micro-batches, or "
                         f"{names_of(lambda other: other.all_forwards)}")
     if hybrid.puts_off_weights and hybrid.recompute in ("selective", "all_but_attention"):
         raise PlanError(f"schedule {hybrid.schedule!r} runs backward in two parts, and recompute="
                         f"{hybrid.recompute!r} can run once only: take recompute='full' or another schedule")
-    rounds = max(1, hybrid.micro_batches // hybrid.pipeline_ranks)
-    if how.in_rounds and hybrid.micro_batches % rounds:
-        raise PlanError(f"schedule {hybrid.schedule!r} needs micro-batches in rounds of {hybrid.pipeline_ranks}, and "
-                        f"{hybrid.micro_batches} are not: take a multiple of {hybrid.pipeline_ranks}")
+    if how.in_rounds and count % max(1, count // hybrid.pipeline_ranks):
+        raise PlanError(f"schedule {hybrid.schedule!r} needs {units} in rounds of {hybrid.pipeline_ranks}, and "
+                        f"{count} are not: take a multiple of {hybrid.copies * hybrid.pipeline_ranks} micro-batches")
 
 
 def _check_fetches(hybrid: Hybrid) -> None:
@@ -345,9 +361,12 @@ def _check_copies(hybrid: Hybrid) -> None:
     if hybrid.micro_batches % hybrid.copies:
         raise PlanError(f"{hybrid.micro_batches} micro-batches do not run {hybrid.copies} at a time: take a multiple "
                         f"of copies={hybrid.copies} as micro_batches")
-    if hybrid.stages > 1:
-        raise PlanError(f"copies={hybrid.copies} with {hybrid.stages} pipeline stages: several micro-batches run at a "
-                        "time without a pipeline only; leave out one of the two")
+    if hybrid.stages > 1 and hybrid.replicas:
+        raise PlanError(f"copies={hybrid.copies} with stages on several ranks each ({list(hybrid.replicas)}), which "
+                        "share micro-batches one by one; leave out one of the two")
+    if hybrid.puts_off_weights:
+        raise PlanError(f"copies={hybrid.copies} with schedule {hybrid.schedule!r}, which runs backward in two parts: "
+                        f"take {names_of(lambda other: not other.splits_backward)}")
 
 
 def _check_pieces(hybrid: Hybrid) -> None:

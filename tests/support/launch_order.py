@@ -108,7 +108,8 @@ class Drawn:
 
     def check_pipeline(self) -> None:
         """The same on each rank of a pipeline with random cuts; with sends, and receives where they are awaited. A
-        backward in two parts gives the gradients of 1F1B, ZeRO-2 those of ZeRO-1."""
+        backward in two parts gives the gradients of 1F1B, ZeRO-2 those of ZeRO-1, multi-copy those of one micro-batch
+        at a time."""
         assert self.micro.loss is not None
         flow = flow_of(self.space, self.micro.loss)
         ops = [self.space.decisions[index].name for index in flow.main if self.space.decisions[index].kind == "op"]
@@ -121,7 +122,9 @@ class Drawn:
         for rank, ran in enumerate(found):
             told = simulated(PipelineRankStep(pricer, self.strategies, rank, sent).communication())
             assert sorted_waits(ran.events) == sorted_waits(told), f"pipeline rank {rank}, cuts {hybrid.cuts}"
-        other = replace(hybrid, schedule=usual()) if hybrid.puts_off_weights else self._reducing_once(hybrid)
+        other = replace(self._reducing_once(hybrid), copies=1)
+        if hybrid.puts_off_weights:
+            other = replace(hybrid, schedule=usual())
         if other != hybrid:
             self.check_gradients(found, other, stages)
 

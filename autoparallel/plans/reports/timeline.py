@@ -19,11 +19,14 @@ from autoparallel.plans.plan import Plan
 from autoparallel.plans.record import Record, StageSeconds
 from autoparallel.schedule.pipeline_tasks import PipelineTasks, StageTimes
 from autoparallel.schedule.schedules import Action
-from autoparallel.schedule.step_config import Hybrid
+from autoparallel.schedule.step_config import Hybrid, as_rounds
 
 SAID = {"F": "forward", "B": "backward", "W": "weight gradients"}
 #: The stream of communication that nothing hides, in a pipeline.
 EXPOSED = "exposed communication"
+#: The fields of `StageSeconds` that are of one micro-batch.
+OF_MICRO_BATCH = ("forward_s", "backward_s", "send_s", "activation_bytes", "forward_communication_s",
+                  "backward_communication_s", "recompute_s")
 #: The kinds of boxes by the beginnings of their names.
 KINDS = (("gather", "gather"), ("reduce", "reduce"), ("gradients of activations", "exchange"),
          ("activations", "exchange"), ("forward", "forward"), ("backward", "backward"), ("optimizer", "optimizer"),
@@ -114,9 +117,10 @@ def _held(record: Record, boxes: Sequence[Box]) -> tuple[tuple[tuple[float, floa
 # ------------------------------------------------------------------------------------------------- pipelines
 
 
-def _of_pipeline(stages: Sequence[StageSeconds], hybrid: Hybrid) -> Timeline:
+def _of_pipeline(of_micro_batch: Sequence[StageSeconds], step: Hybrid) -> Timeline:
     from cost_models.timeline import simulate
 
+    hybrid, stages = as_rounds(step), [_of_round(s, step.copies) for s in of_micro_batch]
     once_s = tuple(sum(stages[stage].once_s for stage in set(hybrid.stages_of(rank)))
                    for rank in range(hybrid.pipeline_ranks))
     pipeline = PipelineTasks(hybrid, tuple(StageTimes(s.forward_s, s.backward_s, s.send_s) for s in stages), once_s)
@@ -126,7 +130,7 @@ def _of_pipeline(stages: Sequence[StageSeconds], hybrid: Hybrid) -> Timeline:
     whole = [Box(name, kind_of(name), len(streams) * task.rank + streams.index(task.stream), float(start_s),
                  float(end_s), tuple(n for n in task.after
                                      if (tasks[n].rank, tasks[n].stream) != (task.rank, task.stream)))
-             for name, task, start_s, end_s in zip(map(_name, pipeline.issued), tasks, line.start_s, line.end_s,
+             for name, task, start_s, end_s in zip([_name(one, step.copies) for one in pipeline.issued], tasks, line.start_s, line.end_s,
                                                    strict=True)]
     held = tuple(_held_by(len(streams) * rank, actions, stages, whole)
                  for rank, actions in enumerate(pipeline.orders))
@@ -148,14 +152,20 @@ def _of_pipeline(stages: Sequence[StageSeconds], hybrid: Hybrid) -> Timeline:
     return Timeline(rows, tuple(boxes), line.total_s, held)
 
 
-def _name(issued: tuple[int, str, Action | None]) -> str:
+def _of_round(s: StageSeconds, copies: int) -> StageSeconds:
+    """Of ``copies`` micro-batches, which run at a time, the seconds and bytes that ``s`` has of one."""
+    return replace(s, **{name: copies * getattr(s, name) for name in OF_MICRO_BATCH})
+
+
+def _name(issued: tuple[int, str, Action | None], copies: int) -> str:
     _, what, action = issued
     if action is None:
         return "optimizer"
-    kind, stage, micro = action
+    kind, stage, number = action
+    of = f"micro-batch {number}" if copies == 1 else f"micro-batches {number * copies} to {(number + 1) * copies - 1}"
     if what == "send":
-        return f"send {'output' if kind == 'F' else 'gradient'} of micro-batch {micro}, stage {stage}"
-    return f"{SAID[kind]} of micro-batch {micro}, stage {stage}"
+        return f"send {'output' if kind == 'F' else 'gradient'} of {of}, stage {stage}"
+    return f"{SAID[kind]} of {of}, stage {stage}"
 
 
 def _split_s(rank: int, what: str, action: Action | None, stages: Sequence[StageSeconds], hybrid: Hybrid
