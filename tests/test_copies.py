@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -10,7 +11,7 @@ import torch
 import autoparallel
 from autoparallel.errors import PlanError
 from autoparallel.planning.candidates import Candidate, CandidateSpace, Fixed
-from autoparallel.plans import Hybrid
+from autoparallel.plans import Hybrid, Plan
 from autoparallel.plans.reports.timeline import timeline_of
 from cost_models import Cluster
 from tests.support.captured import plan_of
@@ -28,6 +29,11 @@ from tests.support.tiers import slow
     slow("gpt2", (2,), Hybrid(2, zero_stage=1, copies=2, recompute="selective")),
     slow("gpt2", (2, 2), Hybrid(4, zero_stage=3, copies=2, recompute="full")),
     slow("llama", (4,), Hybrid(4, zero_stage=1, copies=4, recompute="selective")),
+    ("mlp", (2,), Hybrid(8, 2, 2, "1f1b", zero_stage=1, copies=2)),
+    slow("mlp", (2,), Hybrid(8, 2, 2, "gpipe", zero_stage=2, copies=2)),
+    slow("gpt2", (2,), Hybrid(8, 4, 2, "interleaved", zero_stage=1, copies=2)),
+    slow("gpt2", (2,), Hybrid(8, 2, 2, "1f1b", zero_stage=3, copies=2)),
+    slow("gpt2", (2,), Hybrid(8, 2, 2, "1f1b", zero_stage=2, copies=2, recompute="full")),
 ], ids=str)
 def test_simulated_collectives_of_copies_are_those_of_the_run(
     case_name: str, mesh_shape: tuple[int, ...], hybrid: Hybrid, monkeypatch: pytest.MonkeyPatch,
@@ -54,6 +60,7 @@ Way = tuple[str, tuple[int, ...], dict[str, Any]]
 WAYS: list[Way] = [
     ("gpt2_dropout", (2, 2), {"micro_batches": 2, "copies": 2, "baseline": "tensor_parallel"}),
     ("gpt2_dropout", (4,), {"micro_batches": 4, "copies": 4, "baseline": "fsdp", "zero_stage": 3, "recompute": "full"}),
+    ("gpt2_dropout", (2, 2), {"micro_batches": 4, "copies": 2, "pipeline_stages": 2}),
 ]
 MORE_WAYS: list[Way] = [
     ("llama", (4,), {"micro_batches": 4, "copies": 2, "baseline": "fsdp", "zero_stage": 3}),
@@ -65,34 +72,35 @@ MORE_WAYS: list[Way] = [
     ("gpt2_dropout", (2, 2), {"micro_batches": 4, "copies": 4, "zero_stage": 2, "recompute": "selective"}),
     ("deepseek_v3", (4,), {"micro_batches": 4, "copies": 2, "zero_stage": 3, "recompute": "full"}),
     ("llama", (2, 2), {"micro_batches": 4, "copies": 2, "zero_stage": 1, "recompute": "offload"}),
+    ("llama", (2, 2), {"micro_batches": 8, "copies": 2, "pipeline_stages": 4, "schedule": "interleaved"}),
+    ("bert", (2, 2), {"micro_batches": 8, "copies": 4, "pipeline_stages": 2, "zero_stage": 3, "schedule": "gpipe"}),
+    ("t5", (2, 2), {"micro_batches": 4, "copies": 2, "pipeline_stages": 2, "zero_stage": 2, "recompute": "full"}),
 ]
 
 
 def step_and_gradients(case_name: str, mesh_shape: tuple[int, ...], options: dict[str, Any]
-                       ) -> tuple[float, dict[str, torch.Tensor], int]:
-    """Loss and gradients of a step, and the copies of its plan."""
+                       ) -> tuple[float, dict[str, torch.Tensor], Plan]:
+    """Loss and gradients of a step, and its plan."""
     case = CASES[case_name]
     args, kwargs = case.inputs(8)
-    by_hand = options.get("by_hand")
-    if by_hand:
+    if by_hand := options.get("by_hand"):
         options = {"plan": autoparallel.plan(case.build(), Cluster.load("local-cpu", num_devices=4),
                                              example_inputs=args, example_kwargs=kwargs, by_hand=by_hand)}
-    parallel = autoparallel.compile(case.build(), 4 if by_hand else mesh_of(*mesh_shape), example_inputs=args,
-                                    example_kwargs=kwargs, **options)
+    mesh = 4 if "plan" in options else mesh_of(*mesh_shape)
+    parallel = autoparallel.compile(case.build(), mesh, example_inputs=args, example_kwargs=kwargs, **options)
     torch.manual_seed(0)
     loss = float(parallel.step(*args, **kwargs))
     return loss, {n: p.grad.full_tensor().double() for n, p in parallel.named_parameters() if p.grad is not None}, \
-        parallel.plan.hybrid.copies
+        parallel.plan
 
 
 def difference_from_one_at_a_time(case_name: str, mesh_shape: tuple[int, ...], options: dict[str, Any]
                                   ) -> tuple[float, float]:
-    """How far loss and gradients (2-norm) of multi-copy are from those of one after the other."""
-    loss, gradients, copies = step_and_gradients(case_name, mesh_shape, options)
-    plain = {name: value.replace("copies=2,", "") if name == "by_hand" else value
-             for name, value in options.items() if name != "copies"}
-    expected_loss, expected, alone = step_and_gradients(case_name, mesh_shape, plain)
-    assert copies > 1 == alone and set(gradients) == set(expected)
+    """How far loss and gradients (2-norm) of multi-copy are from those of one after the other, by the same plan."""
+    loss, gradients, plan = step_and_gradients(case_name, mesh_shape, options)
+    alone = replace(plan, hybrid=replace(plan.hybrid, copies=1))
+    expected_loss, expected, _ = step_and_gradients(case_name, mesh_shape, {"plan": alone})
+    assert plan.hybrid.copies > 1 and set(gradients) == set(expected)
     wrong = sum(float((gradients[name] - expected[name]).square().sum()) for name in expected)
     return abs(loss - expected_loss), (wrong / sum(float(g.square().sum()) for g in expected.values())) ** 0.5
 
@@ -109,7 +117,8 @@ def test_copies_compute_what_one_after_the_other_does(ranks: Any, case_name: str
 
 @pytest.mark.parametrize(("options", "message"), [
     ({"micro_batches": 3, "copies": 2}, "3 micro-batches do not run 2 at a time"),
-    ({"micro_batches": 4, "copies": 2, "pipeline_stages": 2}, "without a pipeline only"),
+    ({"micro_batches": 4, "copies": 2, "pipeline_stages": 2, "schedule": "zero_bubble"}, "backward in two parts"),
+    ({"micro_batches": 2, "copies": 2, "pipeline_stages": 2}, "at least as many groups of 2 micro-batches"),
     ({"copies": 0}, "copies is 0"),
 ])
 def test_copies_that_cannot_be(options: dict[str, Any], message: str) -> None:

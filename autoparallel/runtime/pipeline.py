@@ -37,8 +37,7 @@ if TYPE_CHECKING:
 
 
 def _loss(output: Any, target: Any) -> torch.Tensor:
-    losses = output if isinstance(output, (tuple, list)) else [output]
-    return losses[0] if len(losses) == 1 else torch.stack([*losses]).sum()
+    return output[0] if isinstance(output, (tuple, list)) else output
 
 
 class _Sends(list[dist.P2POp]):
@@ -56,8 +55,7 @@ class _Stage(torch_pp.PipelineStage):
                  ) -> None:
         # torch requires at least as many stages as ranks
         super().__init__(module, index, max(hybrid.stages, hybrid.pipeline_ranks), device,
-                         input_args=_metas(module.received, module.copies),
-                         output_args=_metas(module.results, module.copies), group=group)
+                         input_args=_metas(module.received), output_args=_metas(module.results), group=group)
         self.module, self.num_stages = module, hybrid.stages
         self.hybrid, self.micro_batches, self.micro_batch = hybrid, hybrid.micro_batches_of(self.group_rank), 0
         self.backwards = 0
@@ -433,6 +431,5 @@ class Pipeline:
         return total
 
 
-def _metas(nodes: Sequence[Any], copies: int) -> tuple[torch.Tensor, ...]:
-    return copies * tuple(node.meta["val"].clone().requires_grad_(node.meta["global_meta"].requires_grad)
-                          for node in nodes)
+def _metas(nodes: Sequence[Any]) -> tuple[torch.Tensor, ...]:
+    return tuple(node.meta["val"].clone().requires_grad_(node.meta["global_meta"].requires_grad) for node in nodes)

@@ -176,9 +176,9 @@ class StageModule(nn.Module):
         self.kept, self.gathers = Kept(), gathers_of_stored(split.micro_batch, len(stored))  # type: ignore[arg-type]
         self.micro_batch: nn.Module = split.micro_batch if backend == EAGER else with_needed_gradients(
             split.micro_batch)
-        self.received = program.received
+        self.received = self.copies * program.received
         outputs, _, _ = next(n for n in program.module.graph.nodes if n.op == "output").args[0]
-        self.results = (outputs[loss],) if loss is not None else program.sent
+        self.results = (outputs[loss],) if loss is not None else self.copies * program.sent
         self.sum_dtype = hybrid.sum_dtype
         self.leaves = nn.ParameterList()
         self.parameters_read: list[tuple[torch.Tensor, nn.Parameter]] = []
@@ -215,8 +215,8 @@ class StageModule(nn.Module):
         return leaf
 
     def forward(self, *received: torch.Tensor, micro_batch: int) -> tuple[torch.Tensor, ...]:
-        """Forward of a micro-batch, and with multi-copy of those after it that run at the same time: their losses, or
-        the values to send. ``received``, and what is to be sent: of one micro-batch after the other."""
+        """Forward of a micro-batch, and with multi-copy of those after it that run at the same time: the sum of their
+        losses, or the values to send. ``received``, and what is to be sent: of one micro-batch after the other."""
         numbers, of_each = range(micro_batch, micro_batch + self.copies), len(received) // self.copies
         values = [_Received.apply(x) for x in received]
         inputs = [x for at, number in enumerate(numbers)
@@ -228,7 +228,8 @@ class StageModule(nn.Module):
         copies = [results] if self.copies == 1 else results
         self.updates = copies[-1][1]
         if self.loss is not None:
-            return tuple(_without_view(scaled(outputs[self.loss])) for outputs, *_ in copies)
+            losses = [scaled(outputs[self.loss]) for outputs, *_ in copies]
+            return (_without_view(losses[0] if self.copies == 1 else torch.stack(losses).sum()),)
         return tuple(_Sent.apply(x) for *_, sent in copies for x in sent)
 
     def reduce_overlapped(self, is_first: bool) -> None:
