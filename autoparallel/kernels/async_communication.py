@@ -8,7 +8,9 @@ A redistribution is a pair of calls, `begin_...` and `end` (of activations: `end
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -27,6 +29,7 @@ from autoparallel.kernels.collectives import (
 )
 from autoparallel.kernels.fetching import Fetches
 from autoparallel.kernels.groups import Axis
+from autoparallel.kernels.kept_results import keeps_sent, once, unseen
 from autoparallel.layout import INVARIANT, PARTIAL, Placement, dual
 from autoparallel.layout.redistribution import ACTIONS
 
@@ -175,10 +178,11 @@ class Moved:
 class _Pending:
     """State that `_Begin` and `_End` share outside autograd's graph, whose edges between them carry no gradients.
 
-    ``values``, ``gradients``: await the issued communication. ``early``: which gradients `issue_gradients` sent before
+    ``values``, ``gradients``: await the issued communication. ``ends_recompute``: as of `begin_step`. ``early``: which gradients `issue_gradients` sent before
     backward reached `end`, and the function that awaits them."""
 
     sending: Sending
+    ends_recompute: bool = False
     values: Callable[[], Values] | None = None
     gradients: Callable[[], Gradients] | None = None
     early: tuple[tuple[bool, ...], Callable[[], Gradients]] | None = None
@@ -195,12 +199,42 @@ class _Pending:
         return lambda: tuple(b if a is None else a for a, b in zip(finish(), finish_late(), strict=True))
 
 
+#: What the recompute of a block that runs has begun (None: none runs).
+_begun_again: ContextVar[list[_Pending] | None] = ContextVar("begun by a recompute", default=None)
+
+
+@contextmanager
+def recompute() -> Iterator[None]:
+    """A block runs in this context for its recompute, which torch stops once backward has all it needs. Communication
+    that is begun then is awaited here, so that none uses memory that is let go."""
+    begun = list[_Pending]()
+    token = _begun_again.set(begun)
+    try:
+        yield
+    finally:
+        _begun_again.reset(token)
+        for pending in begun:
+            if pending.values is not None:
+                pending.values()
+                pending.values = None
+
+
+def _keeps_result(pending: _Pending) -> bool:
+    """Whether the block that runs keeps the result, an activation, for its recompute."""
+    return keeps_sent() and isinstance(pending.sending, Moved)
+
+
 class _Begin(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, pending: _Pending, *values: torch.Tensor) -> Values:
         ctx.pending = pending
         ctx.set_materialize_grads(False)
-        pending.values = pending.sending.forward(values)
+        again = _begun_again.get()
+        if again is None or not (pending.ends_recompute or _keeps_result(pending)):
+            with unseen():
+                pending.values = pending.sending.forward(values)
+            if again is not None:
+                again.append(pending)
         return values    # autograd makes views of them
 
     @staticmethod
@@ -214,9 +248,13 @@ class _End(torch.autograd.Function):
     def forward(ctx: Any, pending: _Pending, *values: torch.Tensor) -> Values:
         ctx.pending = pending
         ctx.set_materialize_grads(False)  # a value read only under no_grad has no gradient, rather than zeros
-        assert pending.values is not None
-        finish, pending.values = pending.values, None
-        return tuple(made.view_as(made) for made in finish())
+
+        def awaited() -> Values:
+            finish, pending.values = pending.values or pending.sending.forward(values), None
+            return finish()
+
+        result = once(awaited) if _keeps_result(pending) else awaited()
+        return tuple(made.view_as(made) for made in result)
 
     @staticmethod
     def backward(ctx: Any, *gradients: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
@@ -235,9 +273,9 @@ class Begun:
     again: Any = None
 
 
-def begin(sending: Sending, *values: torch.Tensor) -> Begun:
-    """Issue any communication of these values; `end` awaits it."""
-    pending = _Pending(sending)
+def begin(sending: Sending, *values: torch.Tensor, ends_recompute: bool = False) -> Begun:
+    """Issue any communication of these values; `end` awaits it. ``ends_recompute``: as of `begin_step`."""
+    pending = _Pending(sending, ends_recompute)
     return Begun(pending, _Begin.apply(pending, *values))
 
 
@@ -270,11 +308,12 @@ def end(begun: Begun) -> Values:
     return _End.apply(begun.pending, *begun.values)
 
 
-def begin_step(x: torch.Tensor, axis: str, source: str, target: str, source_sizes: Sizes = (), target_sizes: Sizes = ()
-               ) -> Begun:
-    """Begin a redistribution step of an activation; arguments as `collectives.redistribute`."""
+def begin_step(x: torch.Tensor, axis: str, source: str, target: str, source_sizes: Sizes = (), target_sizes: Sizes = (),
+               ends_recompute: bool = False) -> Begun:
+    """Begin a redistribution step of an activation; arguments as `collectives.redistribute`. ``ends_recompute``: the
+    recompute of its block ends before `end_step`, and does not begin the step."""
     return begin(Moved(groups.current(axis), Placement.parse(source), Placement.parse(target), source_sizes,
-                        target_sizes), x)
+                        target_sizes), x, ends_recompute=ends_recompute)
 
 
 def end_step(begun: Begun) -> torch.Tensor:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from functools import partial
 from typing import Any
 
@@ -18,6 +19,7 @@ from torch.utils.checkpoint import (
 )
 
 from autoparallel.kernels import groups, numbers, rng
+from autoparallel.kernels.async_communication import recompute
 from autoparallel.kernels.kept_results import KeptResults
 from autoparallel.kernels.regather import gathers_parameter
 
@@ -45,13 +47,13 @@ class Recomputed(nn.Module):
             return _Again(self._run(), values).first()
         if self.mode == "full":
             return checkpoint(self._run(), *values, use_reentrant=False, preserve_rng_state=False)
-        return self._selective(values, self._contexts(), KeptResults())
+        return self._selective(values, self._contexts(), KeptResults(_keeps_sent(self.mode)))
 
     def saving(self, values: Sequence[torch.Tensor], pack: Callable[[torch.Tensor], Any],
                unpack: Callable[[Any], torch.Tensor]) -> Any:
         """Run the block, "selective", and hold what ``pack`` makes of each kept result, which ``unpack`` gives back for
         backward, once."""
-        contexts, whole = self._contexts(), KeptResults()
+        contexts, whole = self._contexts(), KeptResults(_keeps_sent(self.mode))
         made = self._selective(values, contexts, whole)
         for results in contexts[0].storage.values():    # by op, those of each of its calls
             for number, kept in results.items():
@@ -74,9 +76,10 @@ class Recomputed(nn.Module):
 
     def _run(self) -> Callable[..., Any]:
         axes, seeds, given = groups.bound(), rng.call_seeds(), numbers.call_numbers()
+        contexts = iter([nullcontext()])    # of the first run, forward
 
         def run(*again: torch.Tensor) -> Any:
-            with groups.use(axes), rng.use_seed(*seeds), numbers.use_numbers(given):
+            with groups.use(axes), rng.use_seed(*seeds), numbers.use_numbers(given), next(contexts, None) or recompute():
                 return self.body(*again)
 
         return run
@@ -127,6 +130,10 @@ class _Again:
 
 def _unused(_: None) -> torch.Tensor:
     raise AssertionError("backward goes through the first run only")
+
+
+def _keeps_sent(mode: str) -> bool:
+    return "_c10d_functional::" in KEPT[mode]
 
 
 def _policy(names: tuple[str, ...], context: Any, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:

@@ -3,8 +3,8 @@
 Ops run on local shards with local sizes. A tensor use whose layouts differ becomes a path of redistribution steps, one
 line each. Node metadata: ``layout``, ``global_meta``, ``decision`` (index), ``block``, ``val`` (meta tensor of the
 local shape), ``reads`` (true for a parameter and the steps of its path to a reader) and ``of_parameter`` (also for
-views of these, and the steps of their paths). Ops also have ``op_class``, steps ``step`` and ``num_bytes`` (of the
-fullest rank's result, so equal on all ranks).
+views of these, and the steps of their paths). Ops also have ``op_class`` and ``saves`` (whether backward
+needs anything of them), steps ``step`` and ``num_bytes`` (of the fullest rank's result, so equal on all ranks).
 """
 
 from __future__ import annotations
@@ -191,7 +191,10 @@ class _Emitter:
         )
         layouts = [strategy_set.output_layout(strategy, o) for o in range(len(node.outputs))]
         made = self._call(decision, node, list(args), on_device(node.target, kwargs, self.device), layouts)
-        made.meta["op_class"] = "" if strategy_set.rule is None else strategy_set.rule.op_class
+        rule = strategy_set.rule
+        made.meta["op_class"] = "" if rule is None else rule.op_class
+        made.meta["saves"] = rule is not None and bool(rule.saves or rule.keeps_own) and any(
+            meta.requires_grad for meta in strategy_set.output_metas)
         of_parameter = is_view and all(value.meta["of_parameter"] for value in values)
         if len(node.outputs) == 1 and not _returns_tuple(node):
             results = [made]

@@ -13,7 +13,7 @@ Segments that end with blocks (`runs_by_block`) are the schedule of L2L (Pudiped
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -31,7 +31,7 @@ from autoparallel.kernels.async_communication import (
 )
 from autoparallel.kernels.rng import random_op
 from autoparallel.layout import COLLECTIVES
-from autoparallel.schedule.multi_copy import block_ends, rounds_of, runs_by_block, segment_order
+from autoparallel.schedule.multi_copy import block_ends, ends_every_block, rounds_of, runs_by_block, segment_order
 from autoparallel.schedule.step_config import Hybrid
 
 
@@ -46,7 +46,9 @@ def in_copies(module: GraphModule, shared: int, hybrid: Hybrid, asynchronous: bo
     """
     nodes, copies = list(module.graph.nodes), hybrid.copies
     placeholders = [node for node in nodes if node.op == "placeholder"]
-    writer = _Writer(copies, _common(nodes, placeholders[:shared], hybrid.alternates), asynchronous)
+    last_saved = {node.meta["block"]: node.meta["decision"] for node in nodes
+                  if node.meta.get("saves") and hybrid.recomputed(node.meta.get("block"))}
+    writer = _Writer(copies, _common(nodes, placeholders[:shared], hybrid.alternates), asynchronous, last_saved)
     for node in placeholders[:shared]:
         writer.share(node)
     for copy in range(copies):
@@ -92,7 +94,8 @@ def _segments(nodes: Sequence[FxNode], common: set[FxNode], hybrid: Hybrid, by_b
         return [_Segment(body=run) for run in _runs_of_blocks(nodes, lambda members: False)]
 
     def sends(members: Sequence[FxNode]) -> bool:
-        rounds = [] if by_block else rounds_of(_paths(_steps(members, common)), communicates)
+        whole = by_block or ends_every_block(hybrid)
+        rounds = [] if whole else rounds_of(_paths(_steps(members, common)), communicates)
         return any(together for _, together in rounds)
 
     return [segment for run in _runs_of_blocks(nodes, sends) for segment in _alternating(run, common)]
@@ -162,9 +165,11 @@ def communicates(step: FxNode) -> bool:
 
 class _Writer:
     """Writes the program of all copies. ``common``: nodes that are written once for all of them; ``asynchronous``: as
-    of `in_copies`; ``shared``, ``own``: old node -> new node, of all and of each copy."""
+    of `in_copies`; ``last_saved``: by recomputed block, the last decision that saves anything, behind which its
+    recompute ends; ``shared``, ``own``: old node -> new node, of all and of each copy."""
 
-    def __init__(self, copies: int, common: set[FxNode], asynchronous: bool) -> None:
+    def __init__(self, copies: int, common: set[FxNode], asynchronous: bool, last_saved: Mapping[str, int]) -> None:
+        self.last_saved = last_saved
         self.graph, self.common, self.shared = Graph(), common, dict[FxNode, FxNode]()
         self.asynchronous = asynchronous
         self.own: list[dict[FxNode, FxNode]] = [{} for _ in range(copies)]
@@ -200,7 +205,9 @@ class _Writer:
                 self.copy(step, copy)
                 continue
             args = (self._value(step.all_input_nodes[0], copy), *step.args[1:])
-            self.begun[copy][step] = self._described(self.graph.call_function(begin_step, args, step.kwargs), step)
+            late = step.meta["decision"] > self.last_saved.get(step.meta.get("block"), step.meta["decision"])
+            how = {**step.kwargs, "ends_recompute": True} if late else step.kwargs
+            self.begun[copy][step] = self._described(self.graph.call_function(begin_step, args, how), step)
 
     def _value(self, node: FxNode, copy: int) -> FxNode:
         return self.shared[node] if node in self.shared else self.own[copy][node]

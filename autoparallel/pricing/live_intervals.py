@@ -193,8 +193,9 @@ class Liveness:
         back = [(self.blocks.evicted[index], self.blocks.moves(index)) for index in decisions[again].tolist()]
         known = {(block, fetched): self._resident_from(block, fetched) for block, fetched in set(back) if block}
         resident = np.array([known[both] for both in back], np.int64)
+        together = self.hybrid.copies if self.hybrid.alternates else 1    # of several, recomputed at a time
         found.put(numbers[again], start[again] + np.maximum(decisions[again], resident),
-                  start[again] + turning + 1 - decisions[again], 1)
+                  start[again] + turning + 1 - decisions[again], together)
 
     def _resident_from(self, block: Block, fetched: bool) -> int:
         """The time from which recomputed values of a block are on the device for backward: its recompute. Of

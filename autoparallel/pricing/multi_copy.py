@@ -8,7 +8,7 @@ from collections.abc import Callable, Collection, Sequence
 from typing import NamedTuple, Protocol
 
 from autoparallel.pricing.rank_reads import RankReads, Timed, TimedStep
-from autoparallel.schedule.multi_copy import block_ends, rounds_of, runs_by_block, segment_order
+from autoparallel.schedule.multi_copy import block_ends, ends_every_block, rounds_of, runs_by_block, segment_order
 
 #: What happens at a decision.
 At = Callable[[int], None]
@@ -28,6 +28,8 @@ class BackwardCalls(NamedTuple):
 
 
 NO_CALLS = BackwardCalls()
+#: What redistributions of recomputed blocks are called.
+AGAIN = "activations again"
 
 
 class Tasks(Protocol):
@@ -45,7 +47,7 @@ class Tasks(Protocol):
 class _Segment(NamedTuple):
     """A segment of one copy's program: await ``awaited``, compute the decisions from ``start`` to ``stop`` (excluded)
     and the steps ``local``, begin ``begun``. ``reads``: the decisions whose parameters, or views of them, it reads
-    (that before which its activations travel too)."""
+    (that before which its activations travel too). ``ends_range``: the last one of a range (`block_ranges`)."""
 
     awaited: Sequence[TimedStep]
     start: int
@@ -53,13 +55,22 @@ class _Segment(NamedTuple):
     local: Sequence[TimedStep]
     begun: Sequence[TimedStep]
     reads: range
+    ends_range: bool = False
 
 
 class MultiCopyRound:
-    """A round of ``copies`` micro-batches at a time, whose programs have ``decisions`` decisions each."""
+    """A round of ``copies`` micro-batches at a time, whose programs have ``decisions`` decisions each.
+    ``recomputed``: the segments of each block that is run again, by the decision whose backward starts it."""
 
     def __init__(self, reads: RankReads, decisions: int, copies: int) -> None:
         self.copies, self.segments, self.shared_views = copies, _segments(reads, decisions), reads.shared_views
+        starts, ranges, first = set(reads.counts.blocks.starts.values()), list[range](), 0
+        for number, segment in enumerate(self.segments):
+            if segment.ends_range:
+                ranges.append(range(first, number + 1))
+                first = number + 1
+        self.recomputed = {index: numbers for numbers in ranges for index in starts
+                           if self.segments[numbers[0]].start <= index < self.segments[numbers[-1]].stop}
 
     def forward(self, step: Tasks, until: Sequence[float], count: float, marked: Collection[int], before: At) -> None:
         """Forward of one of ``count`` rounds. ``until``: cumulative seconds of all rounds before each decision;
@@ -79,10 +90,11 @@ class MultiCopyRound:
             _run(step, [one.forward.per(share) for one in segment.local], segment.stop)
             pending[copy] = _begin(step, [one.forward.per(share) for one in segment.begun], segment.stop, "activations")
 
-    def backward(self, step: Tasks, until: Sequence[float], count: float, marked: Collection[int],
-                 calls: BackwardCalls) -> None:
-        """Backward of one of ``count`` rounds, in reverse order. The first copy to come needs a parameter, the last one
-        completes its gradient."""
+    def backward(self, step: Tasks, until: Sequence[float], again_s: Sequence[float], count: float,
+                 marked: Collection[int], calls: BackwardCalls) -> None:
+        """Backward of one of ``count`` rounds, in reverse order. The first copy to come needs a parameter, and starts
+        the recompute of a block for all copies; the last one completes a parameter's gradient. ``again_s``: seconds of
+        recompute, by decision."""
         before, arrived, after = calls
         share, pending = count * self.copies, [list[int]() for _ in range(self.copies)]
 
@@ -100,6 +112,10 @@ class MultiCopyRound:
             if segment.stop in read:
                 reduce(segment.stop)
             for index in reversed(range(segment.start, segment.stop)):
+                if index in self.recomputed and copy == self.copies - 1:
+                    step.compute((until[done] - until[index + 1]) / share, ("backward", done, index + 1))
+                    done = index + 1
+                    self._recompute(step, self.recomputed[index], again_s, count)
                 if index in marked:
                     step.compute((until[done] - until[index + 1]) / share, ("backward", done, index + 1))
                     if copy == self.copies - 1:
@@ -116,6 +132,21 @@ class MultiCopyRound:
             gradients = [one.backward.per(share) for one in reversed(segment.awaited)]
             pending[copy] = _begin(step, gradients, segment.start, "gradients of activations")
 
+    def _recompute(self, step: Tasks, numbers: range, again_s: Sequence[float], count: float) -> None:
+        """Run these segments again, for all copies."""
+        share, pending = count * self.copies, [list[int]() for _ in range(self.copies)]
+        for number, copy in itertools.product(numbers, range(self.copies)):
+            segment, done = self.segments[number], self.segments[number].start
+            step.wait(pending[copy])
+            for index in self._read_in(number, ()) if copy == 0 else ():
+                step.compute(sum(again_s[done:index]) / share, ("recompute", done, index))
+                for timed in self.shared_views[index]:
+                    step.run(timed.again.per(count), ("views of parameters", index, index))
+                done = index
+            step.compute(sum(again_s[done : segment.stop]) / share, ("recompute", done, segment.stop))
+            _run(step, [one.again.per(share) for one in segment.local], segment.stop)
+            pending[copy] = _begin(step, [one.again.per(share) for one in segment.begun], segment.stop, AGAIN)
+
     def _read_in(self, number: int, marked: Collection[int]) -> list[int]:
         """The decisions at which segment ``number`` reads parameters (``marked``) or views of them."""
         return [index for index in self.segments[number].reads if index in marked or index in self.shared_views]
@@ -128,7 +159,8 @@ def block_ranges(reads: RankReads) -> list[tuple[int, int]]:
     if not runs_by_block(hybrid):
         return [(0, len(space))]
     ops = [decision.index for decision in space.decisions if decision.kind in ("op", "shared_read")]
-    sends = [hybrid.alternates and any(begun for _, begun in rounds_of(reads.paths.get(index, ()), _communicates))
+    whole = not hybrid.alternates or ends_every_block(hybrid)
+    sends = [not whole and any(begun for _, begun in rounds_of(reads.paths.get(index, ()), _communicates))
              for index in ops]
     ends = block_ends([space.blocks[index] for index in ops], sends)
     return list(itertools.pairwise([0, *(ops[number] for number in sorted(ends)), len(space)]))
@@ -139,14 +171,14 @@ def _segments(reads: RankReads, decisions: int) -> list[_Segment]:
     ends = {stop for _, stop in block_ranges(reads)} - {decisions}
     for index in sorted({*reads.paths, *ends}):
         if index in ends:
-            found.append(_Segment(awaited, start, index, local, (), range(first, index)))
+            found.append(_Segment(awaited, start, index, local, (), range(first, index), ends_range=True))
             awaited, local, start, first = [], [], index, index
         for at_once, begun in rounds_of(reads.paths.get(index, ()), _communicates):
             local += at_once
             if begun:
                 found.append(_Segment(awaited, start, index, local, begun, range(first, index + 1)))
                 awaited, local, start, first = begun, [], index, index + 1
-    return [*found, _Segment(awaited, start, decisions, local, (), range(first, decisions))]
+    return [*found, _Segment(awaited, start, decisions, local, (), range(first, decisions), ends_range=True)]
 
 
 def _communicates(step: TimedStep) -> bool:

@@ -43,7 +43,7 @@ class RoundPasses:
         """Backward of one of ``count`` rounds, with the ``calls`` at the ``marked`` decisions: ``before`` of the first
         micro-batch that comes there, the others of the last. ``work``: what it runs (None: all of backward)."""
         if self._multi_copy is not None:
-            return self._multi_copy.backward(step, self.seconds.backward_s, count, marked, calls)
+            return self._multi_copy.backward(step, self.seconds.backward_s, self.seconds.again_s, count, marked, calls)
         for part, number in reversed(list(itertools.product(self._ranges, range(self.copies)))):
             asked = calls.before if number == self.copies - 1 else nothing
             own = BackwardCalls(asked) if number else calls._replace(before=asked)

@@ -120,13 +120,14 @@ def _kept_less(module: GraphModule, hybrid: Hybrid) -> GraphModule:
 
 
 def _recomputed_run(hybrid: Hybrid) -> Callable[[FxNode], object]:
-    """Returns a function: node -> its block, and its micro-batch of several at a time, if that is recomputed, else
-    None."""
+    """Returns a function: node -> its block, if that is recomputed, else None; and its micro-batch, of several at a
+    time that do not alternate within blocks."""
     block_of = _recomputed(hybrid)
 
     def run_of(node: FxNode) -> object:
         block = block_of(node)
-        return block if block is None or "copy" not in node.meta else (block, node.meta["copy"])
+        together = hybrid.alternates or "copy" not in node.meta
+        return block if block is None or together else (block, node.meta["copy"])
 
     return run_of
 

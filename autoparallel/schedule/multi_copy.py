@@ -5,7 +5,8 @@ The copies alternate. A copy awaits the steps that ended its previous segment, c
 steps that end it, which travel while the other copies compute. Backward runs the same order in reverse.
 
 Where blocks are recomputed, or their parameters are gathered for each use (ZeRO-3) or fetched from the host, segments
-also end with blocks: a block's parameters serve all copies, then those of the next.
+also end with blocks: a block's parameters serve all copies, then those of the next. A recomputed block in which copies
+alternate is recomputed for all of them together, in which they alternate too.
 """
 
 from __future__ import annotations
@@ -29,9 +30,14 @@ def segment_order(segments: int, copies: int) -> Iterator[tuple[int, int]]:
 
 
 def runs_by_block(hybrid: Hybrid) -> bool:
-    """Whether several micro-batches at a time run block by block: each block is recomputed for one of them at a time,
-    or its parameters are gathered for all of them and then freed (ZeRO-3)."""
+    """Whether several micro-batches at a time run block by block: each block is recomputed, or its parameters are
+    gathered for all of them and then freed (ZeRO-3)."""
     return hybrid.copies > 1 and (hybrid.recompute != "none" or hybrid.zero_stage == 3)
+
+
+def ends_every_block(hybrid: Hybrid) -> bool:
+    """Whether a segment ends with each block, with sends inside or not: a recomputed block is a part of its own."""
+    return hybrid.copies > 1 and hybrid.recompute != "none"
 
 
 def block_ends(blocks: Sequence[object], communicates: Sequence[bool]) -> set[int]:

@@ -178,9 +178,11 @@ class Hybrid:
 
     @property
     def alternates(self) -> bool:
-        """Whether several micro-batches at a time alternate within blocks, where activations travel. Where blocks are
-        recomputed, each is one piece (`schedule.multi_copy.runs_by_block`)."""
-        return self.copies > 1 and self.recompute == "none"
+        """Whether several micro-batches at a time alternate within blocks, where activations travel. Not where a block
+        holds as little as can be: with ZeRO-3 and recompute, or saved tensors outside of the device, it runs for one of
+        them after the other (`schedule.multi_copy.runs_by_block`)."""
+        small = self.recompute != "none" and (self.zero_stage == 3 or self.saved_on != "device")
+        return self.copies > 1 and not small
 
     @property
     def keeps_gathered(self) -> bool:
