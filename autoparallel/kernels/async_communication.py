@@ -29,7 +29,6 @@ from autoparallel.kernels.collectives import (
 )
 from autoparallel.kernels.fetching import Fetches
 from autoparallel.kernels.groups import Axis
-from autoparallel.kernels.kept_results import keeps_sent, once, unseen
 from autoparallel.layout import INVARIANT, PARTIAL, Placement, dual
 from autoparallel.layout.redistribution import ACTIONS
 
@@ -219,20 +218,14 @@ def recompute() -> Iterator[None]:
                 pending.values = None
 
 
-def _keeps_result(pending: _Pending) -> bool:
-    """Whether the block that runs keeps the result, an activation, for its recompute."""
-    return keeps_sent() and isinstance(pending.sending, Moved)
-
-
 class _Begin(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, pending: _Pending, *values: torch.Tensor) -> Values:
         ctx.pending = pending
         ctx.set_materialize_grads(False)
         again = _begun_again.get()
-        if again is None or not (pending.ends_recompute or _keeps_result(pending)):
-            with unseen():
-                pending.values = pending.sending.forward(values)
+        if again is None or not pending.ends_recompute:
+            pending.values = pending.sending.forward(values)
             if again is not None:
                 again.append(pending)
         return values    # autograd makes views of them
@@ -248,13 +241,8 @@ class _End(torch.autograd.Function):
     def forward(ctx: Any, pending: _Pending, *values: torch.Tensor) -> Values:
         ctx.pending = pending
         ctx.set_materialize_grads(False)  # a value read only under no_grad has no gradient, rather than zeros
-
-        def awaited() -> Values:
-            finish, pending.values = pending.values or pending.sending.forward(values), None
-            return finish()
-
-        result = once(awaited) if _keeps_result(pending) else awaited()
-        return tuple(made.view_as(made) for made in result)
+        finish, pending.values = pending.values or pending.sending.forward(values), None
+        return tuple(made.view_as(made) for made in finish())
 
     @staticmethod
     def backward(ctx: Any, *gradients: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:

@@ -1,8 +1,7 @@
 """Results that a recomputed block keeps whole, of ops that run as several ops of torch.
 
 Ring attention calls torch's attention once a round. A selective checkpoint would keep the result, keys and values of
-each round; backward needs the result of all rounds only. Communication that is begun at one program point and awaited
-at another is no functional collective, of which a selective checkpoint keeps the results.
+each round; backward needs the result of all rounds only.
 """
 
 from __future__ import annotations
@@ -23,11 +22,9 @@ _current: ContextVar[KeptResults | None] = ContextVar("kept results", default=No
 
 
 class KeptResults:
-    """Of one run of a block: what its first run makes by `once`, and its later runs take, in order. ``of_sent``:
-    results of communication are kept as well."""
+    """Of one run of a block: what its first run makes by `once`, and its later runs take, in order."""
 
-    def __init__(self, of_sent: bool = False) -> None:
-        self.of_sent = of_sent
+    def __init__(self) -> None:
         self._made, self._next, self._is_first = list[Any](), 0, True
 
     @contextmanager
@@ -72,12 +69,6 @@ def once(make: Callable[[], T]) -> T:
         return kept.once(make)
 
 
-def keeps_sent() -> bool:
-    """Whether a block runs that keeps results of communication."""
-    kept = _current.get()
-    return kept is not None and kept.of_sent
-
-
 def unseen() -> AbstractContextManager[object]:
     """A context in which torch's selective checkpoint, which numbers the calls of each op, sees none."""
     selective = isinstance(_get_current_dispatch_mode(), (_CachingTorchDispatchMode, _CachedTorchDispatchMode))
@@ -88,4 +79,4 @@ def _detached(made: Any) -> Any:
     return pytree.tree_map_only(torch.Tensor, torch.Tensor.detach, made)
 
 
-__all__ = ["KeptResults", "keeps_sent", "once", "unseen"]
+__all__ = ["KeptResults", "once", "unseen"]

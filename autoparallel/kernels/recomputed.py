@@ -47,13 +47,13 @@ class Recomputed(nn.Module):
             return _Again(self._run(), values).first()
         if self.mode == "full":
             return checkpoint(self._run(), *values, use_reentrant=False, preserve_rng_state=False)
-        return self._selective(values, self._contexts(), KeptResults(_keeps_sent(self.mode)))
+        return self._selective(values, self._contexts(), KeptResults())
 
     def saving(self, values: Sequence[torch.Tensor], pack: Callable[[torch.Tensor], Any],
                unpack: Callable[[Any], torch.Tensor]) -> Any:
         """Run the block, "selective", and hold what ``pack`` makes of each kept result, which ``unpack`` gives back for
         backward, once."""
-        contexts, whole = self._contexts(), KeptResults(_keeps_sent(self.mode))
+        contexts, whole = self._contexts(), KeptResults()
         made = self._selective(values, contexts, whole)
         for results in contexts[0].storage.values():    # by op, those of each of its calls
             for number, kept in results.items():
@@ -79,7 +79,8 @@ class Recomputed(nn.Module):
         contexts = iter([nullcontext()])    # of the first run, forward
 
         def run(*again: torch.Tensor) -> Any:
-            with groups.use(axes), rng.use_seed(*seeds), numbers.use_numbers(given), next(contexts, None) or recompute():
+            with (next(contexts, None) or recompute(), groups.use(axes), rng.use_seed(*seeds),
+                  numbers.use_numbers(given)):
                 return self.body(*again)
 
         return run
@@ -130,10 +131,6 @@ class _Again:
 
 def _unused(_: None) -> torch.Tensor:
     raise AssertionError("backward goes through the first run only")
-
-
-def _keeps_sent(mode: str) -> bool:
-    return "_c10d_functional::" in KEPT[mode]
 
 
 def _policy(names: tuple[str, ...], context: Any, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:

@@ -10,14 +10,15 @@ from torch.fx import Node as FxNode
 
 from autoparallel.kernels.expert_dispatch import dispatched_experts, run_experts, send_rows, take_results
 from autoparallel.schedule.activation_windows import PRODUCTS
-from autoparallel.schedule.expert_windows import ExpertWindow, expert_windows
+from autoparallel.schedule.expert_windows import ExpertWindow, alternates_experts, expert_windows
 from autoparallel.schedule.step_config import Hybrid
 
 
 def overlap_experts(module: GraphModule, hybrid: Hybrid) -> GraphModule:
     """The same program, in which rows of a mixture of experts leave where it stood, and are computed and awaited
-    later."""
-    windows = {node: window for node, window in windows_of(module, hybrid) if window.is_open}
+    later; with multi-copy at once, for `lower.multi_copy_pass`, which puts another micro-batch between."""
+    apart = alternates_experts(hybrid)
+    windows = {node: window for node, window in windows_of(module, hybrid) if window.is_open or apart}
     return _written(module, windows) if windows else module
 
 
@@ -49,7 +50,10 @@ def _written(module: GraphModule, windows: dict[FxNode, ExpertWindow]) -> GraphM
         send, run, take = _parts(graph, made, node)
         before[node].append(send)
         after[last[window.behind]].append(run)
-        before[_reader(node)].append(take)
+        if window.is_open:
+            before[_reader(node)].append(take)
+        else:
+            after[last[window.behind]].append(take)
     for node in module.graph.nodes:
         for action in before[node]:
             action()

@@ -29,6 +29,7 @@ from autoparallel.kernels.async_communication import (
     end,
     end_step,
 )
+from autoparallel.kernels.expert_dispatch import run_experts, send_rows
 from autoparallel.kernels.rng import random_op
 from autoparallel.layout import COLLECTIVES
 from autoparallel.schedule.multi_copy import block_ends, ends_every_block, rounds_of, runs_by_block, segment_order
@@ -132,7 +133,7 @@ def _steps(members: Sequence[FxNode], common: set[FxNode]) -> list[FxNode]:
 
 
 def _alternating(nodes: Sequence[FxNode], common: set[FxNode]) -> list[_Segment]:
-    """Segments that end where activations are sent."""
+    """Segments that end where activations, or rows of experts, are sent."""
     found = [_Segment()]
     for members in _groups(nodes):
         steps = _steps(members, common)
@@ -142,7 +143,11 @@ def _alternating(nodes: Sequence[FxNode], common: set[FxNode]) -> list[_Segment]
             if together:
                 found[-1].begun = together
                 found.append(_Segment(together))
-        found[-1].body += (node for node in members if node not in common and "step" not in node.meta)
+        for node in members:
+            if node not in common and "step" not in node.meta:
+                found[-1].body.append(node)
+                if node.target in (send_rows, run_experts):    # rows, or results, are on their way
+                    found.append(_Segment())
     return found
 
 

@@ -58,15 +58,14 @@ class ActivationSteps:
     def __init__(self, reads: RankReads, applies: bool) -> None:
         self.reads, self.space, self.counts = reads, reads.space, reads.counts
         self.ahead: Mapping[int, Sequence[Action | MixtureAction]] = {}
-        self.mixtures: Mapping[int, Mixture] = {}
         self.put_off: Mapping[int, int] = {}
         self.shared: Mapping[int, int] = {}
         self.windows: Sequence[Window] = ()
         self.pieced: Mapping[int, PiecedStep] = {}
+        self.mixtures: Mapping[int, Mixture] = {one.index: one for one in mixtures_of(reads)} if applies else {}
         if not (applies and overlaps_activations(self.counts.hybrid)):
             self.before: Mapping[int, Sequence[Action | MixtureAction]] = runs(reads.sent)
             return
-        self.mixtures = {one.index: one for one in mixtures_of(reads)}
         self._paths = [_path(move.use, reads.timed_steps(move), move.path) for move in reads.moves
                        if move.path and not self.counts.of_parameter[move.use.source]]
         self._path_of = {(path.use.target, path.use.position): path for path in self._paths}

@@ -21,7 +21,7 @@ class RoundPasses:
 
     def __init__(self, reads: RankReads, activations: ActivationSteps, seconds: RankSeconds) -> None:
         self.reads, self.seconds, self.copies = reads, seconds, reads.counts.hybrid.copies
-        self._multi_copy = (MultiCopyRound(reads, len(reads.space), self.copies)
+        self._multi_copy = (MultiCopyRound(reads, len(reads.space), self.copies, activations.mixtures)
                             if reads.counts.hybrid.alternates else None)
         self._forward = ForwardTasks(reads, activations, seconds)
         self._backward = BackwardTasks(reads, activations, seconds)
@@ -29,6 +29,13 @@ class RoundPasses:
     @cached_property
     def _ranges(self) -> Sequence[tuple[int, int]]:
         return block_ranges(self.reads)
+
+    @cached_property
+    def _again_s(self) -> Sequence[float]:
+        """Seconds of recompute by decision, without mixtures that run again as they do forward."""
+        sends_again, mixtures = self.reads.counts.blocks.sends_again, self._forward.activations.mixtures
+        return [0.0 if sends_again and index in mixtures else again_s
+                for index, again_s in enumerate(self.seconds.again_s)]
 
     def forward(self, step: StepTasks, count: float, marked: Collection[int] = (), before: At = nothing) -> None:
         """Forward of one of ``count`` rounds; calls ``before`` at the ``marked`` decisions, of the first micro-batch
@@ -43,7 +50,7 @@ class RoundPasses:
         """Backward of one of ``count`` rounds, with the ``calls`` at the ``marked`` decisions: ``before`` of the first
         micro-batch that comes there, the others of the last. ``work``: what it runs (None: all of backward)."""
         if self._multi_copy is not None:
-            return self._multi_copy.backward(step, self.seconds.backward_s, self.seconds.again_s, count, marked, calls)
+            return self._multi_copy.backward(step, self.seconds.backward_s, self._again_s, count, marked, calls)
         for part, number in reversed(list(itertools.product(self._ranges, range(self.copies)))):
             asked = calls.before if number == self.copies - 1 else nothing
             own = BackwardCalls(asked) if number else calls._replace(before=asked)

@@ -16,7 +16,7 @@ from autoparallel.pricing.expert_rows import rows_bytes, sends_rows
 from autoparallel.pricing.live_intervals import Liveness
 from autoparallel.pricing.step_cost import StepCosts
 from autoparallel.schedule.activation_windows import PRODUCTS, overlaps_activations
-from autoparallel.schedule.expert_windows import overlaps_experts, products_between
+from autoparallel.schedule.expert_windows import alternates_experts, overlaps_experts, products_between
 from autoparallel.search.model.problem import Edge
 from autoparallel.strategies.space import TensorUse
 
@@ -38,8 +38,9 @@ class WindowMemory:
 
     @cached_property
     def held(self) -> Sequence[Held]:
-        rows = self._rows() if overlaps_experts(self.counts.hybrid) else ()
-        return [*self._ahead(), *self._gradients(), *rows] if overlaps_activations(self.counts.hybrid) else ()
+        hybrid = self.counts.hybrid
+        rows = self._rows() if overlaps_experts(hybrid) else self._rows_of_others() if alternates_experts(hybrid) else ()
+        return [*self._ahead(), *self._gradients(), *rows] if overlaps_activations(hybrid) else [*rows]
 
     def edges(self, costs: StepCosts, chosen: Sequence[np.ndarray]) -> Iterator[Edge]:
         """Zero-cost edges with these bytes, for the strategy numbers ``chosen`` by decision."""
@@ -73,15 +74,29 @@ class WindowMemory:
                     turned = int(self.live.starts[reader]) + 2 * len(self.space)
                     yield Held(x, "gradient", (turned - reader + 1, turned - first + 1))
 
+    def _rows_of_others(self) -> Iterator[Held]:
+        """Rows of all but one of several micro-batches, and their gradients, while that one computes in the block."""
+        blocks = self.space.blocks
+        for use in self._of_mixtures():
+            inside = [index for index, block in enumerate(blocks) if block == blocks[use.source]]
+            start, last = int(self.live.starts[use.target]), inside[-1] if blocks[use.source] else use.source
+            turned = start + 2 * len(self.space)
+            for _ in range(self.counts.hybrid.copies - 1):
+                yield Held(use, "rows", (start + use.source, start + last + 1))
+                yield Held(use, "rows", (turned - last, turned - use.source + 1))
+
+    def _of_mixtures(self) -> Iterator[TensorUse]:
+        """The first use of the result of each mixture of experts that may send rows."""
+        for index, decision in enumerate(self.space.decisions):
+            if decision.kind == "op" and sends_rows(self.space.strategy_sets[index]):
+                yield from sorted((use for use in self.space.uses if use.source == index),
+                                  key=lambda use: use.target)[:1]
+
     def _rows(self) -> Iterator[Held]:
         """Rows that travel, and their gradients in backward, with products of their block before the reader."""
         blocks, products = self.space.blocks, self._products()
-        for index, decision in enumerate(self.space.decisions):
-            read = [use for use in self.space.uses if use.source == index] if (
-                decision.kind == "op" and sends_rows(self.space.strategy_sets[index])) else []
-            if not read:
-                continue
-            use = min(read, key=lambda use: use.target)
+        for use in self._of_mixtures():
+            index = use.source
             first = min(self.space.readers_of.get(use.target, ()), default=use.target) if (
                 self.space.decisions[use.target].kind == "shared_read") else use.target
             if products_between(index, first, products.get(blocks[index], ()), blocks.__getitem__):

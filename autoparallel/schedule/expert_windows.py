@@ -5,7 +5,7 @@
 
 Products between a mixture and the first reader of its result, such as shared experts, run meanwhile: the first half
 of them while rows travel, the others while results do. Without any, and where ``Hybrid.experts_overlap`` is not set,
-the three parts follow each other.
+the three parts follow each other; but with multi-copy another micro-batch runs between two of them.
 
 `lower.expert_pass` applies the windows to a program and `pricing.expert_exchanges` to a plan.
 """
@@ -35,8 +35,13 @@ class ExpertWindow(NamedTuple):
 
 
 def overlaps_experts(hybrid: Hybrid) -> bool:
-    """Whether anything may run between the parts of a mixture."""
+    """Whether products of the same micro-batch may run between the parts of a mixture."""
     return hybrid.experts_overlap and overlaps_activations(hybrid) and not runs_in_pieces(hybrid)
+
+
+def alternates_experts(hybrid: Hybrid) -> bool:
+    """Whether other micro-batches, which alternate with this one, run between the parts of a mixture."""
+    return hybrid.experts_overlap and hybrid.alternates
 
 
 def products_between(mixture: int, reader: int, products: Iterable[int], block_of: Callable[[int], str | None]
@@ -57,7 +62,7 @@ def expert_windows(mixtures: Iterable[tuple[int, int]], products: Sequence[int],
         [ExpertWindow(mixture=3, behind=3, reader=3)]
     """
     found = list[ExpertWindow]()
-    for mixture, reader in mixtures if overlaps_activations(hybrid) else ():
+    for mixture, reader in mixtures if overlaps_activations(hybrid) or alternates_experts(hybrid) else ():
         between = products_between(mixture, reader, products, block_of)
         if between and overlaps_experts(hybrid):
             found.append(ExpertWindow(mixture, between[(len(between) - 1) // 2], reader))
@@ -66,4 +71,4 @@ def expert_windows(mixtures: Iterable[tuple[int, int]], products: Sequence[int],
     return found
 
 
-__all__ = ["ExpertWindow", "expert_windows", "overlaps_experts", "products_between"]
+__all__ = ["ExpertWindow", "alternates_experts", "expert_windows", "overlaps_experts", "products_between"]

@@ -28,6 +28,7 @@ from autoparallel.runtime.pipeline import Pipeline
 from autoparallel.runtime.stage_module import StageModule
 from autoparallel.runtime.step import Forward, run_micro_batches
 from autoparallel.schedule.activation_windows import overlaps_activations
+from autoparallel.schedule.expert_windows import alternates_experts
 from autoparallel.strategies.space import Decision, Strategy, StrategySpace
 from benchmarks import in_process
 from benchmarks.in_process import on_every_rank
@@ -93,7 +94,8 @@ def _within_an_op(variants: Sequence[str]) -> bool:
 def recording(monkeypatch: Any, hybrid: Hybrid, within_ops: bool = False) -> Iterator[Recorder]:
     """Record what each thread launches and awaits, but for the communication within ops; or only this. ``hybrid``: of
     the step, of whose rows of experts the program may make steps of their own."""
-    recorder = Recorder(overlaps_activations(hybrid) and not within_ops)
+    in_parts = overlaps_activations(hybrid) or alternates_experts(hybrid)
+    recorder = Recorder(in_parts and not within_ops)
     begin, step = collectives._begin, collectives._Redistribute
     forward, backward = step.forward, step.backward
 

@@ -130,8 +130,8 @@ def _of_pipeline(of_micro_batch: Sequence[StageSeconds], step: Hybrid) -> Timeli
     whole = [Box(name, kind_of(name), len(streams) * task.rank + streams.index(task.stream), float(start_s),
                  float(end_s), tuple(n for n in task.after
                                      if (tasks[n].rank, tasks[n].stream) != (task.rank, task.stream)))
-             for name, task, start_s, end_s in zip([_name(one, step.copies) for one in pipeline.issued], tasks, line.start_s, line.end_s,
-                                                   strict=True)]
+             for name, task, start_s, end_s in zip([_name(one, step.copies) for one in pipeline.issued], tasks,
+                                                   line.start_s, line.end_s, strict=True)]
     held = tuple(_held_by(len(streams) * rank, actions, stages, whole)
                  for rank, actions in enumerate(pipeline.orders))
     boxes, more = list[Box](), list[Box]()
