@@ -177,8 +177,8 @@ class Moved:
 class _Pending:
     """State that `_Begin` and `_End` share outside autograd's graph, whose edges between them carry no gradients.
 
-    ``values``, ``gradients``: await the issued communication. ``ends_recompute``: as of `begin_step`. ``early``: which gradients `issue_gradients` sent before
-    backward reached `end`, and the function that awaits them."""
+    ``ends_recompute``: as of `begin_step`. ``values``, ``gradients``: await the issued communication. ``early``: which
+    gradients `issue_gradients` sent before backward reached `end`, and the function that awaits them."""
 
     sending: Sending
     ends_recompute: bool = False

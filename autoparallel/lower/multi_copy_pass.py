@@ -210,7 +210,7 @@ class _Writer:
                 self.copy(step, copy)
                 continue
             args = (self._value(step.all_input_nodes[0], copy), *step.args[1:])
-            late = step.meta["decision"] > self.last_saved.get(step.meta.get("block"), step.meta["decision"])
+            late = step.meta["decision"] > self.last_saved.get(step.meta["block"] or "", step.meta["decision"])
             how = {**step.kwargs, "ends_recompute": True} if late else step.kwargs
             self.begun[copy][step] = self._described(self.graph.call_function(begin_step, args, how), step)
 

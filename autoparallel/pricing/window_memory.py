@@ -39,8 +39,10 @@ class WindowMemory:
     @cached_property
     def held(self) -> Sequence[Held]:
         hybrid = self.counts.hybrid
-        rows = self._rows() if overlaps_experts(hybrid) else self._rows_of_others() if alternates_experts(hybrid) else ()
-        return [*self._ahead(), *self._gradients(), *rows] if overlaps_activations(hybrid) else [*rows]
+        if alternates_experts(hybrid):
+            return list(self._rows_of_others())
+        rows = self._rows() if overlaps_experts(hybrid) else ()
+        return [*self._ahead(), *self._gradients(), *rows] if overlaps_activations(hybrid) else ()
 
     def edges(self, costs: StepCosts, chosen: Sequence[np.ndarray]) -> Iterator[Edge]:
         """Zero-cost edges with these bytes, for the strategy numbers ``chosen`` by decision."""
