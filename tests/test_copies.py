@@ -144,7 +144,8 @@ def test_copies_hide_activations_and_hold_more_of_them() -> None:
     (Fixed(), Hybrid(zero_stage=2), {2}), (Fixed(), Hybrid(4, zero_stage=1, recompute="full"), {4, 8}),
     (Fixed(micro_batches=4), Hybrid(4, zero_stage=1), {4}), (Fixed(copies=1), Hybrid(4, zero_stage=1), set()),
     (Fixed(recompute="full"), Hybrid(4, zero_stage=1, recompute="full"), set()),
-    (Fixed(), Hybrid(4, 2, 2, zero_stage=1), set()),
+    (Fixed(), Hybrid(4, 2, 2, zero_stage=1), {4, 8}), (Fixed(), Hybrid(4, 2, 2, "zero_bubble", zero_stage=1), set()),
+    (Fixed(copies=1), Hybrid(4, 2, 2, zero_stage=1), set()),
 ], ids=str)
 def test_joint_search_tries_copies_near_the_best(fixed: Fixed, hybrid: Hybrid, expected: set[int]) -> None:
     space = CandidateSpace(Cluster.load("h100-sxm", num_devices=8), fixed, num_blocks=4, batch=16)

@@ -256,8 +256,8 @@ class CandidateSpace:
 
     def around(self, best: Candidate) -> Iterator[Candidate]:
         """Neighbours of a candidate that the first round leaves out: other schedules, ZeRO stages and recompute; and
-        half or twice the micro-batches and the inner axis, with all possible numbers of stages per rank. Of one with
-        micro-batches by rank the other ZeRO stage."""
+        half or twice the micro-batches and the inner axis, with all possible numbers of stages per rank; and two
+        micro-batches at a time (multi-copy). Of one with micro-batches by rank the other ZeRO stage."""
         if best.hybrid.by_rank:
             yield from (c for c in self._by_rank((2,)) if c.mesh == best.mesh)
             return
@@ -286,6 +286,9 @@ class CandidateSpace:
         for (micro_batches, copies), again in itertools.product(self._for_blocks(h), self.recompute):
             for hybrid in self._valid(micro_batches, 1, 1, h.schedule, 3, again, copies=copies):
                 yield Candidate(hybrid, best.mesh_shape)
+        for micro_batches in self._in_pairs(h):
+            for hybrid in self._valid(micro_batches, h.stages, ranks, h.schedule, h.zero_stage, h.recompute, copies=2):
+                yield Candidate(hybrid, best.mesh_shape)
 
     def in_other_stages(self, candidate: Candidate) -> Iterator[Candidate]:
         """The same combination with other numbers of stages on each rank of its pipeline, and its strategies."""
@@ -301,6 +304,12 @@ class CandidateSpace:
         """Numbers of micro-batches, near those of a configuration, of which two can run at a time."""
         free = h.stages == 1 and self.fixed.copies is None and self.fixed.recompute in (None, "none")
         return [m for m in self.micro_batches(1) if m in (h.micro_batches, 2 * h.micro_batches)] if free else []
+
+    def _in_pairs(self, h: Hybrid) -> list[int]:
+        """Numbers of micro-batches, as many as a pipeline's and twice, of which a stage can run two at a time."""
+        free = h.stages > 1 and self.fixed.copies is None and not h.puts_off_weights
+        return [m for m in self.micro_batches(h.pipeline_ranks) if m in (h.micro_batches, 2 * h.micro_batches)
+                ] if free else []
 
     def _for_blocks(self, h: Hybrid) -> list[tuple[int, int]]:
         """Numbers of micro-batches, near those of a ZeRO-3 configuration, with how many of them run block by block at a
