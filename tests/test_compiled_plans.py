@@ -68,7 +68,9 @@ def test_two_axes_by_inductor(ranks: Any, way: Way) -> None:
                                      {"schedule": "zero_bubble", **FSDP_3, "recompute": "full"},
                                      {"schedule": "1f1b", "zero_stage": 3},
                                      {"schedule": "1f1b", "recompute": "full"},
-                                     {"schedule": "1f1b", "recompute": "selective"}], ids=str)
+                                     {"schedule": "1f1b", "recompute": "selective"},
+                                     {"schedule": "1f1b", "copies": 2},
+                                     {"schedule": "1f1b", "copies": 2, "recompute": "full"}], ids=str)
 @pytest.mark.parametrize("backend", BOTH)
 def test_pipelines(ranks: Any, options: dict[str, Any], backend: str) -> None:
     way: Way = ((2, 2), {"pipeline_stages": 2, "micro_batches": 4, **options})

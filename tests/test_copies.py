@@ -33,7 +33,10 @@ from tests.support.tiers import slow
     slow("mlp", (2,), Hybrid(8, 2, 2, "gpipe", zero_stage=2, copies=2)),
     slow("gpt2", (2,), Hybrid(8, 4, 2, "interleaved", zero_stage=1, copies=2)),
     slow("gpt2", (2,), Hybrid(8, 2, 2, "1f1b", zero_stage=3, copies=2)),
-    slow("gpt2", (2,), Hybrid(8, 2, 2, "1f1b", zero_stage=2, copies=2, recompute="full")),
+    slow("gpt2", (2,), Hybrid(8, 2, 2, "1f1b", zero_stage=2, copies=2)),
+    ("mlp", (2,), Hybrid(4, zero_stage=1, copies=2, recompute="full")),
+    slow("bert", (2,), Hybrid(4, zero_stage=2, copies=2, recompute="full")),
+    slow("llama", (2,), Hybrid(4, zero_stage=0, copies=4, recompute="all_but_attention")),
 ], ids=str)
 def test_simulated_collectives_of_copies_are_those_of_the_run(
     case_name: str, mesh_shape: tuple[int, ...], hybrid: Hybrid, monkeypatch: pytest.MonkeyPatch,
@@ -75,6 +78,10 @@ MORE_WAYS: list[Way] = [
     ("llama", (2, 2), {"micro_batches": 8, "copies": 2, "pipeline_stages": 4, "schedule": "interleaved"}),
     ("bert", (2, 2), {"micro_batches": 8, "copies": 4, "pipeline_stages": 2, "zero_stage": 3, "schedule": "gpipe"}),
     ("t5", (2, 2), {"micro_batches": 4, "copies": 2, "pipeline_stages": 2, "zero_stage": 2, "recompute": "full"}),
+    ("gpt2", (4,), {"by_hand": "dp=1,tp=4,micro_batch=2,copies=2,zero=1,sequence_parallel,recompute=full"}),
+    ("llama", (4,), {"by_hand": "dp=1,tp=4,micro_batch=2,copies=2,zero=1,recompute=selective"}),
+    ("deepseek_v3", (4,), {"by_hand": "dp=4,ep=4,micro_batch=1,copies=2,zero=1,recompute=all_but_attention"}),
+    ("deepseek_v3", (4,), {"by_hand": "dp=2,pp=2,ep=2,micro_batch=1,copies=2,zero=1"}),
 ]
 
 

@@ -58,6 +58,11 @@ def test_ops_that_others_need_earlier_stay() -> None:
     slow("deepseek_v3", (2,), Hybrid(2)), slow("deepseek_v3", (2,), Hybrid(recompute="selective")),
     slow("deepseek_v3", (2,), Hybrid(zero_stage=3, recompute="selective")), slow("mixtral", (2, 2), Hybrid()),
     slow("deepseek_v3", (2,), Hybrid(2, copies=2)), slow("mixtral", (2,), Hybrid(zero_stage=3)),
+    ("deepseek_v3", (2,), Hybrid(2, zero_stage=1, copies=2)),
+    slow("deepseek_v3", (2,), Hybrid(2, zero_stage=3, copies=2)),
+    slow("deepseek_v3", (2,), Hybrid(2, zero_stage=1, copies=2, recompute="full")),
+    slow("deepseek_v3", (2,), Hybrid(2, copies=2, recompute="selective")),
+    slow("deepseek_v3", (2,), Hybrid(4, 2, 2, "1f1b", zero_stage=1, copies=2)),
     slow("deepseek_v3", (2,), Hybrid(4, 2, 2, "1f1b")), slow("deepseek_v3", (2,), Hybrid(4, 2, 2, "zero_bubble")),
 ], ids=str)
 def test_rows_are_launched_and_awaited_where_simulated(
@@ -83,8 +88,11 @@ def test_a_program_has_shared_experts_between_the_parts(monkeypatch: pytest.Monk
     send, run, take = map(targets.index, (send_rows, run_experts, take_results))
     linear = torch.ops.aten.linear.default
     assert targets[send:run].count(linear) == 2 and targets[run:take].count(linear) == 1
-    untouched = overlap_experts(module, Hybrid(2, copies=2))
+    untouched = overlap_experts(module, Hybrid(2, 2, 2, "zero_bubble"))
     assert untouched is module
+    with_copies = [node.target for node in overlap_experts(module, Hybrid(2, copies=2)).graph.nodes]
+    at = with_copies.index(send_rows)    # the parts follow each other: other copies run between
+    assert with_copies[at + 1] is run_experts and linear not in with_copies[at : with_copies.index(take_results)]
 
 
 def test_the_price_counts_what_shared_experts_hide() -> None:

@@ -16,7 +16,7 @@ from autoparallel.plans.reports.timeline import timeline_of
 from autoparallel.plans.reports.trace import trace_json
 from autoparallel.schedule.pipeline_tasks import PipelineTasks, StageTimes, simulated_s
 from autoparallel.schedule.schedules import SCHEDULES
-from autoparallel.schedule.step_config import Hybrid
+from autoparallel.schedule.step_config import Hybrid, as_rounds
 from cost_models.pipeline import pipeline_s
 from cost_models.timeline import equal_slowdown, simulate
 from tests.support.reported import NAMES, PIPELINES
@@ -40,6 +40,8 @@ def test_stages_that_are_not_equal_wait_for_one_another() -> None:
     hybrid = Hybrid(8, 4, 2, "interleaved", ("a", "b", "c"))
     equal = simulated_s(hybrid, [StageTimes(1.0, 2.0)] * 4)
     assert equal == pytest.approx(pipeline_s([6.0, 6.0], 8, 2))
+    pairs = replace(hybrid, micro_batches=16, copies=2)    # as long as eight micro-batches of twice the length
+    assert simulated_s(pairs, [StageTimes(1.0, 2.0)] * 4) == pytest.approx(2 * equal)
     unequal = simulated_s(hybrid, [StageTimes(f, 2 * f) for f in (0.5, 0.5, 1.5, 1.5)])
     assert unequal > equal * 1.01  # each rank has the same work
     many = replace(hybrid, micro_batches=64)
@@ -108,7 +110,7 @@ def test_boxes_of_pipelines_add_up_to_the_tables(plans: dict[str, Plan], name: s
 
 @pytest.mark.parametrize("name", PIPELINES)
 def test_each_micro_batch_runs_once_on_each_stage(plans: dict[str, Plan], name: str) -> None:
-    hybrid = plans[name].hybrid
+    hybrid = as_rounds(plans[name].hybrid)
     actions = [action for rank in range(hybrid.pipeline_ranks) for action in hybrid.pipelining.order(hybrid, rank)]
     kinds = "FBW" if hybrid.puts_off_weights else "FB"
     assert sorted(actions) == sorted((kind, stage, micro) for kind in kinds for stage in range(hybrid.stages)

@@ -28,10 +28,11 @@ def least_exposed(pricer: SpacePricer) -> Exposed:
     which little does), else the slowdown of both while they overlap, at least `LEAST_SHARE`."""
     hybrid = pricer.counts.hybrid
     share = max(LEAST_SHARE, pricer.prices.device.overlap_slowdown - 1.0)
-    if not _hides(pricer) or (hybrid.stages > 1 and not hybrid.overlaps_each):  # the last micro-batch hides little
+    if not _hides(pricer):
         return ALL_EXPOSED
+    late = hybrid.stages > 1 and not hybrid.overlaps_each    # the last micro-batch hides little
     return Exposed(share if hybrid.overlaps_each else 1.0,
-                   share if _overlaps_parameters(hybrid) else 1.0, share if hybrid.alternates else 1.0)
+                   share if _overlaps_parameters(hybrid) and not late else 1.0, share if hybrid.alternates else 1.0)
 
 
 def hidden(pricer: SpacePricer, strategies: Sequence[Strategy], stages: Sequence[int] = (0,)) -> Hidden:

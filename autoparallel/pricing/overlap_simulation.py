@@ -63,7 +63,7 @@ class RankStep:
         total = self.step().hidden_s(slowdown)
         if not self.reads.equivalent:
             early, count = self._hidden_early_s(slowdown), self.round.count
-            each = count * max(0.0, min(early, total)) if self.hybrid.copies == 1 else 0.0
+            each = count * max(0.0, min(early, total))
             return Hidden(each, total + (count - 1) * early - each)
         if self.rounds == 1:    # all communication of parameters is once per step
             return Hidden(once=total)

@@ -79,14 +79,15 @@ def plans_by_name() -> dict[str, Plan]:
     hand = {"fsdp": "dp=4,zero=3", "tensor": "dp=2,tp=2,zero=1,sequence_parallel", "1f1b": "dp=2,pp=2,micro_batch=2",
             "interleaved": "dp=2,pp=2,virtual=2,micro_batch=2", "gpipe": "dp=2,pp=2,micro_batch=4,schedule=gpipe",
             "zero_bubble": "dp=2,pp=2,micro_batch=2,schedule=zero_bubble",
-            "copies": "dp=1,tp=4,micro_batch=8,copies=2,zero=1"}
+            "copies": "dp=1,tp=4,micro_batch=8,copies=2,zero=1",
+            "pairs": "dp=1,pp=2,tp=2,micro_batch=8,copies=2,zero=1"}
     found = {name: made(by_hand=text) for name, text in hand.items()}
     return {"searched": made(mesh_shape=(2, 2)), **found}
 
 
 WEIGHT = "layers.0.mlp.0.weight"
-NAMES = ("searched", "fsdp", "tensor", "1f1b", "interleaved", "gpipe", "zero_bubble", "copies")
-PIPELINES = ("1f1b", "interleaved", "gpipe", "zero_bubble")
+NAMES = ("searched", "fsdp", "tensor", "1f1b", "interleaved", "gpipe", "zero_bubble", "copies", "pairs")
+PIPELINES = ("1f1b", "interleaved", "gpipe", "zero_bubble", "pairs")
 
 
 def another(step_s: float, peak_bytes: float, title: str = "", by_hand: str = "", family: str = "") -> Alternative:
