@@ -147,6 +147,22 @@ def test_copies_hide_activations_and_hold_more_of_them() -> None:
     assert line.total_s == pytest.approx(now.step_s - now.fixed_s, rel=1e-6)
 
 
+@pytest.mark.parametrize("recompute", ["none", "full", "selective"])
+def test_copies_in_a_pipeline_hide_activations(recompute: str) -> None:
+    """Each stage runs two tensor-parallel micro-batches at a time, with the layouts and the bubble of one at a time of
+    twice as many micro-batches per rank."""
+    cluster, hand = Cluster.load("h100-sxm", num_devices=8), f"tp=4,dp=1,pp=2,micro_batch=1,recompute={recompute}"
+    alone, two = (plan_of("llama", cluster, by_hand=f"{hand},copies={copies}") for copies in (1, 2))
+    assert alone.strategies == two.strategies and alone.hybrid.cuts == two.hybrid.cuts
+    now, before = two.prediction, alone.prediction
+    assert now.forward_communication_s == before.forward_communication_s
+    assert now.exposed_s < before.exposed_s and now.activation_bytes > before.activation_bytes
+    stages = [plan.record.stages for plan in (two, alone)]
+    assert all(mine.forward_communication_s < other.forward_communication_s for mine, other in zip(*stages, strict=True))
+    names = {box.name for box in timeline_of(two).boxes}
+    assert "forward of micro-batches 2 to 3, stage 1" in names and "4 pairs" not in two.summary()
+
+
 @pytest.mark.parametrize(("fixed", "hybrid", "expected"), [
     (Fixed(), Hybrid(zero_stage=2), {2}), (Fixed(), Hybrid(4, zero_stage=1, recompute="full"), {4, 8}),
     (Fixed(micro_batches=4), Hybrid(4, zero_stage=1), {4}), (Fixed(copies=1), Hybrid(4, zero_stage=1), set()),

@@ -62,9 +62,8 @@ class RankStep:
         """Seconds by which the simulated step is shorter than the sum of its tasks."""
         total = self.step().hidden_s(slowdown)
         if not self.reads.equivalent:
-            early, count = self._hidden_early_s(slowdown), self.round.count
-            each = count * max(0.0, min(early, total))
-            return Hidden(each, total + (count - 1) * early - each)
+            early = self._hidden_early_s(slowdown)
+            return Hidden(self.round.count * early, total - early)    # which may be less than 0: buckets not full
         if self.rounds == 1:    # all communication of parameters is once per step
             return Hidden(once=total)
         if not self.hybrid.gathers_once:

@@ -80,7 +80,7 @@ def plans_by_name() -> dict[str, Plan]:
             "interleaved": "dp=2,pp=2,virtual=2,micro_batch=2", "gpipe": "dp=2,pp=2,micro_batch=4,schedule=gpipe",
             "zero_bubble": "dp=2,pp=2,micro_batch=2,schedule=zero_bubble",
             "copies": "dp=1,tp=4,micro_batch=8,copies=2,zero=1",
-            "pairs": "dp=1,pp=2,tp=2,micro_batch=8,copies=2,zero=1"}
+            "pairs": "dp=2,pp=2,micro_batch=2,copies=2"}
     found = {name: made(by_hand=text) for name, text in hand.items()}
     return {"searched": made(mesh_shape=(2, 2)), **found}
 
