@@ -312,8 +312,7 @@ def test_the_second_round_tries_neighbours_of_the_best() -> None:
     assert {(2, (2, 4)), (8, (2, 4)), (4, (4, 2))} <= near
     assert near <= set(itertools.product((2, 4, 8), [(4, 2), (2, 4), (1, 8)]))
     assert {"1f1b", "zero_bubble"} <= {c.hybrid.schedule for c in search.space.around(best)}
-    assert {1, 2} == {c.hybrid.copies for c in search.space.around(best)}
-    only = Fixed(micro_batches=4, schedule="1f1b", recompute="none", zero_stage=1, pipeline_stages=2, copies=1)
+    only = Fixed(micro_batches=4, schedule="1f1b", recompute="none", zero_stage=1, pipeline_stages=2)
     fixed = JointSearch(graph_of("llama"), search.cluster, only, "adamw", float("inf"))
     assert {c.hybrid for c in fixed.space.around(best)} == {best.hybrid}
 

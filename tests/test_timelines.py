@@ -105,7 +105,8 @@ def test_boxes_of_pipelines_add_up_to_the_tables(plans: dict[str, Plan], name: s
     assert drawn["forward"] + drawn["recompute"] + drawn["backward"] == pytest.approx(
         p.forward_s + p.backward_s - p.ahead_s)
     assert drawn["forward"] / drawn["backward"] == pytest.approx((p.forward_s - p.recompute_s) / p.backward_s, rel=0.05)
-    assert drawn["exchange"] == pytest.approx(p.exposed_s, abs=1e-9)
+    not_full_s = 1e-5 if plan.hybrid.copies > 1 else 1e-9    # latency of buckets, of which copies hide other seconds
+    assert drawn["exchange"] == pytest.approx(p.exposed_s, abs=not_full_s)
 
 
 @pytest.mark.parametrize("name", PIPELINES)

@@ -256,8 +256,8 @@ class CandidateSpace:
 
     def around(self, best: Candidate) -> Iterator[Candidate]:
         """Neighbours of a candidate that the first round leaves out: other schedules, ZeRO stages and recompute; and
-        half or twice the micro-batches and the inner axis, with all possible numbers of stages per rank; and two
-        micro-batches at a time (multi-copy). Of one with micro-batches by rank the other ZeRO stage."""
+        half or twice the micro-batches and the inner axis, with all possible numbers of stages per rank. Of one with
+        micro-batches by rank the other ZeRO stage."""
         if best.hybrid.by_rank:
             yield from (c for c in self._by_rank((2,)) if c.mesh == best.mesh)
             return
@@ -286,9 +286,6 @@ class CandidateSpace:
         for (micro_batches, copies), again in itertools.product(self._for_blocks(h), self.recompute):
             for hybrid in self._valid(micro_batches, 1, 1, h.schedule, 3, again, copies=copies):
                 yield Candidate(hybrid, best.mesh_shape)
-        for micro_batches in self._in_pairs(h):
-            for hybrid in self._valid(micro_batches, h.stages, ranks, h.schedule, h.zero_stage, h.recompute, copies=2):
-                yield Candidate(hybrid, best.mesh_shape)
 
     def in_other_stages(self, candidate: Candidate) -> Iterator[Candidate]:
         """The same combination with other numbers of stages on each rank of its pipeline, and its strategies."""
@@ -300,16 +297,22 @@ class CandidateSpace:
                                           h.zero_stage, h.recompute):
                     yield replace(candidate, hybrid=hybrid)
 
+    def in_pairs(self, candidate: Candidate) -> Iterator[Candidate]:
+        """The same combination of a pipeline with two micro-batches at a time on each stage (multi-copy): as many
+        micro-batches, with its strategies, and twice as many."""
+        h, ranks = candidate.hybrid, candidate.hybrid.pipeline_ranks
+        free = h.stages > 1 and h.copies == 1 and self.fixed.copies is None
+        for micro_batches in self.micro_batches(ranks) if free else ():
+            if micro_batches in (h.micro_batches, 2 * h.micro_batches):
+                first = candidate.first if micro_batches == h.micro_batches else None
+                for hybrid in self._valid(micro_batches, h.stages, ranks, h.schedule, h.zero_stage, h.recompute,
+                                          copies=2):
+                    yield replace(candidate, hybrid=hybrid, first=first)
+
     def _for_multi_copy(self, h: Hybrid) -> list[int]:
         """Numbers of micro-batches, near those of a configuration, of which two can run at a time."""
         free = h.stages == 1 and self.fixed.copies is None and self.fixed.recompute in (None, "none")
         return [m for m in self.micro_batches(1) if m in (h.micro_batches, 2 * h.micro_batches)] if free else []
-
-    def _in_pairs(self, h: Hybrid) -> list[int]:
-        """Numbers of micro-batches, as many as a pipeline's and twice, of which a stage can run two at a time."""
-        free = h.stages > 1 and self.fixed.copies is None and not h.puts_off_weights
-        return [m for m in self.micro_batches(h.pipeline_ranks) if m in (h.micro_batches, 2 * h.micro_batches)
-                ] if free else []
 
     def _for_blocks(self, h: Hybrid) -> list[tuple[int, int]]:
         """Numbers of micro-batches, near those of a ZeRO-3 configuration, with how many of them run block by block at a

@@ -20,7 +20,7 @@ from autoparallel.planning.estimate_order import BY_HAND, HALF_FULL, SLOWER, Est
 from autoparallel.planning.options import Options
 from autoparallel.planning.reduced_model import ReducedModel, reduced_model
 from autoparallel.planning.step_bounds import StepBounds
-from autoparallel.plans import Hybrid
+from autoparallel.plans import Hybrid, Prediction
 from autoparallel.pricing import ExecutionCounts, Prices, SpacePricer, equal_stages_s
 from autoparallel.pricing.hidden import COUNTED, least_exposed
 from autoparallel.pricing.prediction import estimate, estimated_saved, evened
@@ -47,6 +47,8 @@ SHARE_OF_BOUNDS = 0.3
 UNEVEN = 0.25
 #: Above this multiple of the best estimate a lower bound suffices.
 WORTH = 1.35
+#: Two micro-batches at a time are tried in a pipeline's best plan where they could take less than this share of it.
+WORTH_PAIRS = 0.85
 
 
 @dataclass(frozen=True)
@@ -215,6 +217,17 @@ class JointSearch:
         for other in self.space.in_other_stages(start):
             if self.bounds.may_fit(other):
                 yield replace(other, estimate_s=start.estimate_s * longer(other.hybrid) / longer(start.hybrid))
+
+    def in_pairs(self, start: Candidate, found: Prediction) -> Iterator[Candidate]:
+        """The combination of a whole plan with two micro-batches at a time on each stage, as far as these may fit and
+        pay: at the most they hide the communication that the plan exposes, and half as many rounds of as many
+        micro-batches wait twice as long."""
+        for other in self.space.in_pairs(start):
+            rounds = 2 * start.hybrid.micro_batches // other.hybrid.micro_batches
+            least_s = found.step_s - found.exposed_s + (rounds - 1) * found.waiting_s
+            if least_s < WORTH_PAIRS * found.step_s and self.bounds.may_fit(other):
+                yield replace(other, estimate_s=least_s) if other.first is not None else self.estimate(
+                    other, found.step_s)
 
     def run(self, deadline: float = math.inf) -> Survey:
         """Estimate the promising candidates, but for known ones, and raise the bounds of the others, until ``deadline``

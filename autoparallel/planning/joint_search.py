@@ -116,6 +116,9 @@ def search_jointly(
             bound_s = survey.bound_s
             trials.add(survey.candidates)
             trials.run(started + (share_of_trials - spare) * time_limit_s)
+            if (best := trials.fastest) is not None:
+                trials.add(list(search.in_pairs(best, trials.plans[best].prediction)))
+                trials.run(started + (share_of_trials - spare) * time_limit_s)
             search.know(trials.updated())
             search.known_s = min(search.known_s, trials.best_s)
         if recompute_less is not None:
@@ -245,6 +248,12 @@ class _TrialPlans:
                 seen.add(_combination(made))
                 same.add(_figures(made))
                 yield made
+
+    @property
+    def fastest(self) -> Candidate | None:
+        """The candidate of the best plan, with its strategies."""
+        best = min(self.plans, key=lambda one: self.plans[one].prediction.step_s, default=None)
+        return None if best is None else replace(best, first=self.plans[best].strategies_on)
 
     @property
     def planned(self) -> int:

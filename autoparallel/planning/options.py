@@ -87,8 +87,9 @@ OPTIONS = f"""
     buckets: parameters whose gathers and gradient reductions are joined: a number is the most of a bucket; patterns of
         names (["layers.0.*", "head.*"]) are one bucket each, of any size, and ``bucket_bytes`` divides the others;
         None: by size alone.
-    copies: micro-batches that run at a time (multi-copy): one's activations are sent while another computes; with
-        ZeRO-3 each block's parameters are gathered, or fetched from the host, once for all of them; None: 1.
+    copies: micro-batches that run at a time (multi-copy), on each stage of a pipeline too: one's activations are sent
+        while another computes; with ZeRO-3 each block's parameters are gathered, or fetched from the host, once for all
+        of them; None: 1.
     pieces: linear layers whose operand or result is sent run in so many pieces, one of which travels while the next is
         computed (asynchronous tensor parallelism); None: the search decides.
     offload: where training state lives between steps: "none" (on the device), "host" (optimizer states and gradients in
