@@ -151,7 +151,7 @@ def test_a_plan_with_a_stage_on_three_ranks() -> None:
     assert (shared.kind, shared.direction, shared.count) == ("all_reduce", "backward", 3 * len(learnt))
     assert shared.num_bytes == 3 * sum(meta.num_bytes for meta in learnt) and shared.seconds > 0
     assert planned(pipeline_stages=4, stage_replicas=(1, 1, 1, 1), micro_batches=6).hybrid.replicas == ()
-    with pytest.raises(PlanError, match="3 ranks together, and do not divide 4 devices"):
+    with pytest.raises(PlanError, match="of 3 ranks, which do not divide 4 devices"):
         planned(stage_replicas=(1, 2), micro_batches=6)
 
 
