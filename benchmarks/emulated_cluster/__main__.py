@@ -40,7 +40,8 @@ def main(
     plans: Annotated[int | None, typer.Option(help="at most so many beside the two searches; all by default")] = None,
     hybrid: Annotated[bool, typer.Option("--hybrid", help="hybrid plans and the joint search's only")] = False,
     copies: Annotated[bool, typer.Option("--copies", help="ZeRO-3 and tensor-parallel plans with micro-batches one "
-                                         "after the other and multi-copy, and the joint search's only")] = False,
+                                         "after the other and multi-copy, and the joint search's only; with --hybrid "
+                                         "pipelines")] = False,
     unequal: Annotated[bool, typer.Option("--unequal", help="hosts 1 and 3 compute at half the speed, host 2 has a NIC "
                                           "of half the rate; hybrid plans, each also as for equal hosts")] = False,
     launches: Annotated[int, typer.Option(help="fresh processes so often")] = 2,

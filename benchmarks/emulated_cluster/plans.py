@@ -92,11 +92,21 @@ def multi_copy(num_ranks: int) -> Iterator[Spec]:
             yield Spec(f"{name} {_text(shape)}, {count} micro-batches, {copies} copies", "hybrid", options)
 
 
+def piped_copies(num_ranks: int) -> Iterator[Spec]:
+    """Pipelines of two tensor-parallel stages, which run their micro-batches one after the other, and in pairs."""
+    for again, copies in itertools.product(({}, {"recompute": "full"}), (1, 2)):
+        yield _piped(2, (num_ranks // 2,), 8, "tensor_parallel", "1f1b", copies=copies, **again)
+
+
 def _zero(num_ranks: int, micro_batches: int, stage: int, **more: Any) -> Spec:
     options = {"mesh_shape": (num_ranks,), "micro_batches": micro_batches, "zero_stage": stage, "baseline": "fsdp",
                **more}
-    extra = (f", {more['copies']} copies" if "copies" in more else "") + _recomputed(more)
-    return Spec(f"zero {stage} {num_ranks}, {micro_batches} micro-batches{extra}", "hybrid", options)
+    return Spec(f"zero {stage} {num_ranks}, {micro_batches} micro-batches{_copies(more)}{_recomputed(more)}",
+                "hybrid", options)
+
+
+def _copies(more: Mapping[str, Any]) -> str:
+    return f", {more['copies']} copies" if "copies" in more else ""
 
 
 def _recomputed(more: Mapping[str, Any]) -> str:
@@ -106,7 +116,7 @@ def _recomputed(more: Mapping[str, Any]) -> str:
 def _piped(pipeline: int, stage: tuple[int, ...], micro_batches: int, name: str, schedule: str, **more: Any) -> Spec:
     options = {"mesh_shape": (pipeline, *stage), "pipeline_stages": pipeline, "micro_batches": micro_batches,
                "schedule": schedule, "zero_stage": 0, "baseline": name, **more}
-    extra = (f" zero {more['zero_stage']}" if "zero_stage" in more else "") + _recomputed(more)
+    extra = (f" zero {more['zero_stage']}" if "zero_stage" in more else "") + _copies(more) + _recomputed(more)
     return Spec(f"pipeline {pipeline} x {name} {_text(stage)}, {micro_batches} micro-batches, {schedule}{extra}",
                 "hybrid", options)
 
@@ -117,10 +127,10 @@ def _text(shape: tuple[int, ...]) -> str:
 
 def specs(num_ranks: int, most: int | None = None, only_hybrid: bool = False, only_copies: bool = False) -> list[Spec]:
     """The searches, then plain and hybrid plans in turn, at most so many of these together. ``only_hybrid``: those
-    and the joint search; ``only_copies``: `multi_copy` and the joint search."""
+    and the joint search; ``only_copies``: `multi_copy`, of both `piped_copies`, and the joint search."""
     joint = Spec(JOINT, "joint", {"joint": True})
     if only_copies:
-        return [joint, *list(multi_copy(num_ranks))[:most]]
+        return [joint, *list((piped_copies if only_hybrid else multi_copy)(num_ranks))[:most]]
     if only_hybrid:
         return [joint, *list(hybrid(num_ranks))[:most]]
     sides = [list(plain(num_ranks)), list(hybrid(num_ranks))]
