@@ -122,6 +122,30 @@ def test_copies_compute_what_one_after_the_other_does(ranks: Any, case_name: str
         assert loss < 1e-5 and gradients < 1e-5
 
 
+class LargeLoss(torch.nn.Module):
+    """In float16, in which the losses of two micro-batches can be written, and their sum cannot."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = torch.nn.ModuleList([torch.nn.Linear(8, 8) for _ in range(2)]).half()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for layer in self.layers:
+            x = layer(x).tanh()
+        return (x - x + 2000.0).sum()
+
+
+def large_loss(copies: int) -> float:
+    inputs = (torch.zeros(16, 8, dtype=torch.float16),)
+    parallel = autoparallel.compile(LargeLoss(), mesh_of(2), example_inputs=inputs, pipeline_stages=2, micro_batches=8,
+                                    copies=copies)
+    return float(parallel.step(*inputs))
+
+
+def test_losses_of_a_round_are_summed_in_float64(ranks: Any) -> None:
+    assert ranks(2).run(large_loss, 4) == ranks(2).run(large_loss, 1) == [8 * 32_000.0] * 2
+
+
 @pytest.mark.parametrize(("options", "message"), [
     ({"micro_batches": 3, "copies": 2}, "3 micro-batches do not run 2 at a time"),
     ({"micro_batches": 4, "copies": 2, "pipeline_stages": 2, "schedule": "zero_bubble"}, "backward in two parts"),
@@ -176,7 +200,8 @@ def test_joint_search_tries_copies_near_the_best(fixed: Fixed, hybrid: Hybrid, e
 
 
 @pytest.mark.parametrize(("fixed", "hybrid", "expected"), [
-    (Fixed(), Hybrid(4, 2, 2, zero_stage=1), {4, 8}), (Fixed(micro_batches=4), Hybrid(4, 2, 2, recompute="full"), {4}),
+    (Fixed(), Hybrid(4, 2, 2, zero_stage=1), {4, 8}), (Fixed(), Hybrid(2, 2, 2, zero_stage=1), {4}),
+    (Fixed(micro_batches=4), Hybrid(4, 2, 2, recompute="full"), {4}),
     (Fixed(), Hybrid(4, 2, 2, "zero_bubble", zero_stage=1), set()), (Fixed(copies=1), Hybrid(4, 2, 2), set()),
     (Fixed(), Hybrid(4), set()),
 ], ids=str)

@@ -6,12 +6,13 @@ from __future__ import annotations
 import itertools
 import math
 import random
+from contextlib import suppress
 from dataclasses import replace
 
 import numpy as np
 import pytest
 
-from autoparallel.errors import InfeasibleError
+from autoparallel.errors import InfeasibleError, PlanError
 from autoparallel.partition import Splits
 from autoparallel.planning import candidate_bounds
 from autoparallel.planning.bound_kinds import Kind
@@ -49,6 +50,21 @@ def test_no_plan_is_below_the_bound_of_its_combination(seed: int) -> None:
         while bounds.tighten(candidate):
             pass
         assert 0 < even_s <= bounds.step_s(candidate) <= step_s * (1 + 1e-9), candidate
+        assert case.search.bounds.least_bytes(candidate) <= made.prediction.peak_bytes
+
+
+@pytest.mark.parametrize("seed", [5, *(pytest.param(seed, marks=pytest.mark.slow) for seed in (2, 7, 8, 11, 14, 18))])
+def test_no_pipeline_in_pairs_is_below_its_bound(seed: int) -> None:
+    """Of two micro-batches at a time, as a user may ask of any pipeline."""
+    case, pairs = SmallCase(seed), list[Candidate]()
+    for candidate in (one for one in case.combinations if one.hybrid.stages > 1):
+        with suppress(PlanError):
+            pairs.append(replace(candidate, hybrid=replace(candidate.hybrid, copies=2)))
+    bounds = case.search.step_bounds
+    for candidate, made in case.planned([one for one in pairs if one.hybrid.micro_batches == 2][:4] + pairs[:4]):
+        while bounds.tighten(candidate):
+            pass
+        assert bounds.step_s(candidate) <= made.prediction.step_s * (1 + 1e-9), candidate
         assert case.search.bounds.least_bytes(candidate) <= made.prediction.peak_bytes
 
 

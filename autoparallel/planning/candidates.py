@@ -303,7 +303,7 @@ class CandidateSpace:
         h, ranks = candidate.hybrid, candidate.hybrid.pipeline_ranks
         free = h.stages > 1 and h.copies == 1 and self.fixed.copies is None
         for micro_batches in self.micro_batches(ranks) if free else ():
-            if micro_batches in (h.micro_batches, 2 * h.micro_batches):
+            if micro_batches in (h.micro_batches, 2 * h.micro_batches) and micro_batches >= 2 * ranks:
                 first = candidate.first if micro_batches == h.micro_batches else None
                 for hybrid in self._valid(micro_batches, h.stages, ranks, h.schedule, h.zero_stage, h.recompute,
                                           copies=2):

@@ -250,6 +250,7 @@ class StepBounds:
         of_blocks = least_in_flight(h, most_s / block_s) if 0 < block_s < math.inf else fewest
         if of_blocks == math.inf:
             return None
+        of_blocks, fewest = of_blocks / h.copies, fewest / h.copies    # `Kind.hybrid` has so many at a time
         return [float(count) if decision.kind in ("parameter", "buffer", "input") else
                 0.0 if sends_on(space, decision.index) else count * (of_blocks if count > 1 else fewest)
                 for decision, count in zip(space.decisions, counts, strict=True)]

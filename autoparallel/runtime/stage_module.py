@@ -165,6 +165,7 @@ class StageModule(nn.Module):
         self.on_host: dict[int, torch.Tensor] = {}
         self.program, self.loss, self.axes = program, loss, axes
         self.each_micro_batch, self.copies = hybrid.zero_stage >= 2, hybrid.copies
+        self.sums_losses = hybrid.stages > 1 and hybrid.copies > 1
         self.is_compiled = backend != EAGER
         self.regathers = hybrid.zero_stage == 3 and (backend == EAGER or in_blocks(program.module, hybrid))
         split = split_step(program, hybrid, backend)
@@ -216,8 +217,9 @@ class StageModule(nn.Module):
         return leaf
 
     def forward(self, *received: torch.Tensor, micro_batch: int) -> tuple[torch.Tensor, ...]:
-        """Forward of a micro-batch, and with multi-copy of those after it that run at the same time: the sum of their
-        losses, or the values to send. ``received``, and what is to be sent: of one micro-batch after the other."""
+        """Forward of a micro-batch, and with multi-copy of those after it that run at the same time: their losses
+        (of a pipeline their sum, in float64: torch's schedule detaches one result), or the values to send.
+        ``received``, and what is to be sent: of one micro-batch after the other."""
         numbers, of_each = range(micro_batch, micro_batch + self.copies), len(received) // self.copies
         values = [_Received.apply(x) for x in received]
         inputs = [x for at, number in enumerate(numbers)
@@ -229,8 +231,8 @@ class StageModule(nn.Module):
         copies = [results] if self.copies == 1 else results
         self.updates = copies[-1][1]
         if self.loss is not None:
-            losses = [scaled(outputs[self.loss]) for outputs, *_ in copies]
-            return (_without_view(losses[0] if self.copies == 1 else torch.stack(losses).sum()),)
+            losses = tuple(_without_view(scaled(outputs[self.loss])) for outputs, *_ in copies)
+            return (torch.stack([loss.double() for loss in losses]).sum(),) if self.sums_losses else losses
         return tuple(_Sent.apply(x) for *_, sent in copies for x in sent)
 
     def reduce_overlapped(self, is_first: bool) -> None:
