@@ -61,7 +61,7 @@ def test_no_pipeline_in_pairs_is_below_its_bound(seed: int) -> None:
         with suppress(PlanError):
             pairs.append(replace(candidate, hybrid=replace(candidate.hybrid, copies=2)))
     bounds = case.search.step_bounds
-    for candidate, made in case.planned([one for one in pairs if one.hybrid.micro_batches == 2][:4] + pairs[:4]):
+    for candidate, made in case.planned([one for one in pairs if one.hybrid.micro_batches == 2][:2]):
         while bounds.tighten(candidate):
             pass
         assert bounds.step_s(candidate) <= made.prediction.step_s * (1 + 1e-9), candidate
