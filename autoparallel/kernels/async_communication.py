@@ -198,7 +198,7 @@ class _Pending:
         return lambda: tuple(b if a is None else a for a, b in zip(finish(), finish_late(), strict=True))
 
 
-#: What the recompute of a block that runs has begun (None: none runs).
+#: The communication that the running recompute of a block has begun (None: no recompute runs).
 _begun_again: ContextVar[list[_Pending] | None] = ContextVar("begun by a recompute", default=None)
 
 
@@ -241,6 +241,7 @@ class _End(torch.autograd.Function):
     def forward(ctx: Any, pending: _Pending, *values: torch.Tensor) -> Values:
         ctx.pending = pending
         ctx.set_materialize_grads(False)  # a value read only under no_grad has no gradient, rather than zeros
+        assert pending.values is not None or pending.ends_recompute
         finish, pending.values = pending.values or pending.sending.forward(values), None
         return tuple(made.view_as(made) for made in finish())
 
@@ -299,7 +300,7 @@ def end(begun: Begun) -> Values:
 def begin_step(x: torch.Tensor, axis: str, source: str, target: str, source_sizes: Sizes = (), target_sizes: Sizes = (),
                ends_recompute: bool = False) -> Begun:
     """Begin a redistribution step of an activation; arguments as `collectives.redistribute`. ``ends_recompute``: the
-    recompute of its block ends before `end_step`, and does not begin the step."""
+    recompute of its block usually ends before `end_step`, so that only this begins the step there, if it is reached."""
     return begin(Moved(groups.current(axis), Placement.parse(source), Placement.parse(target), source_sizes,
                         target_sizes), x, ends_recompute=ends_recompute)
 

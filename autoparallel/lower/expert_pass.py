@@ -16,7 +16,8 @@ from autoparallel.schedule.step_config import Hybrid
 
 def overlap_experts(module: GraphModule, hybrid: Hybrid) -> GraphModule:
     """The same program, in which rows of a mixture of experts leave where it stood, and are computed and awaited
-    later; with multi-copy at once, for `lower.multi_copy_pass`, which puts another micro-batch between."""
+    later; with multi-copy the three parts follow each other, and `lower.multi_copy_pass` puts another micro-batch
+    between them."""
     apart = alternates_experts(hybrid)
     windows = {node: window for node, window in windows_of(module, hybrid) if window.is_open or apart}
     return _written(module, windows) if windows else module

@@ -171,7 +171,7 @@ class _Travelling:
             self.mixtures.forward(segment.begins)
 
     def begin_forward(self, segment: _Segment, of: Callable[[TimedStep], Timed]) -> None:
-        """A segment ends: run its local steps, begin those that communicate; ``of``: the times of a step."""
+        """A segment ends: run its local steps, begin its communication; ``of``: the times of a step."""
         self._run([of(one) for one in segment.local], segment.stop)
         if segment.ends is not None and self.of_mixtures:
             self.mixtures.forward(segment.ends)

@@ -39,7 +39,7 @@ _IN_BACKWARD = (aten.cat.default, aten.where.self, aten.eq.Tensor)
 #: Torch has rules of most of these, but not with plain indices, masks or values.
 _AT_PLACES = ("gather", "index_select", "index_add", "index_copy", "index_reduce", "scatter", "scatter_add",
               "scatter_reduce", "masked_fill", "masked_select", "masked_scatter", "isin")
-#: Those that write in place.
+#: Their forms in place.
 _TO_PLACES = ("index_fill_", "put_", "index_put_", "index_add_", "index_copy_", "index_reduce_", "scatter_",
               "scatter_add_", "scatter_reduce_")
 _VIEWS = (aten.view.default, aten._unsafe_view.default)
